@@ -1,0 +1,39 @@
+# make test   everything that CI runs        make demo   the main job, killed and resumed
+# make lint   the static checks alone        make bench  the benchmarks
+# Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
+# unpinned torch may pull gigabytes of CUDA packages.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: test demo lint bench format clean
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+demo: .venv/installed
+	$(BIN)/python docs/examples/demo.py
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/step.py
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs

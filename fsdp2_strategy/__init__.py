@@ -1,0 +1,48 @@
+"""The FSDP2 layer that an RLHF or VLA trainer drops in: shard, train with right numbers, save, resume."""
+
+from fsdp2_strategy.blocks import find_blocks, manual_transformer_cls_names_to_wrap
+from fsdp2_strategy.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from fsdp2_strategy.config import StrategyConfig
+from fsdp2_strategy.errors import (
+    CheckpointError,
+    ConfigError,
+    FSDP2StrategyError,
+    MeshError,
+    OptimizerError,
+    ShardError,
+    StepError,
+)
+from fsdp2_strategy.explain import explain
+from fsdp2_strategy.mesh import build_mesh
+from fsdp2_strategy.optimizer import build_optimizer
+from fsdp2_strategy.schedule import build_scheduler
+from fsdp2_strategy.shard import shard_model
+from fsdp2_strategy.step import StepResult, clip_grad_norm
+from fsdp2_strategy.strategy import FSDPV2Strategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
+    "FSDP2StrategyError",
+    "FSDPV2Strategy",
+    "MeshError",
+    "OptimizerError",
+    "ShardError",
+    "StepError",
+    "StepResult",
+    "StrategyConfig",
+    "build_mesh",
+    "build_optimizer",
+    "build_scheduler",
+    "clip_grad_norm",
+    "explain",
+    "find_blocks",
+    "list_checkpoints",
+    "load_checkpoint",
+    "manual_transformer_cls_names_to_wrap",
+    "save_checkpoint",
+    "shard_model",
+]

@@ -1,0 +1,198 @@
+"""Which modules of a model repeat, and so are worth sharding one by one.
+
+Input: any model, and class names where the user knows them. Output: blocks by dotted name, from which `plan` makes
+units.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from fsdp2_strategy.errors import ShardError, did_you_mean
+from fsdp2_strategy.names import clean
+from fsdp2_strategy.ranks import log
+from fsdp2_strategy.residency import unwrap_model
+
+# Blocks that a model's `_no_split_modules` is known to leave out; RLHF trainers extend this list in place.
+manual_transformer_cls_names_to_wrap = [
+    "Embedding",
+    "Qwen2VLDecoderLayer",
+    "Qwen2VLVisionBlock",
+    "Qwen2_5_VLVisionBlock",
+    "Qwen2_5_VLDecoderLayer",
+    "Qwen2DecoderLayer",
+    "LlamaDecoderLayer",
+    "DeepseekDecoderLayer",
+]
+
+# Modules that use their children's parameters without calling them.
+_OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
+_LARGEST_SIZE_BASED_UNIT = 50_000_000
+
+
+def find_blocks(
+    model: nn.Module, class_names: Sequence[str] = (), *, min_unit_params: int | None = None
+) -> dict[str, nn.Module]:
+    """Find the repeated modules of a model that should be sharded one by one; not collective.
+
+    They come from ``class_names`` where given; else from ``_no_split_modules`` of the model, or of the models inside
+    a wrapper, together with ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest
+    ModuleList; else modules of at least ``min_unit_params`` parameters.
+
+    Args:
+        model: any module; it is only read.
+        class_names: names of module classes.
+        min_unit_params: fewest parameters of a size-based block; None: an eighth of the model, at most 50 million.
+
+    Returns:
+        The blocks by dotted name, in module order.
+
+    Raises:
+        ShardError: a given class name matches no module.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), "out": nn.Linear(4, 2)})
+        >>> list(find_blocks(model))
+        ['layers.0', 'layers.1', 'layers.2']
+    """
+    blocks = choose_blocks(unwrap_model(model), class_names, min_unit_params)
+    log("blocks of %s: %d, %s", type(unwrap_model(model)).__name__, len(blocks.modules), blocks.source)
+    return blocks.modules
+
+
+def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules whose class has one of ``class_names``, by dotted name.
+
+    Raises:
+        ShardError: a class name matches no module.
+    """
+    found = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in class_names}
+    missing = [name for name in class_names if name not in {type(m).__name__ for m in found.values()}]
+    if missing:
+        types = sorted({type(m).__name__ for m in model.modules()})
+        hints = "".join(did_you_mean(name, types) for name in missing)
+        raise ShardError(
+            f"no unit to shard: class names {missing} match no module of {type(model).__name__}. "
+            f"Its module types: {', '.join(types)}.{hints}"
+        )
+    return found
+
+
+class Blocks(NamedTuple):
+    """Hold the blocks of a model and where they come from."""
+
+    kind: str
+    """"block", or "size" where nothing but their size made them blocks."""
+    source: str
+    modules: dict[str, nn.Module]
+
+
+def choose_blocks(model: nn.Module, class_names: Sequence[str], min_unit_params: int | None) -> Blocks:
+    """Do what `find_blocks` promises, and say where the blocks come from."""
+    if class_names:
+        modules = _callable_only(modules_of_class(model, class_names))
+        return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
+    declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    listed = declared | set(manual_transformer_cls_names_to_wrap) - {"Embedding"}
+    modules = _callable_only({clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n})
+    if modules:
+        names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
+        return Blocks("block", f"from the model's own list: {names}", modules)
+    if modules := _largest_module_lists(model):
+        parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
+        return Blocks("block", f"the repeated layers of {parents}", modules)
+    least = min_unit_params or max(1, min(_size(model) // 8, _LARGEST_SIZE_BASED_UNIT))
+    _pack_by_size("", model, least, modules)
+    return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
+
+
+def _callable_only(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Replace containers without a forward of their own by their children."""
+    found = {}
+    for name, module in blocks.items():
+        if _has_forward(module):
+            found[name] = module
+        else:
+            found |= _callable_only({f"{name}.{n}": m for n, m in module.named_children()})
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def can_be_unit(module: nn.Module) -> bool:
+    """Say whether its forward is sure to be what runs it: a Sequential is often walked through instead."""
+    return _has_forward(module) and not isinstance(module, nn.Sequential)
+
+
+def _largest_module_lists(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the entries of the largest repeating ModuleList, and of others apart from it with a tenth of the model."""
+    sizes = {
+        (name, module): _size(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and max(Counter(type(m) for m in module).values(), default=0) > 1
+    }
+    blocks: dict[str, nn.Module] = {}
+    total = _size(model)
+    for (name, module), size in sorted(sizes.items(), key=lambda item: -item[1]):
+        apart = not any(_nested(name, other) or _nested(other, name) for other in blocks)
+        if size and apart and (not blocks or size * 10 >= total):
+            blocks |= _callable_only({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
+    order = [clean(n) for n, _ in model.named_modules()]
+    return {name: blocks[name] for name in order if name in blocks and _size(blocks[name])}
+
+
+def _pack_by_size(name: str, module: nn.Module, least: int, blocks: dict[str, nn.Module]) -> int:
+    """Choose modules bottom-up as soon as they hold ``least`` parameters; return how many are left to the parent."""
+    left = sum(p.numel() for p in module.parameters(recurse=False))
+    if isinstance(module, _OPAQUE):
+        left = _size(module)
+    else:
+        for child_name, child in module.named_children():
+            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, blocks)
+    if name and left >= least and can_be_unit(module):
+        blocks[name] = module
+        return 0
+    return left
+
+
+def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:
+    """Return the embeddings and output heads outside the blocks that are worth a unit of their own."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for method, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
+            vocabulary = _ask(module, method)
+            if isinstance(vocabulary, nn.Embedding | nn.Linear):
+                found[vocabulary] = kind
+    sizes = [_size(block) for block in blocks.values()]
+    worthwhile = statistics.median(sizes) / 4 if sizes else math.inf
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if _size(module) >= worthwhile and isinstance(module, nn.Embedding):
+            found.setdefault(module, "embedding")
+        elif isinstance(module, nn.Linear) and module.out_features in vocabularies and _size(module) >= worthwhile:
+            found.setdefault(module, "head")
+    return found
+
+
+def _ask(module: nn.Module, method: str) -> object:
+    try:
+        return getattr(module, method)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None  # not every model has a vocabulary
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _nested(inner: str, outer: str) -> bool:
+    return not outer or inner == outer or inner.startswith(outer + ".")

@@ -1,0 +1,55 @@
+"""Generator states of a rank: torch's on the CPU and its device, Python's and NumPy's.
+
+Input: the generators. Output: one safetensors file a rank, and back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdp2_strategy.ranks import seed_everything
+
+
+def save_rng(path: Path) -> None:
+    """Write the states of this rank's generators."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  the one users draw from
+    tensors = {
+        "torch.cpu": torch.get_rng_state(),
+        "python.words": torch.tensor(words, dtype=torch.int64),
+        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy.cached": torch.tensor([cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        tensors["torch.cuda"] = torch.cuda.get_rng_state()
+    save_file(tensors, path, metadata={"python.version": str(version)})
+
+
+def load_rng(path: Path) -> None:
+    """Put the generators of this rank into the states that were saved."""
+    tensors = load_file(path)
+    torch.set_rng_state(tensors["torch.cpu"])
+    if "torch.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["torch.cuda"])
+    gauss = tensors["python.gauss"].tolist()
+    random.setstate((3, tuple(tensors["python.words"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss = tensors["numpy.position"].tolist()
+    keys = tensors["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, tensors["numpy.cached"].item()))  # noqa: NPY002
+
+
+def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
+    """Seed this rank's generators for a run that goes on with another number of ranks.
+
+    Saved states belong to ranks that no longer exist; the new ones follow from seed, step, rank and world size alone.
+    """
+    text = f"{seed}/{step}/{rank}/{world_size}".encode()
+    seed_everything(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))

@@ -1,0 +1,68 @@
+"""Which checkpoints stay: counted on disk, so that a restart forgets nothing.
+
+Input: the committed checkpoints of a directory, and limits. Output: those to remove, never the newest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp2_strategy.checkpoint.layout import Checkpoint
+from fsdp2_strategy.errors import CheckpointError
+
+GB = 10**9
+
+
+def surplus(checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None) -> list[Checkpoint]:
+    """Return the oldest checkpoints that must go for the rest to fit both limits.
+
+    Args:
+        checkpoints: oldest first.
+        max_num: most checkpoints to keep, at least 1; None for no limit.
+        max_mem: most GB (10^9 bytes) that all checkpoints together may take; None for no limit.
+    """
+    kept = list(checkpoints)
+    while len(kept) > 1:
+        too_many = max_num is not None and len(kept) > max_num
+        too_large = max_mem is not None and sum(c.total_bytes for c in kept) > max_mem * GB
+        if not (too_many or too_large):
+            break
+        kept.pop(0)
+    return list(checkpoints[: len(checkpoints) - len(kept)])
+
+
+def check_limits(max_num: int | None, max_mem: float | None) -> None:
+    """Raise where the limits make no sense.
+
+    Raises:
+        CheckpointError: ``max_num`` is under 1, or ``max_mem`` not above 0.
+    """
+    if max_num is not None and (not isinstance(max_num, int) or isinstance(max_num, bool) or max_num < 1):
+        raise CheckpointError(
+            f"cannot save: max_num is {max_num!r}, expected a whole number of at least 1. Pass None to keep everything."
+        )
+    if max_mem is not None and (isinstance(max_mem, bool) or not isinstance(max_mem, int | float) or not max_mem > 0):
+        raise CheckpointError(
+            f"cannot save: max_mem is {max_mem!r}, expected GB (10^9 bytes) above 0. Pass None for no limit."
+        )
+
+
+def check_room(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None:
+    """Refuse a checkpoint that does not fit, before anything is written; rank 0 calls it.
+
+    Raises:
+        CheckpointError: it is larger than ``max_mem``, or than the free disk.
+    """
+    if max_mem is not None and needed_bytes > max_mem * GB:
+        raise CheckpointError(
+            f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, expected at most max_mem = {max_mem} GB. "
+            "Raise max_mem, or save without the optimizer."
+        )
+    free = shutil.disk_usage(save_dir).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, {save_dir} has {free / GB:.3f} GB free. "
+            "Free some space: old checkpoints are only removed once the new one is safe."
+        )

@@ -1,0 +1,187 @@
+"""What a checkpoint holds: tensors by parameter name, everything else as JSON.
+
+Input: a sharded model, its optimizer, its schedule. Output: flat mappings of tensors, and JSON; and the way back.
+
+[Note: optimizer by name] Optimizer state is keyed ``state.<parameter name>.<key>`` and hyper-parameters are kept for
+each parameter, never by position. So a checkpoint loads into an optimizer that groups its parameters otherwise, state
+of parameters that are frozen now is kept, and a parameter that never had a gradient simply has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.names import named_parameters, persistent_buffers
+from fsdp2_strategy.residency import is_sharded, reshard, unwrap_model
+
+# How a kernel is chosen is this run's affair, not the checkpoint's.
+_IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters, each once, and persistent buffers by name; loading writes into these very tensors.
+
+    Raises:
+        CheckpointError: the model was not prepared.
+    """
+    inner = unwrap_model(model)
+    if not is_sharded(inner):
+        raise CheckpointError(
+            f"cannot save or load: {type(inner).__name__} is not sharded, expected a prepared model. Call "
+            "prepare_model first, and pass the model that it returned."
+        )
+    reshard(inner)
+    return {**named_parameters(inner), **persistent_buffers(inner)}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``."""
+    return {
+        f"state.{name}.{key}": value
+        for name, state in _named_state(model, optimizer).items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what of an optimizer is no tensor, as JSON: settings by parameter name, and plain state values."""
+    settings: list[dict[str, Any]] = []
+    of_parameter: dict[str, int] = {}
+    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+        if own not in settings:
+            settings.append(own)
+        of_parameter |= {_name_of(p, names): settings.index(own) for p in group["params"]}
+    values = {
+        name: plain
+        for name, state in _named_state(model, optimizer).items()
+        if (plain := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
+    }
+    return {"settings": settings, "of_parameter": of_parameter, "values": values}
+
+
+def allocate_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, strict: bool
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Make room for the stored state of every parameter that the optimizer has, sharded as the parameter is.
+
+    Returns:
+        The new state by parameter name and key, and the same tensors under their stored names.
+
+    Raises:
+        CheckpointError: strict, and the checkpoint holds state of parameters that this optimizer does not have.
+    """
+    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
+    state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in of_optimizer}
+    flat: dict[str, torch.Tensor] = {}
+    unexpected = []
+    for stored, (shape, dtype) in layout.items():
+        name, _, key = stored.removeprefix("state.").rpartition(".")
+        if name not in of_optimizer:
+            unexpected.append(name)
+            continue
+        parameter, group = of_optimizer[name]
+        state[name][key] = flat[stored] = _room(parameter, group, key, shape, dtype)
+    if unexpected and strict:
+        listed = sorted(set(unexpected))
+        raise CheckpointError(
+            f"cannot load the optimizer: the checkpoint holds state of {len(listed)} parameters that this optimizer "
+            f"does not have, {listed[0]} first. Build it over the same trainable parameters, or pass "
+            "load_module_strict=False."
+        )
+    return state, flat
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Mapping[str, torch.Tensor]], hyper: Mapping[str, Any]
+) -> None:
+    """Put loaded state and hyper-parameters into the optimizer.
+
+    Raises:
+        CheckpointError: one group of this optimizer spans parameters that were saved with different settings.
+    """
+    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    restored = []
+    for group in optimizer.param_groups:
+        indices = {hyper["of_parameter"].get(names[id(p)]) for p in group["params"]} - {None}
+        if len(indices) > 1:
+            first, second = sorted(indices)[:2]
+            raise CheckpointError(
+                f"cannot load the optimizer: group {group.get('name')!r} spans parameters that were saved with "
+                f"different settings, {hyper['settings'][first]} and {hyper['settings'][second]}. Group them "
+                "as they were saved."
+            )
+        restored.append(hyper["settings"][indices.pop()] if indices else {})
+    for group, settings in zip(optimizer.param_groups, restored, strict=True):
+        # JSON has no tuples: betas come back as what they were.
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            values = {**state.get(name, {}), **hyper["values"].get(name, {})}
+            if values:
+                optimizer.state[parameter] = dict(values)
+            else:
+                optimizer.state.pop(parameter, None)
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raise where ``value`` would not come back from JSON as it is.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    problem = ""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                problem = f"has the key {key!r} of type {type(key).__name__}, expected a string"
+                break
+            check_json(entry, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            check_json(entry, f"{where}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        problem = f"is {value}, which JSON does not have"
+    elif not (value is None or type(value) in (bool, int, float, str)):
+        problem = f"is a {type(value).__name__}, expected something that JSON holds"
+    if problem:
+        raise CheckpointError(
+            f"cannot save: {where} {problem}. Checkpoints hold no pickled objects: store numbers, strings, lists and "
+            "dictionaries (tensor.tolist(), str(path))."
+        )
+
+
+def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    return {_name_of(p, names): state for p, state in optimizer.state.items() if state}
+
+
+def _name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"cannot save or load the optimizer: it steps a parameter of shape {list(parameter.shape)} that is not in "
+            "the model, expected the model's own. Create it after prepare_model, for this model."
+        )
+    return names[id(parameter)]
+
+
+def _room(
+    parameter: torch.Tensor, group: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return an empty tensor for one entry of a parameter's state, placed where the optimizer wants it."""
+    if shape == tuple(parameter.shape) and key != "step":
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.zeros(shape, dtype=dtype, device=local.device if on_device else "cpu")

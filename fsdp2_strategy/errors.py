@@ -1,0 +1,52 @@
+"""Everything this package raises on purpose, one small tree.
+
+    FSDP2StrategyError
+    ├── ConfigError      (ValueError)    a field, argument or file of the configuration
+    ├── MeshError        (ValueError)    process group, device mesh, shard sizes
+    ├── ShardError       (ValueError)    which modules become units, and how
+    ├── OptimizerError   (ValueError)    parameter groups, schedules
+    ├── StepError        (RuntimeError)  backward and optimizer steps
+    └── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
+
+Each message says what cannot be done, what the subject is, what it should be, and what to do. An error that one
+rank alone meets inside a collective call is raised on every rank, naming that rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FSDP2StrategyError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class ConfigError(FSDP2StrategyError, ValueError):
+    """A configuration value that cannot be used."""
+
+
+class MeshError(FSDP2StrategyError, ValueError):
+    """A process group or device mesh that cannot be built."""
+
+
+class ShardError(FSDP2StrategyError, ValueError):
+    """A model that cannot be sharded as asked."""
+
+
+class OptimizerError(FSDP2StrategyError, ValueError):
+    """An optimizer or schedule that cannot be built as asked."""
+
+
+class StepError(FSDP2StrategyError, RuntimeError):
+    """A backward pass or optimizer step that cannot be taken."""
+
+
+class CheckpointError(FSDP2StrategyError, RuntimeError):
+    """A checkpoint that cannot be saved, found or loaded."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the known name nearest to ``name``, or nothing."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,46 @@
+"""Parameter and module names: patterns that users write, and what they match.
+
+A pattern with ``*``, ``?`` or ``[`` is a shell-style pattern over the whole dotted name; any other matches wherever
+it occurs in the name (``"norm"`` matches ``model.norm.weight``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+_COMPILE_PREFIX = "_orig_mod."
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Say whether any of ``patterns`` matches the dotted ``name``."""
+    return any(
+        fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
+        for pattern in patterns
+    )
+
+
+def clean(name: str) -> str:
+    """Return ``name`` without the prefixes that torch's checkpoint and compile wrappers add."""
+    return name.replace(_CHECKPOINT_PREFIX, "").replace(_COMPILE_PREFIX, "")
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return each parameter once, under its first clean name, in module order."""
+    return {clean(name): parameter for name, parameter in model.named_parameters()}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return each buffer that belongs in a checkpoint once, under its first clean name."""
+    found = {}
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[clean(f"{prefix}.{name}" if prefix else name)] = buffer
+    return found

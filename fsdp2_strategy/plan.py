@@ -1,0 +1,301 @@
+"""Which modules become units, in which precision, decided before anything is allocated.
+
+Input: a model (on any device, meta included) and its blocks. Output: a `ShardPlan`, which `shard` carries out and
+`explain` prints.
+
+[Note: units] A unit is a module that `fully_shard` gets: its parameters are gathered together before its forward and
+reduced together in backward. A parameter belongs to the innermost unit around it; the root unit, the model itself,
+takes what is left. A plan keeps three invariants:
+  1. A parameter that several places share (tied weights) lies in one unit: units around it are opened, their children
+     becoming units instead, until one unit, at last the root, surrounds all of its owners. Gathering it there costs
+     what gathering it apart would, since the first of its uses stands at one end of the forward pass and the last at
+     the other. A module that is itself registered in several blocks becomes a unit of its own.
+  2. A unit computes in one dtype: a module that computes in another becomes a unit within it.
+  3. Only modules with a forward of their own become units, because only a call of forward gathers parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.blocks import can_be_unit, choose_blocks, vocabulary_modules
+from fsdp2_strategy.errors import ShardError, did_you_mean
+from fsdp2_strategy.names import clean, matches
+from fsdp2_strategy.residency import unwrap_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Say in which dtype parameters are stored, gathered and reduced."""
+
+    bf16: bool
+    is_training: bool
+    keep_fp32: tuple[str, ...] = ()
+
+    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which the parameter is gathered and computed with."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if matches(name, self.keep_fp32):
+            return torch.float32
+        if self.bf16:
+            return torch.bfloat16
+        return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
+
+    def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the shard: an fp32 master where it is trained, the compute dtype where it is not."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if self.is_training and parameter.requires_grad:
+            return _at_least_fp32(compute_dtype)
+        if self.is_training and not self.bf16 and compute_dtype == torch.float32:
+            return parameter.dtype if parameter.element_size() <= compute_dtype.itemsize else compute_dtype
+        return compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One unit of a plan; see [Note: units]."""
+
+    name: str
+    """Dotted name of the module; empty for the root."""
+    kind: str
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size or root."""
+    module: nn.Module
+    depth: int
+    """How deep it stands; a unit is sharded before those around it."""
+    parameters: dict[str, nn.Parameter]
+    """The parameters that belong to it, under their first names."""
+    compute_dtype: torch.dtype
+    parent_dtype: torch.dtype | None = None
+    """Compute dtype around it, where it was split off for its own: its outputs are cast to it."""
+
+
+@dataclass(kw_only=True)
+class ShardPlan:
+    """Hold the units of a model in forward order, the root last, and what is worth knowing about them."""
+
+    model: nn.Module
+    precision: Precision
+    source: str
+    """Where the blocks come from, in words."""
+    units: list[Unit] = field(default_factory=list)
+    replicated: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that cannot be split (0-d): each rank holds them whole, their gradients are averaged."""
+    ties: list[tuple[str, ...]] = field(default_factory=list)
+    """All names of each parameter that has several."""
+    notes: list[str] = field(default_factory=list)
+    """What looks wrong."""
+
+    def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the parameter's shard."""
+        return self.precision.stored_dtype(parameter, unit.compute_dtype)
+
+    def signature(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return what all ranks must agree on: the units, and name, shape and dtype of their parameters."""
+        return [
+            (u.name, tuple(f"{n}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for n, p in u.parameters.items()))
+            for u in self.units
+        ] + [("replicated", tuple(self.replicated))]
+
+
+def plan_units(
+    model: nn.Module,
+    precision: Precision,
+    class_names: Sequence[str] = (),
+    *,
+    min_unit_params: int | None = None,
+) -> ShardPlan:
+    """Decide which modules of ``model`` become units; reads only, not collective.
+
+    Raises:
+        ShardError: a class name or a ``keep_fp32`` pattern matches nothing, or the model has no parameters.
+    """
+    model = unwrap_model(model)
+    blocks = choose_blocks(model, class_names, min_unit_params)
+    tree = _Tree(model)
+    if not tree.parameters:
+        raise ShardError(f"nothing to shard: {type(model).__name__} has no parameters. Prepare a model that has some.")
+    plan = ShardPlan(model=model, precision=precision, source=blocks.source)
+    kinds = dict.fromkeys(blocks.modules.values(), blocks.kind)
+    vocabulary = vocabulary_modules(model, blocks.modules)
+    kinds |= {module: kind for module, kind in vocabulary.items() if not tree.inside(module, kinds)}
+    _settle_shared(tree, kinds)
+    compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
+    claimed = tree.parameters_by_unit(kinds)
+    plan.units = [
+        Unit(
+            name=tree.names[module],
+            kind=kinds[module],
+            module=module,
+            depth=tree.depth(module),
+            parameters=claimed[module],
+            compute_dtype=compute_dtypes[module],
+            parent_dtype=parent_dtypes.get(module),
+        )
+        for module in tree.order(kinds)
+        if claimed[module]
+    ]
+    plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
+    plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
+    plan.notes = list(_doubts(plan))
+    _check_patterns(tree, precision.keep_fp32)
+    return plan
+
+
+class _Tree:
+    """Index a model's modules by all the places where they stand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
+        """For each module, the chains of modules from the root down to it."""
+        self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
+        self._walk(model, ())
+        self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.all_names[parameter].append(clean(name))
+        for module in self.paths:
+            for parameter in module.parameters(recurse=False):
+                self.owners[parameter].append(module)
+        self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
+
+    def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
+        self.paths[module].append((*above, module))
+        for child in module.children():
+            self._walk(child, (*above, module))
+
+    def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
+        """Say whether the module stands in one of the units, at every place where it stands."""
+        return all(any(m in units for m in path) for path in self.paths[module])
+
+    def units_around(self, module: nn.Module, units: Container[nn.Module]) -> set[nn.Module]:
+        """Return the innermost unit, the module itself among them, at each place of the module."""
+        return {next(m for m in reversed(path) if m in units) for path in self.paths[module]}
+
+    def depth(self, module: nn.Module) -> int:
+        """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
+        return max(map(len, self.paths[module]))
+
+    def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """Return for each unit the parameters that belong to it, 0-d ones left out."""
+        found: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
+        for name, parameter in self.parameters.items():
+            if parameter.ndim:
+                (unit,) = self.units_around(self.owners[parameter][0], units)
+                found[unit][name] = parameter
+        return found
+
+    def order(self, units: Container[nn.Module]) -> list[nn.Module]:
+        """Return the units in module order, the root last."""
+        return [m for m in self.names if m in units and m is not self.model] + [self.model]
+
+
+def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
+    """Bring each shared parameter into one unit (invariant 1), changing ``kinds``."""
+    kinds[tree.model] = "root"
+    for parameter in tree.owners:
+        while True:
+            around = set().union(*(tree.units_around(owner, kinds) for owner in tree.owners[parameter]))
+            if len(around) == 1:
+                break
+            if repeated := _repeated_module(tree, tree.owners[parameter]):
+                kinds[repeated] = "shared"
+                continue
+            # Open the deepest unit: what surrounds it is the first that can be common.
+            unit = max(around, key=tree.depth)
+            del kinds[unit]
+            owners = set(tree.owners[parameter])
+            for child in unit.children():
+                matrices = any(p.ndim > 1 for p in child.parameters())
+                if matrices and can_be_unit(child) and not owners.intersection(child.modules()):
+                    kinds.setdefault(child, "opened")
+
+
+def _repeated_module(tree: _Tree, owners: list[nn.Module]) -> nn.Module | None:
+    """Return the outermost module that stands in several places and holds all owners, if it can be a unit."""
+    if len(owners) != 1 or len(tree.paths[owners[0]]) == 1:
+        return None
+    for module in tree.paths[owners[0]][0]:
+        if len(tree.paths[module]) > 1:
+            return module if can_be_unit(module) else None
+    return None
+
+
+def _settle_dtypes(
+    tree: _Tree, kinds: dict[nn.Module, str], precision: Precision
+) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
+    """Make each unit compute in one dtype (invariant 2), changing ``kinds``.
+
+    Returns the compute dtype of each unit, and the dtype around each that was split off for its own.
+    """
+    wanted: dict[nn.Module, torch.dtype] = {}
+    for parameter, owners in tree.owners.items():
+        dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
+        if parameter.is_floating_point() and parameter.ndim:
+            for owner in owners:
+                # A module's own parameters cannot be told apart: the widest of their dtypes wins.
+                wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
+    owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+    for owner in wanted:
+        for unit in tree.units_around(owner, kinds):
+            owners_in[unit].append(owner)
+    compute = dict.fromkeys(kinds, torch.float32)
+    parents: dict[nn.Module, torch.dtype] = {}
+    for unit, owners in owners_in.items():
+        sizes = Counter[torch.dtype]()
+        for owner in owners:
+            sizes[wanted[owner]] += sum(p.numel() for p in owner.parameters(recurse=False))
+        compute[unit] = wanted.get(unit, sizes.most_common(1)[0][0])
+        for owner in owners:
+            if wanted[owner] != compute[unit] and not tree.inside(owner, parents):
+                split = _widest_pure(tree, owner, unit, wanted)
+                kinds[split], compute[split], parents[split] = "dtype", wanted[owner], compute[unit]
+    return compute, parents
+
+
+def _widest_pure(tree: _Tree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]) -> nn.Module:
+    """Return the outermost module within the unit that holds the owner and nothing of another dtype."""
+    path = next(path for path in tree.paths[owner] if unit in path)
+    for module in path[path.index(unit) + 1 :]:
+        if can_be_unit(module) and {wanted[m] for m in module.modules() if m in wanted} == {wanted[owner]}:
+            return module
+    return owner
+
+
+def _check_patterns(tree: _Tree, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(matches(name, (pattern,)) for names in tree.all_names.values() for name in names):
+            raise ShardError(
+                f"cannot keep in fp32: the pattern {pattern!r} matches no parameter of {type(tree.model).__name__}. "
+                f"Its parameters begin with {', '.join(itertools.islice(tree.parameters, 3))}."
+                f"{did_you_mean(pattern, tree.parameters)}"
+            )
+
+
+def _doubts(plan: ShardPlan) -> Iterator[str]:
+    """Say what looks wrong in a plan."""
+    root = plan.units[-1] if plan.units[-1].kind == "root" else None
+    total = sum(p.numel() for u in plan.units for p in u.parameters.values())
+    in_root = sum(p.numel() for p in root.parameters.values()) if root else 0
+    tied = {names[0] for names in plan.ties}
+    if len(plan.units) == 1:
+        yield "the root is the only unit: the whole model is gathered at once. Name its blocks by class."
+    elif root and in_root * 4 > total and not tied.intersection(root.parameters):
+        yield f"the root unit holds {in_root / total:.0%} of the parameters, gathered through the whole step."
+    if plan.precision.is_training and not any(p.requires_grad for p in plan.model.parameters()):
+        yield "no parameter is trainable."
+    for unit in plan.units:
+        if isinstance(unit.module, nn.Sequential):
+            yield f"{unit.name} is a Sequential: its parameters are gathered only where it is called as a whole."
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32

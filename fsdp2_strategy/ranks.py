@@ -1,0 +1,128 @@
+"""The process group, and what its ranks agree on.
+
+Input: the variables that torchrun sets, or a process group that exists. Output: a running group, and phases of work
+that end alike on every rank.
+
+[Note: one decision] An error that one rank meets alone would leave the others waiting in their next collective until
+its time-out. So each phase of a collective call runs inside `all_or_none`: it ends with the all-reduce of one flag,
+and only when that flag is up are the texts gathered and the error raised, everywhere, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp2_strategy.errors import FSDP2StrategyError, MeshError
+
+logger = logging.getLogger("fsdp2_strategy")
+
+T = TypeVar("T")
+
+
+def start_process_group(timeout_minutes: float) -> bool:
+    """Start the default process group where there is none; collective when it does.
+
+    Under torchrun the ranks come from its variables, else this process is a group of one. The group has a CPU backend
+    beside the accelerator's (``cpu:gloo,cuda:nccl``).
+
+    Returns:
+        Whether a group was started here, and so is ours to end.
+    """
+    if dist.is_initialized():
+        return False
+    cuda = torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(minutes=timeout_minutes)
+    if dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+        if missing:
+            raise MeshError(
+                f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
+                "Start with torchrun, or unset WORLD_SIZE for one rank."
+            )
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    return True
+
+
+def current_device() -> torch.device:
+    """Return the device that this rank computes on: its own accelerator, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def control_device() -> torch.device:
+    """Return the device whose backend carries small messages: the CPU wherever the group has a CPU backend."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return current_device()
+
+
+def is_rank_0() -> bool:
+    """Say whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def log(message: str, *args: object, level: int = logging.INFO) -> None:
+    """Log once for all ranks, on rank 0."""
+    if is_rank_0():
+        logger.log(level, message, *args)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch on every device of this rank."""
+    import numpy as np  # noqa: PLC0415  transformers brings it; importing it costs every import of ours
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the legacy generator is the one that user code draws from
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
+    """End a phase of work alike on every rank: all go on, or all raise ``error``; collective.
+
+    See [Note: one decision]. The message names the failing rank and its cause.
+
+    Raises:
+        FSDP2StrategyError: of the given class, on every rank, when any rank failed inside.
+    """
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as failure:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        cause = failure
+    flag = torch.tensor(float(cause is not None), device=control_device())
+    dist.all_reduce(flag)
+    if not flag.item():
+        return
+    texts: list[str | None] = [None] * dist.get_world_size()
+    own = None if cause is None else str(cause) if isinstance(cause, error) else f"{type(cause).__name__}: {cause}"
+    dist.all_gather_object(texts, own)
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if len(set(failed.values())) == 1 and len(failed) == len(texts):
+        raise error(next(iter(failed.values()))) from cause
+    rank, text = next(iter(failed.items()))
+    others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
+    raise error(f"cannot {action}: failed on rank {rank}{others}: {text}") from cause
+
+
+def from_rank_0(value: T) -> T:
+    """Return rank 0's value on every rank; collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=control_device())
+    return box[0]

@@ -1,0 +1,76 @@
+"""Learning-rate schedules by name.
+
+Input: an optimizer and the length of the run. Output: a torch scheduler, one step of it an optimizer step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import SchedulerType, get_scheduler
+
+from fsdp2_strategy.errors import OptimizerError, did_you_mean
+
+# Names that VLA trainers use -> transformers' name and options.
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear-warmup+cosine-decay": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    "warmup_cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    "linear-warmup+constant": ("constant_with_warmup", {}),
+    "warmup_constant": ("constant_with_warmup", {}),
+}
+
+
+def build_scheduler(
+    optimizer: Optimizer,
+    name: str,
+    *,
+    num_training_steps: int | None = None,
+    num_warmup_steps: int | None = None,
+    warmup_ratio: float | None = None,
+    **scheduler_specific_kwargs: Any,
+) -> LRScheduler:
+    """Build a learning-rate schedule by transformers' name for it; not collective.
+
+    Args:
+        optimizer: any torch optimizer; each group follows the schedule from its own learning rate.
+        name: transformers' name ("cosine", "linear", "constant_with_warmup", …), or one that VLA trainers use:
+            "linear-warmup+cosine-decay" (to a tenth of the peak), "linear-warmup+constant".
+        num_training_steps: optimizer steps of the whole run, where the schedule depends on it.
+        num_warmup_steps: steps of the linear rise from 0.
+        warmup_ratio: the same as a part of the run: int(num_training_steps * warmup_ratio) steps.
+        **scheduler_specific_kwargs: further options of the schedule, as transformers knows them.
+
+    Returns:
+        A scheduler to be stepped once an optimizer step.
+
+    Raises:
+        OptimizerError: the name is unknown, a needed length is missing, or both warm-ups are given.
+    """
+    known = [kind.value for kind in SchedulerType] + list(_ALIASES)
+    if name not in known:
+        raise OptimizerError(
+            f"cannot build a schedule: {name!r} is unknown, expected one of {', '.join(known)}."
+            f"{did_you_mean(name, known)}"
+        )
+    if warmup_ratio is not None:
+        if num_warmup_steps is not None or num_training_steps is None or not 0 <= warmup_ratio <= 1:
+            raise OptimizerError(
+                f"cannot build a schedule: warmup_ratio is {warmup_ratio} with num_warmup_steps {num_warmup_steps} and "
+                f"num_training_steps {num_training_steps}, expected a ratio from 0 to 1, num_training_steps, and no "
+                "num_warmup_steps. Give one of the two warm-ups."
+            )
+        num_warmup_steps = int(num_training_steps * warmup_ratio)
+    kind, options = _ALIASES.get(name, (name, {}))
+    try:
+        scheduler: LRScheduler = get_scheduler(
+            kind,
+            optimizer,
+            num_warmup_steps=num_warmup_steps or 0,
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs={**options, **scheduler_specific_kwargs},
+        )
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"cannot build a schedule: {name!r}: {error}") from error
+    return scheduler

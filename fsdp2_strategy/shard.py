@@ -1,0 +1,236 @@
+"""Carry out a plan: `fully_shard` over its units, with their precision, offload, resharding and prefetching.
+
+Input: a model that every rank built alike, and a mesh. Output: the same model, its parameters DTensors.
+
+Order of work: agree with the other ranks -> cast -> activation checkpointing -> compile -> fully_shard, inner units
+first -> prefetch order -> entry points.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2_strategy.blocks import modules_of_class
+from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.mesh import build_mesh
+from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
+from fsdp2_strategy.ranks import control_device, current_device, log
+from fsdp2_strategy.residency import is_sharded, unwrap_model
+
+_SAMPLES_PER_PARAMETER = 256
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    is_training: bool = False,
+    bf16: bool = True,
+    keep_fp32: Sequence[str] = (),
+    class_names: Sequence[str] = (),
+    min_unit_params: int | None = None,
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    prefetch_depth: int | None = None,
+    activation_checkpointing: Sequence[str] = (),
+    compile_blocks: bool | str = False,
+    forward_methods: Sequence[str] = ("generate",),
+) -> nn.Module:
+    """Shard ``model`` in place, unit by unit; collective. A model that is sharded already comes back unchanged.
+
+    Every rank must hold the same weights: build the model under the same seed, or load the same files.
+
+    Args:
+        model: any module, or an actor wrapper (``is_actor``, the model in ``.model``).
+        mesh: from `build_mesh`; by default all ranks in one shard group.
+        is_training: keep fp32 masters of the trainable parameters, and reduce gradients in fp32.
+        bf16: compute in bfloat16; else in the parameters' own dtype, at least fp32 in training.
+        keep_fp32: name patterns of parameters that are stored and computed with in fp32.
+        class_names: class names of the blocks; see `find_blocks` for what happens without.
+        min_unit_params: fewest parameters of a size-based unit.
+        reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
+            backward; an int frees all but what a group of that many ranks needs to gather them again.
+        cpu_offload: keep shards, gradients and optimizer state in host memory.
+        prefetch_depth: units gathered ahead of the one that runs; None leaves it to FSDP2.
+        activation_checkpointing: class names of modules whose activations are recomputed in backward, under the
+            random state that they had.
+        compile_blocks: compile each block's forward; a string names the torch.compile backend.
+        forward_methods: methods beside forward that need gathered parameters; those that the model lacks are skipped.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ShardError: a class name or pattern matches nothing, ``reshard_after_forward`` does not divide the shard size,
+            or the ranks hold different models.
+    """
+    root = unwrap_model(model)
+    if is_sharded(root):
+        return model
+    mesh = mesh or build_mesh()
+    reshard = _checked_reshard(reshard_after_forward, mesh)
+    precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
+    plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
+    _agree(plan)
+    for note in plan.notes:
+        log("%s: look at: %s", type(root).__name__, note)
+    _cast(plan)
+    if is_training:
+        _checkpoint_activations(root, activation_checkpointing)
+    if compile_blocks:
+        _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
+    ignored = _replicate(plan)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored)
+    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
+        if unit.module is not root:
+            shard(unit.module, mp_policy=_policy(unit, precision), reshard_after_forward=reshard)
+    # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
+    root_policy = _policy(plan.units[-1], precision) if plan.units[-1].module is root else MixedPrecisionPolicy()
+    shard(root, mp_policy=root_policy, reshard_after_forward=None if reshard is True else reshard)
+    if prefetch_depth is not None:
+        _prefetch([u.module for u in plan.units if u.module is not root], prefetch_depth)
+    for method in forward_methods:
+        if callable(getattr(root, method, None)):
+            register_fsdp_forward_method(root, method)
+    log("sharded %s over %s: %d units, %s", type(root).__name__, _shape(mesh), len(plan.units), plan.source)
+    return model
+
+
+def _shape(mesh: DeviceMesh) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> bool | int:
+    shard_size = mesh.size(mesh.ndim - 1)
+    if isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
+        raise ShardError(
+            f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
+            f"the shard size {shard_size}. Use the number of ranks of one node, or true."
+        )
+    # A group of one keeps everything, a group of all keeps what a shard is.
+    return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
+
+
+def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
+    if not (precision.bf16 or precision.is_training):
+        return MixedPrecisionPolicy(output_dtype=unit.parent_dtype)
+    reduce_dtype = torch.promote_types(unit.compute_dtype, torch.float32) if precision.is_training else None
+    return MixedPrecisionPolicy(
+        param_dtype=unit.compute_dtype, reduce_dtype=reduce_dtype, output_dtype=unit.parent_dtype
+    )
+
+
+def _agree(plan: ShardPlan) -> None:
+    """Raise on every rank where the ranks planned different units or hold different weights; collective."""
+    if dist.get_world_size() == 1:
+        return
+    signature = plan.signature()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(signature).encode()).hexdigest())
+    if len(set(digests)) > 1:
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise ShardError(
+            f"cannot shard {type(plan.model).__name__}: ranks {odd} built another model than rank 0, expected the same "
+            "names, shapes, dtypes and frozen parameters everywhere. Build it from the same configuration."
+        )
+    parameters = {n: p for n, p in named_parameters(plan.model).items() if not p.is_meta}
+    samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
+    extremes = torch.stack([samples, -samples])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
+    if different:
+        raise ShardError(
+            f"cannot shard {type(plan.model).__name__}: {len(different)} of {len(parameters)} parameters differ "
+            f"between the ranks, {different[0]} first, expected the same weights everywhere. Seed every rank alike "
+            "before building the model, or load the same files."
+        )
+
+
+def _sample(parameter: torch.Tensor) -> float:
+    """Return a number that two tensors share when a few hundred of their elements are equal."""
+    flat = parameter.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].to("cpu", torch.float64)
+    weights = torch.arange(1, picked.numel() + 1, dtype=torch.float64).sqrt()
+    return float(picked.nan_to_num(nan=0.5).clamp(-1e30, 1e30) @ weights)
+
+
+@torch.no_grad()
+def _cast(plan: ShardPlan) -> None:
+    """Give each parameter the dtype of its shard; identity, and with it ties, are kept."""
+    for unit in plan.units:
+        for parameter in unit.parameters.values():
+            parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
+
+
+def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
+    """Keep 0-d parameters whole on every rank and average their gradients; return them.
+
+    Each rank adds the same averaged gradient, so accumulation over micro-batches needs no further care.
+    """
+
+    def average(grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    for parameter in plan.replicated.values():
+        dtype = plan.precision.stored_dtype(parameter, torch.float32) if plan.precision.is_training else parameter.dtype
+        parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
+        if parameter.requires_grad:
+            parameter.register_hook(average)  # type: ignore[no-untyped-call]
+    return set(plan.replicated.values())
+
+
+def _checkpoint_activations(model: nn.Module, class_names: Sequence[str]) -> None:
+    """Recompute the activations of modules of these classes in backward, with their random state.
+
+    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are.
+    """
+    for module in modules_of_class(model, class_names).values() if class_names else ():
+        if not getattr(module, "gradient_checkpointing", False):
+            module.forward = _checkpointed(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    return checkpointed
+
+
+def _compile(plan: ShardPlan, backend: str) -> None:
+    for unit in plan.units:
+        if unit.kind in ("block", "size"):
+            unit.module.forward = torch.compile(unit.module.forward, backend=backend)
+
+
+def _prefetch(units: list[nn.Module], depth: int) -> None:
+    """Fix which units are gathered ahead: the next ``depth`` in forward, the ones before in backward."""
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for i, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + depth])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, i - depth) : i][::-1])
