@@ -102,15 +102,22 @@ def choose_blocks(model: nn.Module, class_names: Sequence[str], min_unit_params:
     declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     listed = declared | set(manual_transformer_cls_names_to_wrap) - {"Embedding"}
     modules = _callable_only({clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n})
-    if modules:
+    if modules := _without_shells(modules):
         names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
         return Blocks("block", f"from the model's own list: {names}", modules)
     if modules := _largest_module_lists(model):
         parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
         return Blocks("block", f"the repeated layers of {parents}", modules)
-    least = min_unit_params or max(1, min(_size(model) // 8, _LARGEST_SIZE_BASED_UNIT))
+    least = min_unit_params or max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT))
     _pack_by_size("", model, least, modules)
     return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
+
+
+def _without_shells(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out blocks of which other blocks within hold nine tenths: the rest is too small for a unit."""
+    within = {name: [b for n, b in blocks.items() if n != name and _nested(n, name)] for name in blocks}
+    sizes = {name: sum(p.numel() for p in {p for b in inner for p in b.parameters()}) for name, inner in within.items()}
+    return {name: block for name, block in blocks.items() if sizes[name] * 10 < parameter_count(block) * 9}
 
 
 def _callable_only(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -136,25 +143,25 @@ def can_be_unit(module: nn.Module) -> bool:
 def _largest_module_lists(model: nn.Module) -> dict[str, nn.Module]:
     """Return the entries of the largest repeating ModuleList, and of others apart from it with a tenth of the model."""
     sizes = {
-        (name, module): _size(module)
+        (name, module): parameter_count(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and max(Counter(type(m) for m in module).values(), default=0) > 1
     }
     blocks: dict[str, nn.Module] = {}
-    total = _size(model)
+    total = parameter_count(model)
     for (name, module), size in sorted(sizes.items(), key=lambda item: -item[1]):
         apart = not any(_nested(name, other) or _nested(other, name) for other in blocks)
         if size and apart and (not blocks or size * 10 >= total):
             blocks |= _callable_only({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
     order = [clean(n) for n, _ in model.named_modules()]
-    return {name: blocks[name] for name in order if name in blocks and _size(blocks[name])}
+    return {name: blocks[name] for name in order if name in blocks and parameter_count(blocks[name])}
 
 
 def _pack_by_size(name: str, module: nn.Module, least: int, blocks: dict[str, nn.Module]) -> int:
     """Choose modules bottom-up as soon as they hold ``least`` parameters; return how many are left to the parent."""
     left = sum(p.numel() for p in module.parameters(recurse=False))
     if isinstance(module, _OPAQUE):
-        left = _size(module)
+        left = parameter_count(module)
     else:
         for child_name, child in module.named_children():
             left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, blocks)
@@ -172,13 +179,13 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
             vocabulary = _ask(module, method)
             if isinstance(vocabulary, nn.Embedding | nn.Linear):
                 found[vocabulary] = kind
-    sizes = [_size(block) for block in blocks.values()]
+    sizes = [parameter_count(block) for block in blocks.values()]
     worthwhile = statistics.median(sizes) / 4 if sizes else math.inf
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
-        if _size(module) >= worthwhile and isinstance(module, nn.Embedding):
+        if parameter_count(module) >= worthwhile and isinstance(module, nn.Embedding):
             found.setdefault(module, "embedding")
-        elif isinstance(module, nn.Linear) and module.out_features in vocabularies and _size(module) >= worthwhile:
+        elif isinstance(module, nn.Linear) and module.out_features in vocabularies and parameter_count(module) >= worthwhile:
             found.setdefault(module, "head")
     return found
 
@@ -190,7 +197,7 @@ def _ask(module: nn.Module, method: str) -> object:
         return None  # not every model has a vocabulary
 
 
-def _size(module: nn.Module) -> int:
+def parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 

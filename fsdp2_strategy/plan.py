@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fsdp2_strategy.blocks import can_be_unit, choose_blocks, vocabulary_modules
+from fsdp2_strategy.blocks import can_be_unit, choose_blocks, parameter_count, vocabulary_modules
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.names import clean, matches
 from fsdp2_strategy.residency import unwrap_model
@@ -214,8 +214,8 @@ def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
             del kinds[unit]
             owners = set(tree.owners[parameter])
             for child in unit.children():
-                matrices = any(p.ndim > 1 for p in child.parameters())
-                if matrices and can_be_unit(child) and not owners.intersection(child.modules()):
+                worthwhile = parameter_count(child) * 16 >= parameter_count(unit)
+                if worthwhile and can_be_unit(child) and not owners.intersection(child.modules()):
                     kinds.setdefault(child, "opened")
 
 

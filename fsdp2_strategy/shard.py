@@ -100,6 +100,8 @@ def shard_model(
     ignored = _replicate(plan)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored)
+    for module in {*(unit.module for unit in plan.units), root}:
+        module.register_forward_hook(_own_outputs)
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         if unit.module is not root:
             shard(unit.module, mp_policy=_policy(unit, precision), reshard_after_forward=reshard)
@@ -139,6 +141,25 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=unit.compute_dtype, reduce_dtype=reduce_dtype, output_dtype=unit.parent_dtype
     )
+
+
+def _own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """Copy outputs of a unit that are views, ahead of FSDP2's own hook.
+
+    FSDP2 hangs the gathering for backward on a unit's outputs. Where an output is a view and the code around changes it
+    in place (``logits.div_(temperature)``), autograd drops that hook without a word.
+    """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output._base is not None and output.requires_grad else output
+    if isinstance(output, dict):
+        for key, value in output.items():
+            if (owned := _own_outputs(_module, _inputs, value)) is not value:
+                output[key] = owned
+    elif isinstance(output, list | tuple):
+        owned = [_own_outputs(_module, _inputs, value) for value in output]
+        if any(new is not old for new, old in zip(owned, output, strict=True)):
+            return type(output)(*owned) if hasattr(output, "_fields") else type(output)(owned)
+    return output
 
 
 def _agree(plan: ShardPlan) -> None:
@@ -194,8 +215,8 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    for parameter in plan.replicated.values():
-        dtype = plan.precision.stored_dtype(parameter, torch.float32) if plan.precision.is_training else parameter.dtype
+    for name, parameter in plan.replicated.items():
+        dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
         parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
         if parameter.requires_grad:
             parameter.register_hook(average)  # type: ignore[no-untyped-call]

@@ -1,0 +1,159 @@
+"""A persistent pool of ranks: processes that stay alive between tests and form process groups of any size.
+
+Starting a rank costs seconds, a job on a running one milliseconds. Each job names a test function; every rank imports
+its module and calls it. A rank that fails ends its process group, one that hangs or dies is replaced.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass
+class Job:
+    """One test on the ranks of one process group."""
+
+    file: str
+    function: str
+    arguments: dict[str, Any]
+    world_size: int
+    store: str
+    """File at which the ranks of the process group meet; another file, another group."""
+
+
+@dataclass
+class Worker:
+    process: Any
+    pipe: Connection
+
+
+@dataclass
+class RankPool:
+    """Run jobs on ranks that stay alive."""
+
+    workers: list[Worker] = field(default_factory=list)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
+    groups: int = 0
+    group_size: int = 0
+
+    def run(self, file: str, function: str, arguments: dict[str, Any], world_size: int, timeout: float) -> None:
+        """Run one test function on ``world_size`` ranks; raise what the first failing rank raised."""
+        context = mp.get_context("spawn")
+        while len(self.workers) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
+            process.start()
+            self.workers.append(Worker(process, ours))
+        if world_size != self.group_size:
+            self.groups, self.group_size = self.groups + 1, world_size
+        job = Job(file, function, arguments, world_size, str(self.folder / f"store{self.groups}"))
+        for worker in self.workers[:world_size]:
+            worker.pipe.send(job)
+        failures = self._collect(world_size, timeout)
+        if failures:
+            self.close()
+            raise AssertionError("\n\n".join(f"--- rank {rank}\n{text}" for rank, text in failures.items()))
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, str]:
+        deadline = time.monotonic() + timeout
+        failures: dict[int, str] = {}
+        waiting = set(range(world_size))
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                worker = self.workers[rank]
+                try:
+                    if worker.pipe.poll(0.002):
+                        text = worker.pipe.recv()
+                        waiting.discard(rank)
+                        if text:
+                            failures[rank] = text
+                            deadline = min(deadline, time.monotonic() + 5)
+                except (EOFError, OSError):
+                    waiting.discard(rank)
+                    failures[rank] = f"the process died with exit code {worker.process.exitcode}"
+                    deadline = min(deadline, time.monotonic() + 5)
+        return failures | dict.fromkeys(waiting, "did not finish: it waits for another rank, or hangs")
+
+    def close(self) -> None:
+        """End all ranks; the next job starts new ones."""
+        for worker in self.workers:
+            worker.process.kill()
+        self.workers.clear()
+        self.group_size = 0
+
+
+def _serve(pipe: Connection, rank: int) -> None:
+    """Be a rank: run jobs until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    faulthandler.enable()
+    sys.path.insert(0, str(Path(__file__).parent))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = ""
+    modules: dict[str, Any] = {}
+    while True:
+        try:
+            job: Job = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            if store != job.store:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                store = job.store
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=dist.FileStore(store, job.world_size),
+                    rank=rank,
+                    world_size=job.world_size,
+                    timeout=COLLECTIVE_TIMEOUT,
+                )
+            if job.file not in modules:
+                modules[job.file] = _import(job.file)
+            torch.manual_seed(0)
+            function: Callable[..., None] = getattr(modules[job.file], job.function)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for category in (DeprecationWarning, FutureWarning):
+                    warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers)\b")
+                for message in IGNORED_WARNINGS:
+                    warnings.filterwarnings("ignore", message=message)
+                function(**job.arguments)
+            pipe.send("")
+        except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
+            pipe.send(traceback.format_exc())
+
+
+# Warnings of torch and transformers about their own doings.
+IGNORED_WARNINGS = (
+    r"The \.grad attribute of a Tensor that is not a leaf",  # dynamo, looking at what it traces
+)
+
+
+def _import(file: str) -> Any:
+    name = Path(file).stem
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

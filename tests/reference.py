@@ -1,0 +1,94 @@
+"""The unsharded model, in one process: what sharded training is compared with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy import build_optimizer
+from fsdp2_strategy.names import named_parameters
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor; collective."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(p).clone() for name, p in named_parameters(model).items()}
+
+
+def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad).clone() for name, p in named_parameters(model).items() if p.grad is not None}
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to the expected norm."""
+    actual, expected = actual.double(), expected.double()
+    scale = expected.norm().item()
+    difference = (actual - expected).norm().item()
+    return difference / scale if scale else difference
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str) -> None:
+    """Compare tensors by name, each by the norm of its difference relative to the largest norm of all."""
+    assert actual.keys() == expected.keys(), (what, actual.keys() ^ expected.keys())
+    largest = max((t.double().norm().item() for t in expected.values()), default=0.0)
+    for name, tensor in expected.items():
+        assert actual[name].shape == tensor.shape, (what, name)
+        # A tensor that is tiny beside the others is noise of its own: floor its scale.
+        scale = max(tensor.double().norm().item(), 1e-3 * largest)
+        error = (actual[name].double() - tensor.double()).norm().item() / max(scale, 1e-30)
+        assert error <= tolerance, f"{what} {name}: {error:.3g} > {tolerance:.3g}"
+
+
+class Unsharded:
+    """Train a copy of a model on the batches of all ranks, in this process."""
+
+    def __init__(self, model: nn.Module, loss: Loss, *, max_norm: float = 0.0, **options: Any) -> None:
+        self.model = copy.deepcopy(model)
+        self.loss = loss
+        self.max_norm = max_norm
+        self.optimizer = build_optimizer(self.model, **options)
+        self.grads: dict[str, torch.Tensor] = {}
+
+    def step(self, batches: Sequence[Any], *, scale: float = 1.0) -> tuple[list[float], float]:
+        """Take one optimizer step on all batches of all ranks; return their losses and the norm before clipping.
+
+        Each loss is multiplied by ``scale`` before its backward, as sharded training does, and the gradients are
+        averaged over the ranks after it: where a model computes parts in fp32, the place of a division shows.
+        """
+        losses = []
+        for batch in batches:
+            loss = self.loss(self.model, batch)
+            (loss * scale).backward()
+            losses.append(loss.item())
+        parameters = named_parameters(self.model)
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()
+        self.grads = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in self.grads.values()))
+        if self.max_norm and norm > self.max_norm:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad *= self.max_norm / (norm + 1e-6)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses, norm
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(v == values[0] for v in values)
