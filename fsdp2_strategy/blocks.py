@@ -185,7 +185,11 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
     for module in model.modules():
         if parameter_count(module) >= worthwhile and isinstance(module, nn.Embedding):
             found.setdefault(module, "embedding")
-        elif isinstance(module, nn.Linear) and module.out_features in vocabularies and parameter_count(module) >= worthwhile:
+        elif (
+            isinstance(module, nn.Linear)
+            and module.out_features in vocabularies
+            and parameter_count(module) >= worthwhile
+        ):
             found.setdefault(module, "head")
     return found
 

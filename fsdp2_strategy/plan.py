@@ -12,14 +12,23 @@ takes what is left. A plan keeps three invariants:
      the other. A module that is itself registered in several blocks becomes a unit of its own.
   2. A unit computes in one dtype: a module that computes in another becomes a unit within it.
   3. Only modules with a forward of their own become units, because only a call of forward gathers parameters.
+
+[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes its
+blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state-space
+model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code brings to
+the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration keeps the
+residual in fp32.
+This gives the numbers of the unsharded bf16 model to the bit. The root, units of any other module, and a model of
+several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must not stop them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -28,6 +37,9 @@ from fsdp2_strategy.blocks import can_be_unit, choose_blocks, parameter_count, v
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.names import clean, matches
 from fsdp2_strategy.residency import unwrap_model
+
+
+CastInputs = Literal["all", "first", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,8 @@ class Unit:
     compute_dtype: torch.dtype
     parent_dtype: torch.dtype | None = None
     """Compute dtype around it, where it was split off for its own: its outputs are cast to it."""
+    cast_inputs: CastInputs = "all"
+    """Which floating inputs are cast to its compute dtype; see [Note: inputs]."""
 
 
 @dataclass(kw_only=True)
@@ -128,6 +142,7 @@ def plan_units(
     kinds |= {module: kind for module, kind in vocabulary.items() if not tree.inside(module, kinds)}
     _settle_shared(tree, kinds)
     compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
+    mixed = len(set(compute_dtypes.values())) > 1
     claimed = tree.parameters_by_unit(kinds)
     plan.units = [
         Unit(
@@ -138,6 +153,7 @@ def plan_units(
             parameters=claimed[module],
             compute_dtype=compute_dtypes[module],
             parent_dtype=parent_dtypes.get(module),
+            cast_inputs="all" if mixed else tree.cast_inputs(module, kinds[module]),
         )
         for module in tree.order(kinds)
         if claimed[module]
@@ -183,6 +199,14 @@ class _Tree:
     def depth(self, module: nn.Module) -> int:
         """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
         return max(map(len, self.paths[module]))
+
+    def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
+        """Say which inputs a unit needs cast; see [Note: inputs]."""
+        around = [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
+        if not all(around):
+            return "all"
+        fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
+        return "none" if fp32_residual and kind == "block" else "first"
 
     def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
         """Return for each unit the parameters that belong to it, 0-d ones left out."""
@@ -250,10 +274,8 @@ def _settle_dtypes(
     compute = dict.fromkeys(kinds, torch.float32)
     parents: dict[nn.Module, torch.dtype] = {}
     for unit, owners in owners_in.items():
-        sizes = Counter[torch.dtype]()
-        for owner in owners:
-            sizes[wanted[owner]] += sum(p.numel() for p in owner.parameters(recurse=False))
-        compute[unit] = wanted.get(unit, sizes.most_common(1)[0][0])
+        # What is kept in a wider dtype is the exception, unless the unit's own parameters are.
+        compute[unit] = wanted.get(unit, min((wanted[owner] for owner in owners), key=lambda d: d.itemsize))
         for owner in owners:
             if wanted[owner] != compute[unit] and not tree.inside(owner, parents):
                 split = _widest_pure(tree, owner, unit, wanted)

@@ -100,8 +100,10 @@ def shard_model(
     ignored = _replicate(plan)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored)
-    for module in {*(unit.module for unit in plan.units), root}:
-        module.register_forward_hook(_own_outputs)
+    for unit in plan.units:
+        unit.module.register_forward_hook(_own_outputs)
+        if unit.cast_inputs == "first":
+            unit.module.register_forward_pre_hook(_cast_first(unit.compute_dtype), with_kwargs=True)
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         if unit.module is not root:
             shard(unit.module, mp_policy=_policy(unit, precision), reshard_after_forward=reshard)
@@ -139,7 +141,10 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(output_dtype=unit.parent_dtype)
     reduce_dtype = torch.promote_types(unit.compute_dtype, torch.float32) if precision.is_training else None
     return MixedPrecisionPolicy(
-        param_dtype=unit.compute_dtype, reduce_dtype=reduce_dtype, output_dtype=unit.parent_dtype
+        param_dtype=unit.compute_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=unit.parent_dtype,
+        cast_forward_inputs=unit.cast_inputs == "all",
     )
 
 
@@ -160,6 +165,23 @@ def _own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
         if any(new is not old for new, old in zip(owned, output, strict=True)):
             return type(output)(*owned) if hasattr(output, "_fields") else type(output)(owned)
     return output
+
+
+def _cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return a hook that casts the first floating input of a module; see [Note: inputs] in `plan`."""
+
+    def cast(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for i, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return args, {**kwargs, name: value.to(dtype)}
+        return args, kwargs
+
+    return cast
 
 
 def _agree(plan: ShardPlan) -> None:

@@ -118,7 +118,12 @@ def _qwen2_vl_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 def _llava() -> nn.Module:
     vision = {"image_size": 16, "patch_size": 8, "projection_dim": 16, "vocab_size": VOCAB, "hidden_size": 32}
-    vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "model_type": "clip_vision_model"}
+    vision |= {
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "model_type": "clip_vision_model",
+    }
     config = transformers.LlavaConfig(
         text_config={**_BASE, "model_type": "llama"}, vision_config=vision, image_token_index=VOCAB - 1
     )
@@ -156,9 +161,7 @@ class PlainTransformer(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 32)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 4, 48, dropout, batch_first=True) for _ in range(3)
-        )
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 48, dropout, batch_first=True) for _ in range(3))
         self.head = nn.Linear(32, VOCAB)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -311,7 +314,9 @@ CASES: dict[str, Case] = {
     "recurrent": Case(Recurrent, _ids, _lm_loss),
     "shared_blocks": Case(SharedBlocks, _ids, _lm_loss),
 }  # fmt: skip
-HUGGING_FACE = [name for name in CASES if name not in ("mlp", "plain_transformer", "unet", "recurrent", "shared_blocks")]
+HUGGING_FACE = [
+    name for name in CASES if name not in ("mlp", "plain_transformer", "unet", "recurrent", "shared_blocks")
+]
 
 
 def build(name: str, seed: int = 0) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2_strategy import build_optimizer
 from fsdp2_strategy.names import named_parameters
@@ -40,7 +42,9 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return difference / scale if scale else difference
 
 
-def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str) -> None:
+def assert_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str
+) -> None:
     """Compare tensors by name, each by the norm of its difference relative to the largest norm of all."""
     assert actual.keys() == expected.keys(), (what, actual.keys() ^ expected.keys())
     largest = max((t.double().norm().item() for t in expected.values()), default=0.0)
@@ -50,6 +54,16 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         scale = max(tensor.double().norm().item(), 1e-3 * largest)
         error = (actual[name].double() - tensor.double()).norm().item() / max(scale, 1e-30)
         assert error <= tolerance, f"{what} {name}: {error:.3g} > {tolerance:.3g}"
+
+
+def assert_parameters_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    """Compare parameters element by element, relative to the largest element of their tensor."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        error = (actual[name].double() - tensor.double()).abs().max().item() / tensor.abs().max().item()
+        assert error <= tolerance, f"parameter {name}: {error:.3g} > {tolerance:.3g}"
 
 
 class Unsharded:
@@ -86,6 +100,19 @@ class Unsharded:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses, norm
+
+
+class CountCollectives(TorchDispatchMode):
+    """Count the collectives that run inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func._schema.name.split("::")[1].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def same_on_all_ranks(value: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch_of, build, loss_of
-from reference import Unsharded, assert_close, full_grads, full_parameters, same_on_all_ranks
+from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters, same_on_all_ranks
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError
 
@@ -47,7 +47,7 @@ def train_beside_reference(
         assert_close(grads, unsharded.grads, gradient_tolerance, "gradient")
         assert result.grad_norm == pytest.approx(expected_norm, rel=gradient_tolerance)
         assert same_on_all_ranks(result.grad_norm)
-        assert_close(full_parameters(model), full_parameters(unsharded.model), parameter_tolerance, "parameter")
+        assert_parameters_close(full_parameters(model), full_parameters(unsharded.model), parameter_tolerance)
     assert result.step == STEPS
 
 

@@ -1,0 +1,175 @@
+"""Which modules become units, and what `explain` says of them before anything is allocated."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import transformers
+from models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
+from torch import nn
+
+from fsdp2_strategy import MeshError, ShardError, explain, find_blocks
+from fsdp2_strategy.plan import Precision, plan_units
+
+
+def units(model, **options):
+    precision = Precision(bf16=options.pop("bf16", True), is_training=options.pop("is_training", True), **options)
+    return {unit.name: unit for unit in plan_units(model, precision).units}
+
+
+def test_given_class_names_decide():
+    assert list(find_blocks(build("llama"), ["LlamaMLP"])) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+def test_a_class_name_that_matches_nothing_lists_what_exists_and_the_nearest():
+    with pytest.raises(ShardError) as caught:
+        find_blocks(build("llama"), ["LlamaDecoderLayr"])
+    assert "class names ['LlamaDecoderLayr'] match no module of LlamaForCausalLM" in str(caught.value)
+    assert "LlamaAttention, LlamaDecoderLayer" in str(caught.value)
+    assert "Did you mean 'LlamaDecoderLayer'?" in str(caught.value)
+
+
+def test_the_models_own_list_is_read_and_never_changed():
+    cls = transformers.LlamaForCausalLM
+    before = set(cls._no_split_modules)
+    assert list(find_blocks(build("llama"))) == ["model.layers.0", "model.layers.1"]
+    assert set(cls._no_split_modules) == before
+
+
+def test_models_inside_a_wrapper_are_found():
+    class Actor(nn.Module):
+        is_actor = True
+
+        def __init__(self):
+            super().__init__()
+            self.model = build("llama")
+
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_model = build("qwen2_vl")
+            self.value_head = nn.Linear(32, 1)
+
+    assert list(find_blocks(Actor())) == ["model.layers.0", "model.layers.1"]
+    assert {type(m).__name__ for m in find_blocks(Critic()).values()} == {"Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"}
+
+
+def test_repeated_layers_are_the_fallback_and_sizes_the_last(caplog):
+    with caplog.at_level("INFO"):
+        assert list(find_blocks(PlainTransformer())) == ["layers.0", "layers.1", "layers.2"]
+    assert "the repeated layers of layers" in caplog.text
+    assert set(find_blocks(UNet())) == {"down2", "middle.2", "up2"}
+    assert find_blocks(UNet(), min_unit_params=10**6) == {}
+    assert set(find_blocks(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))) == {"0", "2"}
+    assert "rnn" in find_blocks(Recurrent())
+
+
+def test_entries_without_a_forward_are_replaced_by_what_they_hold():
+    layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8)]) for _ in range(2))
+    assert list(find_blocks(nn.ModuleDict({"layers": layers}))) == [
+        "layers.0.0",
+        "layers.0.1",
+        "layers.1.0",
+        "layers.1.1",
+    ]
+
+
+def test_embedding_and_head_are_units_and_small_leftovers_go_to_the_root():
+    found = units(build("llama"))
+    assert [found[n].kind for n in ("model.embed_tokens", "model.layers.0", "lm_head", "")] == [
+        "embedding", "block", "head", "root",
+    ]  # fmt: skip
+    assert list(found[""].parameters) == ["model.norm.weight"]
+
+
+def test_tied_weights_lie_in_the_root_alone():
+    found = units(build("llama_tied"))
+    assert list(found[""].parameters) == ["model.embed_tokens.weight", "model.norm.weight"]
+    assert "lm_head" not in found
+
+
+def test_shared_parameters_open_their_blocks_and_shared_modules_become_units():
+    found = units(SharedBlocks())
+    assert {n: u.kind for n, u in found.items() if n.startswith("blocks")} == {
+        "blocks.0.outer": "opened", "blocks.1": "block", "blocks.2.outer": "opened",
+    }  # fmt: skip
+    assert "blocks.0.inner.weight" in found[""].parameters
+
+    shared = nn.Linear(8, 8)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), shared) for _ in range(2))
+    found = units(nn.ModuleDict({"blocks": blocks}))
+    assert found["blocks.0.1"].kind == "shared"
+    assert list(found["blocks.0.1"].parameters) == ["blocks.0.1.weight", "blocks.0.1.bias"]
+
+
+def test_every_parameter_belongs_to_exactly_one_unit_or_is_replicated():
+    for name in ("llama", "bert", "t5", "clip", "recurrent", "shared_blocks", "mamba", "qwen2_vl"):
+        model = build(name)
+        plan = plan_units(model, Precision(bf16=True, is_training=True, keep_fp32=("norm",) if name == "llama" else ()))
+        claimed = [id(p) for u in plan.units for p in u.parameters.values()] + [id(p) for p in plan.replicated.values()]
+        assert sorted(claimed) == sorted(id(p) for p in model.parameters()), name
+
+
+def test_units_are_pure_in_dtype():
+    found = units(build("llama"), keep_fp32=("layernorm", "model.norm"))
+    assert found["model.layers.0"].compute_dtype == torch.bfloat16
+    assert found["model.layers.0.input_layernorm"].compute_dtype == torch.float32
+    assert found["model.layers.0.input_layernorm"].parent_dtype == torch.bfloat16
+    assert found[""].compute_dtype == torch.float32
+
+    whole = units(build("qwen2_vl"), keep_fp32=("visual",))
+    assert whole["model.visual"].kind == "dtype"
+    assert whole["model.visual.blocks.0"].compute_dtype == torch.float32
+    assert whole["model.visual.blocks.0"].parent_dtype is None
+
+    mixed = PlainTransformer().to(torch.bfloat16)
+    mixed.layers[0].linear1.float()
+    found = units(mixed, bf16=False, is_training=False)
+    assert found["layers.0.linear1"].compute_dtype == torch.float32
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(ShardError, match="pattern 'model.nrm' matches no parameter"):
+        units(build("llama"), keep_fp32=("model.nrm",))
+
+
+def test_frozen_parameters_get_no_fp32_master():
+    model = build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" in name)
+    plan = plan_units(model, Precision(bf16=True, is_training=True))
+    stored = {n: plan.stored_dtype(u, p) for u in plan.units for n, p in u.parameters.items()}
+    assert stored["model.layers.0.mlp.up_proj.weight"] == torch.float32
+    assert stored["model.layers.1.mlp.up_proj.weight"] == torch.bfloat16
+
+
+def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=True))  # 6.6 billion
+    text = explain(model, world_size=64, shard_size=8)
+    assert capsys.readouterr().out == text + "\n"
+    count = sum(p.numel() for p in model.parameters())
+    assert f"parameters {count:,}" in text
+    assert "model.layers.0 … 31 (32 alike)" in text
+    assert f"each rank  {count * 4 / 8 / 1e9:.3g} GB parameters" in text
+    assert f"{count * 8 / 8 / 1e9:.3g} GB optimizer" in text
+    assert "tied       model.embed_tokens.weight = lm_head.weight" in text
+    assert "unclaimed  model.embed_tokens.weight, model.norm.weight: in the root unit" in text
+    assert "buffers    512 B on each rank (fp32)" in text
+    assert "replicated" in explain(build("clip"), file=io.StringIO())
+    only_root = explain(nn.Linear(4, 4), file=io.StringIO())
+    assert "the root is the only unit" in only_root
+
+
+def test_explain_refuses_a_shard_size_that_does_not_divide():
+    with pytest.raises(
+        MeshError, match=r"shard_size is 3, expected a divisor of the world size 8\. Use one of \[1, 2, 4, 8\]"
+    ):
+        explain(build("llama"), world_size=8, shard_size=3)
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ShardError, match="ReLU has no parameters"):
+        units(nn.ReLU())

@@ -1,0 +1,111 @@
+"""Configuration: one default in one place, validated once, errors that name field, value and fix."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from fsdp2_strategy import ConfigError, FSDPV2Strategy, StrategyConfig
+
+
+def test_defaults_are_valid_and_frozen():
+    config = StrategyConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3
+    with pytest.raises(TypeError):
+        StrategyConfig(42)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("seed", "42", "whole number"),
+        ("seed", -1, "at least 0"),
+        ("max_norm", -1.0, "at least 0"),
+        ("max_norm", "1e-3", r"write 1\.0e-3"),
+        ("max_norm", float("nan"), "finite"),
+        ("micro_train_batch_size", 0, "at least 1"),
+        ("train_batch_size", 1.5, "whole number"),
+        ("bf16", "yes", "true or false"),
+        ("bf16", 1, "true or false"),
+        ("grad_sync", "late", "defer_all_reduce, last, every"),
+        ("keep_fp32", "norm", r"keep_fp32: \[norm\]"),
+        ("block_class_names", [3], "list of names"),
+        ("compile_blocks", 3, "backend"),
+        ("prefetch_depth", -1, "at least 0"),
+        ("timeout_minutes", 0, "more than 0"),
+    ],
+)
+def test_an_error_names_field_value_and_fix(field, value, expected):
+    with pytest.raises(ConfigError, match=expected) as caught:
+        StrategyConfig(**{field: value})
+    assert field in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_yaml_is_read_and_unknown_keys_are_refused(tmp_path):
+    path = tmp_path / "strategy.yaml"
+    path.write_text("max_norm: 1.0\nkeep_fp32: [norm, router]\ntrain_batch_size: 8\n")
+    assert StrategyConfig.from_yaml(path) == StrategyConfig(
+        max_norm=1.0, keep_fp32=("norm", "router"), train_batch_size=8
+    )
+    path.write_text("max_nrm: 1.0\n")
+    with pytest.raises(ConfigError, match="'max_nrm' is no field .* Did you mean 'max_norm'"):
+        StrategyConfig.from_yaml(path)
+    path.write_text("")
+    assert StrategyConfig.from_yaml(path) == StrategyConfig()
+    path.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        StrategyConfig.from_yaml(path)
+    path.write_text("a: [")
+    with pytest.raises(ConfigError, match="is no YAML"):
+        StrategyConfig.from_yaml(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        StrategyConfig.from_yaml(tmp_path / "missing.yaml")
+
+
+def test_a_trainers_namespace_keeps_its_own_keys():
+    args = argparse.Namespace(
+        max_norm=0.5, fsdp_cpu_offload=True, actor_learning_rate=1e-6, prompt_max_len=512, seed=None
+    )
+    expected = StrategyConfig(max_norm=0.5, cpu_offload=True)
+    assert StrategyConfig.from_args(args) == expected
+    assert StrategyConfig.from_args(vars(args)) == expected
+    assert StrategyConfig.from_args(expected) is expected
+    args.max_norm = "high"
+    with pytest.raises(ConfigError, match="max_norm is 'high'"):
+        StrategyConfig.from_args(args)
+
+
+def test_str_marks_what_differs_from_the_default():
+    lines = str(StrategyConfig(max_norm=1.0)).splitlines()
+    assert [line for line in lines if line.startswith("*")] == ["* max_norm                 = 1.0  (default 0.0)"]
+    assert len(lines) == len(dataclasses.fields(StrategyConfig))
+
+
+@pytest.mark.ranks(1)
+def test_the_constructor_takes_the_trainers_call_and_configurations():
+    strategy = FSDPV2Strategy(7, 1.0, 2, 8, False, argparse.Namespace(max_norm=3.0, grad_sync="last", other=object()))
+    assert strategy.config == StrategyConfig(
+        seed=7, max_norm=1.0, micro_train_batch_size=2, train_batch_size=8, bf16=False, grad_sync="last"
+    )
+    assert strategy.accumulated_gradient == 4
+    config = StrategyConfig(max_norm=2.0)
+    assert FSDPV2Strategy(args=config).config == config
+    assert FSDPV2Strategy(config=config, seed=1).config == config.replace(seed=1)
+    with pytest.raises(ConfigError, match="expected a StrategyConfig"):
+        FSDPV2Strategy(config={"max_norm": 1.0})
+    with pytest.raises(ConfigError, match="expected one"):
+        FSDPV2Strategy(args=config, config=config)
+
+
+@pytest.mark.ranks(2)
+def test_batch_sizes_that_do_not_divide_are_refused_on_every_rank():
+    assert FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=12).accumulated_gradient == 3
+    assert FSDPV2Strategy(micro_train_batch_size=2).accumulated_gradient == 1
+    with pytest.raises(ConfigError, match=r"train_batch_size is 6, .* 2 x 2 = 4\. Use 4 or 8"):
+        FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=6)
+    with pytest.raises(ValueError, match="train_batch_size is 1"):
+        FSDPV2Strategy(train_batch_size=1)
