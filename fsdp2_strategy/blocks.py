@@ -202,6 +202,7 @@ def _ask(module: nn.Module, method: str) -> object:
 
 
 def parameter_count(module: nn.Module) -> int:
+    """Return the number of parameters of a module, shared ones counted once."""
     return sum(p.numel() for p in module.parameters())
 
 

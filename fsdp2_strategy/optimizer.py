@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,6 +24,8 @@ from fsdp2_strategy.ranks import log
 from fsdp2_strategy.residency import reshard, unwrap_model
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
+
+_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def build_optimizer(
@@ -127,12 +130,13 @@ def _parts(trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[st
 
 
 def _pure_groups(part: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
-    """Split one part by decay, dtype and shard size: what one kernel can step."""
+    """Split one part by decay, dtype and mesh, and with it shard size: what one kernel can step."""
     own_decay = "weight_decay" in part
-    split: dict[tuple[bool, torch.dtype, int], list[nn.Parameter]] = defaultdict(list)
+    split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
     for name in part["params"]:
         parameter = trainable[name]
-        split[name in exempt and not own_decay, parameter.dtype, shard_size_of(parameter)].append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        split[name in exempt and not own_decay, parameter.dtype, mesh].append(parameter)
     groups = []
     for (free, _, _), parameters in split.items():
         group = {**part, "params": parameters}
@@ -158,15 +162,13 @@ def _exempt(model: nn.Module, trainable: dict[str, nn.Parameter], no_decay: Sequ
 def _construct(
     optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Optimizer:
-    accepted = inspect.signature(optimizer_cls).parameters
-    if options.keys() & {"fused", "foreach"} or "foreach" not in accepted:
+    if options.keys() & {"fused", "foreach"} or "foreach" not in inspect.signature(optimizer_cls).parameters:
         return optimizer_cls(groups, **options)
-    if "fused" in accepted:
-        try:
-            return optimizer_cls(groups, **options, fused=True)
-        except RuntimeError:  # torch's way of saying that a device or dtype has no fused kernel
-            log("no fused %s for these parameters: using foreach", getattr(optimizer_cls, "__name__", optimizer_cls))
-    return optimizer_cls(groups, **options, foreach=True)
+    is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
+    parameters = [p for group in groups for p in group["params"]]
+    # Of torch's fused kernels only Adam's know DTensors.
+    fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+    return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
 
 
 def _report(optimizer: Optimizer) -> None:

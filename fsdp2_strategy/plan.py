@@ -13,13 +13,12 @@ takes what is left. A plan keeps three invariants:
   2. A unit computes in one dtype: a module that computes in another becomes a unit within it.
   3. Only modules with a forward of their own become units, because only a call of forward gathers parameters.
 
-[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes its
-blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state-space
-model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code brings to
-the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration keeps the
-residual in fp32.
-This gives the numbers of the unsharded bf16 model to the bit. The root, units of any other module, and a model of
-several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must not stop them.
+[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
+its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
+space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
+brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration keeps
+the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any other module,
+and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must not stop them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from fsdp2_strategy.blocks import can_be_unit, choose_blocks, parameter_count, v
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.names import clean, matches
 from fsdp2_strategy.residency import unwrap_model
-
 
 CastInputs = Literal["all", "first", "none"]
 

@@ -90,33 +90,47 @@ def shard_model(
     precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
     plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
     _agree(plan)
+    name = type(root).__name__
     for note in plan.notes:
-        log("%s: look at: %s", type(root).__name__, note)
+        log("%s: look at: %s", name, note)
     _cast(plan)
     if is_training:
         _checkpoint_activations(root, activation_checkpointing)
     if compile_blocks:
         _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
-    ignored = _replicate(plan)
+    _prepare_edges(plan)
+    _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
+    if prefetch_depth is not None:
+        _prefetch([unit.module for unit in plan.units if unit.module is not root], prefetch_depth)
+    for method in forward_methods:
+        if callable(getattr(root, method, None)):
+            register_fsdp_forward_method(root, method)
+    log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
+    return model
+
+
+def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool | int, *, cpu_offload: bool) -> None:
+    """Hand the units to FSDP2, inner ones first, the root last."""
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored)
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
+    root_policy = MixedPrecisionPolicy()
+    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
+        policy = _policy(unit, plan.precision)
+        if unit.module is plan.model:
+            root_policy = policy
+        else:
+            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
+    root_reshard = None if reshard_after_forward is True else reshard_after_forward
+    shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
+
+
+def _prepare_edges(plan: ShardPlan) -> None:
+    """Hang on each unit what its inputs and outputs need, ahead of FSDP2's hooks."""
     for unit in plan.units:
         unit.module.register_forward_hook(_own_outputs)
         if unit.cast_inputs == "first":
             unit.module.register_forward_pre_hook(_cast_first(unit.compute_dtype), with_kwargs=True)
-    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
-        if unit.module is not root:
-            shard(unit.module, mp_policy=_policy(unit, precision), reshard_after_forward=reshard)
-    # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
-    root_policy = _policy(plan.units[-1], precision) if plan.units[-1].module is root else MixedPrecisionPolicy()
-    shard(root, mp_policy=root_policy, reshard_after_forward=None if reshard is True else reshard)
-    if prefetch_depth is not None:
-        _prefetch([u.module for u in plan.units if u.module is not root], prefetch_depth)
-    for method in forward_methods:
-        if callable(getattr(root, method, None)):
-            register_fsdp_forward_method(root, method)
-    log("sharded %s over %s: %d units, %s", type(root).__name__, _shape(mesh), len(plan.units), plan.source)
-    return model
 
 
 def _shape(mesh: DeviceMesh) -> str:

@@ -8,14 +8,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool import RankPool  # noqa: E402
+from pool import RankPool
 
 _POOL = pytest.StashKey[RankPool]()
 
@@ -49,6 +50,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     pool = pyfuncitem.config.stash[_POOL]
     pool.run(str(pyfuncitem.path), pyfuncitem.originalname, arguments, world_size, timeout=240)
     return True
+
+
+@pytest.fixture
+def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return a call that runs a function of the test's module on some ranks: for tests over several world sizes."""
+
+    def run(world_size: int, function: Callable[..., None], **arguments: Any) -> None:
+        pool = request.config.stash[_POOL]
+        pool.run(str(request.path), function.__name__, arguments, world_size, timeout=240)
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -131,7 +131,7 @@ def test_units_are_pure_in_dtype():
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(ShardError, match="pattern 'model.nrm' matches no parameter"):
+    with pytest.raises(ShardError, match=r"pattern 'model\.nrm' matches no parameter"):
         units(build("llama"), keep_fp32=("model.nrm",))
 
 
@@ -164,9 +164,7 @@ def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
 
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():
-    with pytest.raises(
-        MeshError, match=r"shard_size is 3, expected a divisor of the world size 8\. Use one of \[1, 2, 4, 8\]"
-    ):
+    with pytest.raises(MeshError, match=r"shard_size is 3, .* world size 8\. Use one of \[1, 2, 4, 8\]"):
         explain(build("llama"), world_size=8, shard_size=3)
 
 

@@ -52,7 +52,7 @@ def test_yaml_is_read_and_unknown_keys_are_refused(tmp_path):
         max_norm=1.0, keep_fp32=("norm", "router"), train_batch_size=8
     )
     path.write_text("max_nrm: 1.0\n")
-    with pytest.raises(ConfigError, match="'max_nrm' is no field .* Did you mean 'max_norm'"):
+    with pytest.raises(ConfigError, match=r"'max_nrm' is no field .* Did you mean 'max_norm'"):
         StrategyConfig.from_yaml(path)
     path.write_text("")
     assert StrategyConfig.from_yaml(path) == StrategyConfig()

@@ -1,4 +1,4 @@
-"""What `prepare_model` promises beside parity: wrappers, ties, precision, freezing, memory of random numbers, errors."""
+"""What `prepare_model` promises beside parity: wrappers, ties, precision, freezing, random state, errors."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def test_bf16_training_has_the_gradients_of_the_same_arithmetic_unsharded(name):
     expected_grads = {n: p.grad for n, p in named_parameters(reference.inner).items() if p.grad is not None}
     grads = full_grads(model)
     assert {g.dtype for g in grads.values()} == {torch.float32}
-    # A weight that is tied three or four times adds up its bf16 gradients in another order.
-    assert_close(grads, expected_grads, 5e-3 if name in ("t5", "bart") else 1e-6, "gradient")
+    # An encoder's output that several decoder blocks use adds up its bf16 gradients in another order.
+    assert_close(grads, expected_grads, 2e-2 if name in ("t5", "bart") else 1e-6, "gradient")
 
 
 @pytest.mark.ranks(2)

@@ -6,11 +6,13 @@ taken from one rank; sharded ones are written by the ranks that hold them, and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -22,7 +24,20 @@ from fsdp2_strategy.errors import CheckpointError
 def write_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write tensors and force them to disk; collective. One thread a rank: with more, torch swallows their errors."""
     writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
-    save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+    with _one_error():
+        save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Turn torch's report of all failing ranks, a BaseException that it raises on every rank, into an error of ours."""
+    try:
+        yield
+    except CheckpointException as report:
+        texts = [
+            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(report.failures.items())
+        ]
+        raise CheckpointError("cannot go on with the checkpoint: " + "; ".join(texts)) from report
 
 
 def read_layout(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -37,7 +52,9 @@ def read_layout(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype
 
 def read_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Fill tensors in place from a directory that holds them all; collective."""
-    if tensors:
+    if not tensors:
+        return
+    with _one_error():
         load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=not dist.is_initialized())
 
 

@@ -1,0 +1,565 @@
+"""Checkpoints: resumed to the bit, on any ranks, never lost, and errors on every rank."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from models import PlainTransformer, batch_of, build, loss_of, next_token_loss, tokens
+from reference import full, full_parameters
+from torch import nn
+
+import fsdp2_strategy.checkpoint.save as saving
+from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig, list_checkpoints
+from fsdp2_strategy.checkpoint import layout, rotation
+from fsdp2_strategy.checkpoint.state import optimizer_tensors
+
+
+def strategy_for(**config):
+    return FSDPV2Strategy(config=StrategyConfig(**{"bf16": False, "max_norm": 1.0, **config}))
+
+
+def prepared(strategy, name="llama", seed=0, shard_size=-1, lr=1e-2):
+    model = strategy.prepare_model(build(name, seed), is_training=True, shard_size=shard_size)
+    optimizer = strategy.create_optimizer(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = strategy.create_scheduler(optimizer, "cosine", num_training_steps=20, num_warmup_steps=2)
+    return model, optimizer, scheduler
+
+
+def train(strategy, model, optimizer, scheduler, steps, name="llama"):
+    results = []
+    for step in steps:
+        loss = loss_of(name, model, batch_of(name, step, dist.get_rank()))
+        strategy.backward(loss, model, optimizer)
+        result = strategy.optimizer_step(optimizer, model, scheduler)
+        results.append((loss.item(), result.grad_norm, optimizer.param_groups[0]["lr"]))
+    return results
+
+
+def full_state(model, optimizer):
+    return {**full_parameters(model), **{n: full(t).clone() for n, t in optimizer_tensors(model, optimizer).items()}}
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert not [n for n in expected if not torch.equal(actual[n], expected[n])]
+
+
+# --- resume --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_resume_is_bitwise_exact_with_dropout(tmp_path):
+    def noisy(model, steps, optimizer, scheduler, strategy):
+        losses = []
+        for step in steps:
+            ids = tokens(torch.Generator().manual_seed(7 * step + dist.get_rank()))
+            loss = next_token_loss(model(ids), ids) + 0.01 * random.random() + 0.01 * np.random.rand()  # noqa: NPY002
+            strategy.backward(loss, model, optimizer)
+            losses.append((loss.item(), strategy.optimizer_step(optimizer, model, scheduler)))
+        return losses
+
+    def start(seed):
+        strategy = strategy_for(seed=seed)
+        model = strategy.prepare_model(PlainTransformer(dropout=0.3).train(), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        scheduler = strategy.create_scheduler(optimizer, "cosine", num_training_steps=20)
+        strategy.set_seed(seed, per_rank=True)
+        return strategy, model, optimizer, scheduler
+
+    strategy, model, optimizer, scheduler = start(0)
+    noisy(model, range(3), optimizer, scheduler, strategy)
+    strategy.save_ckpt(model, tmp_path, client_state={"samples": 12, "best": [0.1, None, {"a": True}]})
+    expected = noisy(model, range(3, 7), optimizer, scheduler, strategy)
+
+    strategy, model, optimizer, scheduler = start(99)
+    path, client_state = strategy.load_ckpt(model, tmp_path)
+    assert path == str(tmp_path / "global_step3")
+    assert client_state == {"samples": 12, "best": [0.1, None, {"a": True}]}
+    assert noisy(model, range(3, 7), optimizer, scheduler, strategy) == expected
+
+
+@pytest.mark.ranks(2)
+def test_optimizer_and_schedule_of_the_model_are_saved_without_being_named(tmp_path):
+    class Actor(nn.Module):
+        is_actor = True
+
+        def __init__(self):
+            super().__init__()
+            self.model = build("llama")
+
+    strategy = strategy_for()
+    actor = strategy.prepare_model(Actor(), is_training=True)
+    optimizer = strategy.create_optimizer(actor, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # not made by us, but used with the model
+    train(strategy, actor.model, optimizer, scheduler, range(2))
+    strategy.save_ckpt(actor.model, str(tmp_path), "global_step2", 3, 1000, {"consumed_samples": 4})
+
+    fresh = strategy.prepare_model(Actor(), is_training=True)
+    other = strategy.create_optimizer(fresh, lr=1.0)
+    other_scheduler = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    _, state = strategy.load_ckpt(fresh.model, str(tmp_path), optimizer=other, scheduler=other_scheduler)
+    assert state == {"consumed_samples": 4}
+    assert_same(full_state(fresh, other), full_state(actor, optimizer))
+    assert other_scheduler.state_dict() == scheduler.state_dict()
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.0025
+
+
+@pytest.mark.ranks(2)
+def test_resume_goes_on_counting_and_between_boundaries_drops_nothing_but_gradients(tmp_path):
+    strategy = strategy_for(train_batch_size=4)
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(5))  # two steps and half of a third
+    assert strategy.save_ckpt(model, tmp_path) == str(tmp_path / "global_step2")
+    model, optimizer, scheduler = prepared(strategy, seed=1)
+    strategy.load_ckpt(model, tmp_path)
+    assert strategy.global_step(model) == 2
+    train(strategy, model, optimizer, scheduler, range(2))
+    assert strategy.global_step(model) == 3
+
+
+def save_at(path, shard_size):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "recurrent", shard_size=shard_size)
+    train(strategy, model, optimizer, scheduler, range(3), "recurrent")
+    state = full_state(model, optimizer)
+    strategy.set_seed(0, per_rank=True)
+    strategy.save_ckpt(model, path, "t", client_state={"lr": optimizer.param_groups[0]["lr"]})
+    if dist.get_rank() == 0:
+        torch.save(state, path / "expected.pt")
+    dist.barrier()
+
+
+def load_at(path, shard_size, cpu_offload):
+    strategy = strategy_for(cpu_offload=cpu_offload)
+    model, optimizer, scheduler = prepared(strategy, "recurrent", seed=5, shard_size=shard_size, lr=9.0)
+    _, client_state = strategy.load_ckpt(model, path, tag="t")
+    assert_same(full_state(model, optimizer), torch.load(path / "expected.pt"))
+    assert optimizer.param_groups[0]["lr"] == client_state["lr"]
+    assert scheduler.last_epoch == strategy.global_step(model) == 3
+    draws = [None] * dist.get_world_size()
+    dist.all_gather_object(draws, torch.rand(1).item())
+    assert len(set(draws)) == len(draws), "each rank draws its own numbers"
+    results = train(strategy, model, optimizer, scheduler, [3], "recurrent")
+    assert results[0][1] > 0
+
+
+@pytest.mark.parametrize(("world", "shard_size"), [(3, -1), (4, 2), (1, -1)])
+def test_another_world_size_and_shard_size_load_the_same_state(tmp_path, run_on, world, shard_size):
+    run_on(world, save_at, path=tmp_path, shard_size=shard_size)
+    for other, other_shard_size in ((1, -1), (2, -1), (4, 2), (4, -1)):
+        run_on(other, load_at, path=tmp_path, shard_size=other_shard_size, cpu_offload=other == 2)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_without_gradients_frozen_ones_and_other_groupings_resume(tmp_path):
+    def make(seed):
+        model = build("llama", seed)
+        model.spare = nn.Linear(4, 4)  # never used, never a gradient
+        return strategy.prepare_model(model, is_training=True)
+
+    strategy = strategy_for()
+    model = make(0)
+    optimizer = strategy.create_optimizer(model, lr=1e-2, weight_decay=0.1)
+    train(strategy, model, optimizer, None, range(2))
+    for parameter in model.lm_head.parameters():
+        parameter.requires_grad_(False)  # frozen later: its state is kept
+    train(strategy, model, optimizer, None, range(1))
+    strategy.save_ckpt(model, tmp_path)
+    expected = full_state(model, optimizer)
+    assert "state.lm_head.weight.exp_avg" in expected
+    assert not any("spare" in n for n in expected if n.startswith("state."))
+
+    other = make(1)
+    groups = [{"name": "head", "params": ["lm_head"]}, {"name": "layer0", "params": ["layers.0"], "weight_decay": 0.1}]
+    with pytest.raises(
+        CheckpointError, match="group 'layer0' spans parameters that were saved with different settings"
+    ):
+        regrouped = strategy.create_optimizer(other, lr=5.0, param_groups=groups)
+        strategy.load_ckpt(other, tmp_path)
+    regrouped = strategy.create_optimizer(other, lr=5.0, param_groups=groups[:1])
+    strategy.load_ckpt(other, tmp_path)
+    assert_same(full_state(other, regrouped), expected)
+    assert {g["lr"] for g in regrouped.param_groups} == {1e-2}
+
+
+# --- finding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_loading_by_newest_tag_and_directory(tmp_path):
+    strategy = strategy_for()
+    model, _optimizer, _scheduler = prepared(strategy)
+    assert strategy.load_ckpt(model, tmp_path) == (None, {})
+    assert strategy.load_ckpt(model, tmp_path / "missing") == (None, {})
+    for tag in ("global_step9", "b", "a"):
+        strategy.save_ckpt(model, tmp_path, tag, client_state={"tag": tag})
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"tag": "a"}, "order is that of the commits"
+    assert strategy.load_ckpt(model, tmp_path, tag="b")[1] == {"tag": "b"}
+    assert strategy.load_ckpt(model, tmp_path / "global_step9")[1] == {"tag": "global_step9"}
+    assert (tmp_path / "latest").read_text() == "a\n"
+    strategy.save_ckpt(model, tmp_path, "c", max_num=None, save_latest=False)
+    assert (tmp_path / "latest").read_text() == "a\n"
+    with pytest.raises(
+        CheckpointError, match=r"'global_step8' is no committed checkpoint .*Did you mean 'global_step9'"
+    ):
+        strategy.load_ckpt(model, tmp_path, tag="global_step8")
+
+
+@pytest.mark.ranks(2)
+def test_damaged_checkpoints_are_never_loaded(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    for tag in ("a", "b", "c"):
+        strategy.save_ckpt(model, tmp_path, tag, client_state={"tag": tag})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "c" / "manifest.json").unlink()
+        os.truncate(next((tmp_path / "b" / "model").glob("*.distcp")), 100)
+    dist.barrier()
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"tag": "a"}
+    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+        strategy.load_ckpt(model, tmp_path / "b")
+
+
+@pytest.mark.ranks(2)
+def test_names_are_strict_in_both_directions(tmp_path):
+    strategy = strategy_for()
+    plain, *_ = prepared(strategy, "llama")
+    strategy.save_ckpt(plain, tmp_path / "plain")
+    more = build("llama", 1)
+    more.extra = nn.Linear(3, 3)
+    strategy.prepare_model(more, is_training=True)
+    strategy.save_ckpt(more, tmp_path / "more")
+    before = full_parameters(more)
+    with pytest.raises(CheckpointError, match=r"lacks 2 names \(extra\.weight, extra\.bias\) and holds no name"):
+        strategy.load_ckpt(more, tmp_path / "plain")
+    assert_same(full_parameters(more), before)
+    with pytest.raises(CheckpointError, match=r"lacks no name and holds 2 names \(extra\.weight, extra\.bias\)"):
+        strategy.load_ckpt(plain, tmp_path / "more", load_optimizer_states=False, load_lr_scheduler_states=False)
+    strategy.load_ckpt(more, tmp_path / "plain", load_module_strict=False)
+    loaded = full_parameters(more)
+    assert_same({n: t for n, t in loaded.items() if "extra" not in n}, full_parameters(plain))
+    assert torch.equal(loaded["extra.weight"], before["extra.weight"])
+
+
+@pytest.mark.ranks(2)
+def test_another_shape_is_refused_before_anything_is_copied(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path)
+    other = build("mlp", 1)
+    other.last = nn.Linear(5, 2)
+    strategy.prepare_model(other, is_training=True)
+    before = full_parameters(other)
+    with pytest.raises(CheckpointError, match=r"last\.weight is \[1, 5\] in the checkpoint, expected \[2, 5\]"):
+        strategy.load_ckpt(other, tmp_path)
+    assert_same(full_parameters(other), before)
+
+
+@pytest.mark.ranks(2)
+def test_a_resume_never_starts_a_fresh_adam_without_being_told(tmp_path):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    strategy.save_ckpt(model, tmp_path)  # no optimizer exists
+    other, _optimizer, _scheduler = prepared(strategy, "mlp")
+    with pytest.raises(CheckpointError, match=r"was saved without one, .* Pass load_optimizer_states=False"):
+        strategy.load_ckpt(other, tmp_path)
+    with pytest.raises(CheckpointError, match="load_lr_scheduler_states=False"):
+        strategy.load_ckpt(other, tmp_path, load_optimizer_states=False)
+    assert strategy.load_ckpt(other, tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)[0]
+    unprepared = build("mlp")
+    with pytest.raises(CheckpointError, match="Mlp is not sharded, expected a prepared model"):
+        strategy.save_ckpt(unprepared, tmp_path)
+
+
+# --- refused saves ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("client_state", "message"),
+    [
+        ({"loss": torch.tensor(1.0)}, r"client_state\['loss'\] is a Tensor"),
+        ({"a": {"b": [1, {2}]}}, r"client_state\['a'\]\['b'\]\[1\] is a set"),
+        ({"a": {3: 1}}, r"client_state\['a'\] has the key 3 of type int"),
+        ({"best": float("inf")}, r"client_state\['best'\] is inf"),
+        ({"n": np.int64(3)}, r"client_state\['n'\] is a int64"),
+    ],
+)
+def test_client_state_that_json_cannot_hold_is_refused_by_key(tmp_path, client_state, message):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    with pytest.raises(CheckpointError, match=message):
+        strategy.save_ckpt(model, tmp_path, client_state=client_state)
+    assert list(tmp_path.iterdir()) == []
+    # Bad on one rank alone: the others hear of it, with the rank.
+    with pytest.raises(CheckpointError, match=r"failed on rank 1: cannot save: client_state"):
+        strategy.save_ckpt(model, tmp_path, client_state=client_state if dist.get_rank() else {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tag", ["a/b", "", ".hidden", "latest", "..", 3])
+def test_a_tag_that_is_no_plain_name_is_refused(tmp_path, tag):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    with pytest.raises(CheckpointError, match=f"tag is {tag!r}"):
+        strategy.save_ckpt(model, tmp_path, tag)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, tmp_path, "old")
+    for limits in ({"max_num": 0}, {"max_num": True}, {"max_mem": 0}, {"max_mem": -1}):
+        with pytest.raises(CheckpointError, match=f"{next(iter(limits))} is"):
+            strategy.save_ckpt(model, tmp_path, "new", **limits)
+    with pytest.raises(CheckpointError, match=r"the checkpoint takes 0\.000 GB, expected at most max_mem = 1e-06 GB"):
+        strategy.save_ckpt(model, tmp_path, "new", max_mem=1e-6)
+    usage = shutil.disk_usage
+    rotation.shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+    try:
+        with pytest.raises(CheckpointError, match=r"has 0\.000 GB free"):
+            strategy.save_ckpt(model, tmp_path, "new")
+    finally:
+        rotation.shutil.disk_usage = usage
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "old"]
+    assert strategy.load_ckpt(model, tmp_path)[0] == str(tmp_path / "old")
+
+
+# --- rotation --------------------------------------------------------------------------------------------------------
+
+
+def tags(path):
+    return [c.tag for c in list_checkpoints(path)]
+
+
+@pytest.mark.ranks(2)
+def test_rotation_keeps_the_newest_by_count_and_touches_nothing_else(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    if dist.get_rank() == 0:
+        (tmp_path / "global_step1_export").mkdir()
+        (tmp_path / "notes.txt").write_text("mine")
+    dist.barrier()
+    for step in (5, 4, 3, 2, 1):  # a run that was rolled back saves older steps: they are the newer ones
+        strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=2)
+        dist.barrier()
+    assert tags(tmp_path) == ["global_step2", "global_step1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step1", "global_step1_export", "global_step2", "latest", "notes.txt",
+    ]  # fmt: skip
+    # What is on disk is the only list: another process, with other limits, sees the same.
+    fresh = strategy_for()
+    other = fresh.prepare_model(build("mlp"), is_training=True)
+    fresh.save_ckpt(other, tmp_path, "x", max_num=None)
+    dist.barrier()
+    assert tags(tmp_path) == ["global_step2", "global_step1", "x"]
+    fresh.save_ckpt(other, tmp_path, "y", max_num=1)
+    dist.barrier()
+    assert tags(tmp_path) == ["y"]
+
+
+@pytest.mark.ranks(2)
+def test_rotation_keeps_within_max_mem_and_never_removes_the_newest(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, tmp_path, "a")
+    dist.barrier()
+    size = list_checkpoints(tmp_path)[0].total_bytes
+    assert size == sum(
+        p.stat().st_size for p in (tmp_path / "a").rglob("*") if p.is_file() and p.name != "manifest.json"
+    )
+    for tag in ("b", "c", "d"):
+        strategy.save_ckpt(model, tmp_path, tag, max_num=None, max_mem=2.5 * size / 1e9)
+        dist.barrier()
+    assert tags(tmp_path) == ["c", "d"]
+    strategy.save_ckpt(model, tmp_path, "e", max_num=None, max_mem=1.01 * size / 1e9)
+    dist.barrier()
+    assert tags(tmp_path) == ["e"]
+
+
+# --- crashes and failures --------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What a SIGKILL looks like from inside: nothing after it runs."""
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("tag", ["next", "global_step2"], ids=["new tag", "same tag"])
+def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag):
+    """Die before each rename, fsync, removal and write of a save in turn; what then loads equals a saved state."""
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "mlp")
+    train(strategy, model, optimizer, scheduler, range(2), "mlp")
+    originals = {
+        (os, "fsync"): os.fsync,
+        (shutil, "rmtree"): shutil.rmtree,
+        (Path, "rename"): Path.rename,
+        (Path, "replace"): Path.replace,
+        (Path, "write_text"): Path.write_text,
+        (Path, "mkdir"): Path.mkdir,
+        (saving, "save_rng"): saving.save_rng,
+        (saving, "write_tensors"): saving.write_tensors,
+    }
+    points, committed_at = 0, None
+    while True:
+        directory = tmp_path / f"{points}"
+        strategy.save_ckpt(model, directory, "global_step1", client_state={"saved": 1}, max_num=2)
+        strategy.save_ckpt(model, directory, "global_step2", client_state={"saved": 2}, max_num=2)
+        countdown = points
+
+        def dying(original):
+            def call(*args, **kwargs):
+                nonlocal countdown
+                if countdown == 0:
+                    raise Killed
+                countdown -= 1
+                return original(*args, **kwargs)
+
+            return call
+
+        for (owner, name), original in originals.items():
+            setattr(owner, name, dying(original))
+        try:
+            strategy.save_ckpt(model, directory, tag, client_state={"saved": 3}, max_num=2)
+            survived = True
+        except Killed:
+            survived = False
+        finally:
+            for (owner, name), original in originals.items():
+                setattr(owner, name, original)
+        if survived:
+            break
+        _, state = strategy.load_ckpt(model, directory)
+        committed_at = committed_at or (points if state == {"saved": 3} else None)
+        assert state == ({"saved": 3} if committed_at is not None else {"saved": 2}), points
+        strategy.save_ckpt(model, directory, "after", client_state={"saved": 4}, max_num=2)
+        assert strategy.load_ckpt(model, directory)[1] == {"saved": 4}
+        assert len(tags(directory)) == 2
+        assert not [p.name for p in directory.iterdir() if p.name.startswith(".")], "leftovers are swept"
+        points += 1
+    assert points > 15
+    assert committed_at is not None
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("call", ["write_tensors", "save_rng"])
+def test_a_disk_that_fails_on_one_rank_raises_on_all_and_loses_nothing(tmp_path, call):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
+    original = getattr(saving, call)
+
+    def failing(*args, **kwargs):
+        original(*args, **kwargs)
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", "model.bin")
+
+    setattr(saving, call, failing)
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"failed on rank 1: OSError: .*No space left on device: 'model\.bin'"
+        ):
+            strategy.save_ckpt(model, tmp_path, "new")
+    finally:
+        setattr(saving, call, original)
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "old"]
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"saved": 1}
+    strategy.save_ckpt(model, tmp_path, "new")
+
+
+@pytest.mark.ranks(2)
+def test_a_write_error_inside_torchs_writer_reaches_every_rank(tmp_path):
+    from torch.distributed.checkpoint import filesystem
+
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    original = filesystem._write_item
+
+    def failing(*args, **kwargs):
+        if dist.get_rank() == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(*args, **kwargs)
+
+    filesystem._write_item = failing
+    try:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            strategy.save_ckpt(model, tmp_path, "new")
+    finally:
+        filesystem._write_item = original
+    dist.barrier()
+    assert tags(tmp_path) == []
+
+
+@pytest.mark.ranks(2)
+def test_a_real_full_disk_refuses_or_fails_on_every_rank(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    strategy.save_ckpt(model, tmp_path / "probe")
+    disk = tmp_path / "disk"
+    if dist.get_rank() == 0:
+        disk.mkdir()
+        pages = sum(-(-p.stat().st_size // 4096) for p in (tmp_path / "probe").rglob("*") if p.is_file())
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(pages * 4096 * 1.4)}", "tmpfs", disk], check=False)
+    dist.barrier()
+    if not os.path.ismount(disk):
+        return  # no right to mount: the injected failures above have to do
+    try:
+        strategy.save_ckpt(model, disk, "old", client_state={"saved": 1})
+        with pytest.raises(CheckpointError, match="GB free"):
+            strategy.save_ckpt(model, disk, "new")
+        # The check is only a check: let the disk be full behind its back.
+        check, saving.check_room = saving.check_room, lambda *_: None
+        try:
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                strategy.save_ckpt(model, disk, "new")
+        finally:
+            saving.check_room = check
+        assert strategy.load_ckpt(model, disk)[1] == {"saved": 1}
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.ranks(1)
+def test_the_layout_on_disk_is_the_documented_one(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "recurrent")
+    train(strategy, model, optimizer, scheduler, range(1), "recurrent")
+    strategy.save_ckpt(model, tmp_path, client_state={"a": 1})
+    checkpoint = tmp_path / "global_step1"
+    assert {p.name for p in checkpoint.iterdir()} == {
+        "model",
+        "optimizer",
+        "rng",
+        "trainer_state.json",
+        "manifest.json",
+    }
+    assert [p.name for p in (checkpoint / "rng").iterdir()] == ["rank00000.safetensors"]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert (manifest["sequence"], manifest["tag"], manifest["step"]) == (1, "global_step1", 1)
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert (state["step"], state["client_state"], state["world_size"]) == (1, {"a": 1}, 1)
+    assert layout.read_checkpoint(checkpoint).total_bytes == sum(manifest["files"].values())
+    from fsdp2_strategy.checkpoint.storage import read_layout
+
+    stored = read_layout(checkpoint / "model")
+    assert "embed.weight" in stored
+    assert "head.weight" not in stored, "tied weights are stored once"
