@@ -16,9 +16,10 @@ takes what is left. A plan keeps three invariants:
 [Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
 its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
 space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
-brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration keeps
-the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any other module,
-and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must not stop them.
+brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration
+keeps the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any
+other module, and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must
+not stop them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fsdp2_strategy.errors import FSDP2StrategyError, MeshError
+from fsdp2_strategy.rendezvous import fresh_store
 
 logger = logging.getLogger("fsdp2_strategy")
 
@@ -51,7 +53,9 @@ def start_process_group(timeout_minutes: float) -> bool:
                 f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
                 "Start with torchrun, or unset WORLD_SIZE for one rank."
             )
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store = fresh_store(store, rank, world_size, timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)

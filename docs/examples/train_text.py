@@ -1,0 +1,108 @@
+"""Train a byte-level Llama on local text, sharded over ranks; killed at any moment, it goes on where it was.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_text.py --run-dir runs/text
+
+The same command runs on GPUs. ``--text`` takes a file or a folder; by default it is Python's own standard library.
+"""
+
+import argparse
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+import yaml
+from tqdm import tqdm
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain
+
+
+class Text:
+    """Bytes of all files under a path; sequence i is a function of the seed and i alone, on any number of ranks."""
+
+    def __init__(self, path: Path, length: int, seed: int) -> None:
+        files = [path] if path.is_file() else sorted(p for p in path.glob("*") if p.suffix in (".py", ".txt", ".md"))
+        content = b"\n".join(file.read_bytes() for file in files)
+        if len(content) <= length:
+            raise SystemExit(f"{path} holds {len(content)} bytes of text, expected more than {length}.")
+        self.content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.length, self.seed = length, seed
+
+    def sequence(self, i: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + i)
+        start = int(torch.randint(len(self.content) - self.length, (1,), generator=generator))
+        return self.content[start : start + self.length].long()
+
+
+def train(settings: dict, text: Path, run_dir: Path) -> None:
+    options = settings["train"]
+    with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
+        rank, world_size = strategy.get_rank(), strategy.world_size
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **settings["model"])).train()
+        if not (run_dir / "losses.jsonl").exists():
+            explain(model, bf16=strategy.config.bf16)
+        model = strategy.prepare_model(model, is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=options["lr"], weight_decay=options["weight_decay"])
+        scheduler = strategy.create_scheduler(
+            optimizer, "cosine", num_training_steps=options["steps"], warmup_ratio=options["warmup_ratio"]
+        )
+        strategy.set_seed(strategy.config.seed, per_rank=True)  # dropout differs between the ranks
+        resumed, client_state = strategy.load_ckpt(model, run_dir / "checkpoints")
+        sequences = client_state.get("sequences", 0)  # how many all ranks have seen together
+        if strategy.is_rank_0() and resumed:
+            print(f"resumed from {resumed}", flush=True)
+
+        data = Text(text, options["sequence_length"], strategy.config.seed)
+        batch_size = strategy.config.micro_train_batch_size
+        start = strategy.global_step(model)
+        bar = tqdm(total=options["steps"], initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
+        with (run_dir / "losses.jsonl").open("a") as log:
+            while strategy.global_step(model) < options["steps"]:
+                losses = []
+                stepped = False
+                while not stepped:
+                    first = sequences + rank * batch_size
+                    batch = torch.stack([data.sequence(first + i) for i in range(batch_size)]).to(strategy.device)
+                    loss = model(input_ids=batch, labels=batch).loss
+                    strategy.backward(loss, model, optimizer)
+                    losses.append(loss.detach())
+                    sequences += batch_size * world_size
+                    result = strategy.optimizer_step(optimizer, model, scheduler)
+                    stepped = result.stepped or result.skipped
+                mean = torch.stack(losses).mean()
+                dist.all_reduce(mean)
+                mean = mean.item() / world_size
+                if strategy.is_rank_0():
+                    print(
+                        json.dumps({"step": result.step, "loss": mean, "norm": result.grad_norm}), file=log, flush=True
+                    )
+                bar.update(result.stepped)
+                bar.set_postfix(loss=f"{mean:.3f}", norm=f"{result.grad_norm:.2f}")
+                if result.step % options["save_every"] == 0:
+                    strategy.save_ckpt(
+                        model, run_dir / "checkpoints", max_num=2, max_mem=10, client_state={"sequences": sequences}
+                    )
+        bar.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".yaml"))
+    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/text"))
+    parser.add_argument("--steps", type=int, help="steps of the run, instead of the configuration's")
+    args = parser.parse_args()
+    settings = yaml.safe_load(args.config.read_text())
+    if args.steps:
+        settings["train"]["steps"] = args.steps
+    train(settings, args.text, args.run_dir)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # gloo's threads can abort an interpreter that is on its way out, which torchrun takes for a failure

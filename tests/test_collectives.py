@@ -1,0 +1,53 @@
+"""A step communicates exactly what a hand-written fully_shard loop does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch_of, build, loss_of
+from reference import CountCollectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+
+
+def hand_written(model, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
+        fully_shard(model.lm_head, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_a_step_has_the_collectives_of_a_hand_written_loop(name):
+    ours = build(name)
+    theirs = copy.deepcopy(ours)
+    rank = dist.get_rank()
+
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=True, max_norm=1.0))
+    strategy.prepare_model(ours, is_training=True)
+    optimizer = strategy.create_optimizer(ours, lr=1e-3)
+    hand_written(theirs, init_device_mesh("cpu", (2,)))
+    plain = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
+    for step in range(2):
+        with CountCollectives() as expected:
+            loss_of(name, theirs, batch_of(name, step, rank)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            expected_norm = norm.full_tensor().item()
+            plain.step()
+            plain.zero_grad()
+        with CountCollectives() as counted:
+            strategy.backward(loss_of(name, ours, batch_of(name, step, rank)), ours, optimizer)
+            result = strategy.optimizer_step(optimizer, ours, None)
+        assert counted.counts.total() == expected.counts.total(), (counted.counts, expected.counts)
+        assert counted.counts["allgather_base"] == expected.counts["allgather_base"] > 0
+        assert counted.counts["reduce_scatter_base"] == expected.counts["reduce_scatter_base"] > 0
+        assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)
