@@ -112,8 +112,7 @@ def _totals(plan: ShardPlan, held: Counter[str]) -> Iterator[str]:
     yield f"each rank  {parts}"
     for names in plan.ties:
         yield f"tied       {' = '.join(names)}"
-    blocks = {n for u in plan.units if u.kind != "root" for n in u.parameters}
-    unclaimed = [n for u in plan.units if u.kind == "root" for n in u.parameters if n not in blocks]
+    unclaimed = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
     if unclaimed:
         shown = ", ".join(unclaimed[:6]) + (f" … ({len(unclaimed)})" if len(unclaimed) > 6 else "")
         yield f"unclaimed  {shown}: in the root unit"

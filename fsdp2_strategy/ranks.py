@@ -81,6 +81,15 @@ def is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def show_log() -> None:
+    """Let our log appear on standard error where the program has not set up logging itself."""
+    if not logging.root.handlers and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
 def log(message: str, *args: object, level: int = logging.INFO) -> None:
     """Log once for all ranks, on rank 0."""
     if is_rank_0():

@@ -6,6 +6,7 @@ of what belongs together: for each model its optimizer, its schedule and how far
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,7 @@ class FSDPV2Strategy:
         self.accumulated_gradient = self._accumulation()
         self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
         self.set_seed(self.config.seed)
+        ranks.show_log()
         ranks.log("strategy on %d ranks\n%s", self.world_size, self.config)
 
     # --- the process ---------------------------------------------------------------------------------------------
@@ -294,7 +296,8 @@ class FSDPV2Strategy:
         run.micro_batches = 0
         run.steps += stepped
         if not stepped:
-            ranks.log("%s: step %d skipped on all ranks: the gradient norm is %s", name, run.steps + 1, norm)
+            message = "%s: step %d is skipped on all ranks: the gradient norm is %s"
+            ranks.log(message, name, run.steps + 1, norm, level=logging.WARNING)
         return StepResult(step=run.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
@@ -340,7 +343,8 @@ class FSDPV2Strategy:
         """
         run = self._run(model)
         if pending := run.micro_batches % self.accumulated_gradient:
-            ranks.log("saving between steps: the gradients of %d micro-batches are not part of a checkpoint", pending)
+            message = "saving between steps: the gradients of %d micro-batches are not part of a checkpoint"
+            ranks.log(message, pending, level=logging.WARNING)
         path = save_checkpoint(
             model,
             save_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def test_a_step_has_the_collectives_of_a_hand_written_loop(name):
         with CountCollectives() as counted:
             strategy.backward(loss_of(name, ours, batch_of(name, step, rank)), ours, optimizer)
             result = strategy.optimizer_step(optimizer, ours, None)
-        assert counted.counts.total() == expected.counts.total(), (counted.counts, expected.counts)
-        assert counted.counts["allgather_base"] == expected.counts["allgather_base"] > 0
-        assert counted.counts["reduce_scatter_base"] == expected.counts["reduce_scatter_base"] > 0
+        # The norm is one all-reduce on both sides; DTensor's own is out of the counter's sight.
+        assert counted.counts - Counter({"allreduce": 1}) == expected.counts, (counted.counts, expected.counts)
+        assert counted.counts["allgather_base"] > 0
+        assert counted.counts["reduce_scatter_base"] > 0
         assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)

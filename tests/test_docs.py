@@ -1,0 +1,95 @@
+"""The docs are true: their code runs, their links lead somewhere, their table of fields is the configuration's."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import fsdp2_strategy
+from fsdp2_strategy import StrategyConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = [m.name for m in pkgutil.walk_packages(fsdp2_strategy.__path__, "fsdp2_strategy.")]
+
+
+def snippets(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.ranks(1)
+def test_the_quickstart_runs(tmp_path):
+    os.chdir(tmp_path)
+    names = {}
+    for snippet in snippets(ROOT / "docs" / "quickstart.md"):
+        exec(compile(snippet, "quickstart.md", "exec"), names)
+
+
+@pytest.mark.ranks(2)
+def test_the_readme_example_runs(tmp_path):
+    import torch
+    import torch.distributed as dist
+    from models import build, tokens
+
+    directory = [str(tmp_path)]
+    dist.broadcast_object_list(directory)
+    os.chdir(directory[0])
+    ids = [tokens(torch.Generator().manual_seed(i)) for i in range(50)]
+    names = {"model": build("llama"), "loader": [{"input_ids": i, "labels": i} for i in ids]}
+    (snippet,) = snippets(ROOT / "README.md")
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert names["result"].step == 50
+    dist.barrier()
+    assert Path("ckpts/latest").read_text() == "global_step50\n"
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests_run(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module)
+    assert result.failed == 0
+
+
+def test_doctests_exist():
+    finder = doctest.DocTestFinder()
+    assert sum(bool(t.examples) for name in MODULES for t in finder.find(importlib.import_module(name))) >= 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tests_that_a_page_names_exist(page):
+    tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))
+    for name in re.findall(r"`(test_\w+)`", page.read_text()):
+        assert f"def {name}(" in tests, name
+
+
+def test_the_table_of_fields_is_the_configurations():
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, flags=re.MULTILINE)
+    shown = {True: "true", False: "false", None: "none"}
+    expected = [
+        (f.name, shown.get(f.default, str(f.default).replace("'", '"')) if not isinstance(f.default, int | float)
+         or isinstance(f.default, bool) else str(f.default))
+        for f in dataclasses.fields(StrategyConfig)
+    ]  # fmt: skip
+    assert [(name, default.strip()) for name, default in rows] == expected
+
+
+def test_the_public_names_are_few_and_real():
+    assert len(fsdp2_strategy.__all__) <= 30
+    assert all(hasattr(fsdp2_strategy, name) for name in fsdp2_strategy.__all__)
+    assert fsdp2_strategy.__all__ == sorted(fsdp2_strategy.__all__)

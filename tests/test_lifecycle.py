@@ -1,0 +1,108 @@
+"""A strategy starts what is missing, uses what exists, and ends what it began; errors reach every rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import build
+
+from fsdp2_strategy import (
+    CheckpointError,
+    ConfigError,
+    FSDPV2Strategy,
+    MeshError,
+    OptimizerError,
+    ShardError,
+    StepError,
+    StrategyConfig,
+)
+from fsdp2_strategy.ranks import all_or_none
+
+ALONE = """
+import os, torch, torch.distributed as dist
+from fsdp2_strategy import FSDPV2Strategy, MeshError, build_mesh
+try:
+    build_mesh()
+    raise SystemExit("no error")
+except MeshError as error:
+    assert "no process group" in str(error)
+for _ in range(2):
+    with FSDPV2Strategy(bf16=False) as strategy:
+        assert dist.is_initialized() and strategy.world_size == 1 and strategy.is_rank_0()
+        model = strategy.prepare_model(torch.nn.Linear(3, 2), is_training=True)
+        model(torch.ones(1, 3)).sum().backward()
+    assert not dist.is_initialized()
+strategy.close()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with FSDPV2Strategy(bf16=False):
+    pass
+assert dist.is_initialized()
+dist.destroy_process_group()
+os.environ["WORLD_SIZE"] = "2"
+try:
+    FSDPV2Strategy()
+    raise SystemExit("no error")
+except MeshError as error:
+    assert "RANK, MASTER_ADDR, MASTER_PORT not set" in str(error)
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_strategy_ends_what_it_began_and_nothing_else():
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert run.stdout.endswith("done\n"), run.stdout + run.stderr
+    assert "fsdp2_strategy: sharded Linear over shard 1" in run.stderr, "the log is shown where nobody set one up"
+
+
+def prepared(**config):
+    return FSDPV2Strategy(config=StrategyConfig(bf16=False, **config)).prepare_model(build("mlp"), is_training=True)
+
+
+WRONG = {
+    "config": (ConfigError, lambda: FSDPV2Strategy(max_norm=-1.0)),
+    "config key": (ConfigError, lambda: StrategyConfig.from_mapping({"sed": 1})),
+    "args": (ConfigError, lambda: FSDPV2Strategy(args=3)),
+    "batch sizes": (ConfigError, lambda: FSDPV2Strategy(train_batch_size=3)),
+    "class name": (ShardError, lambda: prepared(block_class_names=["Linea"])),
+    "pattern": (ShardError, lambda: prepared(keep_fp32=["nrm"])),
+    "checkpointing": (ShardError, lambda: prepared(activation_checkpointing=["Block"])),
+    "group": (OptimizerError, lambda: FSDPV2Strategy().create_optimizer(prepared(), param_groups=[{"params": ["x"]}])),
+    "schedule": (OptimizerError, lambda: FSDPV2Strategy().create_scheduler(torch.optim.SGD([torch.ones(1)]), "cosin")),
+    "items": (StepError, lambda: FSDPV2Strategy().backward(torch.ones(1), prepared(), num_items_in_batch=-1)),
+    "model": (StepError, lambda: FSDPV2Strategy().backward(torch.ones(1), "model")),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input_is_refused_on_every_rank(case):
+    error, call = WRONG[case]
+    with pytest.raises(error, match=r"cannot|no unit"):
+        call()
+    dist.barrier()
+
+
+@pytest.mark.ranks(3)
+def test_an_error_on_one_rank_is_raised_on_all_in_milliseconds():
+    with pytest.raises(CheckpointError, match=r"^cannot test: failed on rank 2: ValueError: bad luck$"):
+        with all_or_none("test", CheckpointError):
+            if dist.get_rank() == 2:
+                raise ValueError("bad luck")
+    with pytest.raises(CheckpointError, match=r"^cannot test: failed on rank 0 \(and on ranks 1\): ValueError: 0$"):
+        with all_or_none("test", CheckpointError):
+            if dist.get_rank() < 2:
+                raise ValueError(dist.get_rank())
+    with all_or_none("test", CheckpointError):
+        pass
+    with pytest.raises(MeshError, match=r"^the same everywhere$"):
+        with all_or_none("test", MeshError):
+            raise MeshError("the same everywhere")
