@@ -43,7 +43,7 @@ class StepResult:
     """Global norm before clipping; None between the boundaries of accumulation."""
 
 
-def loss_scale(*, accumulation_steps: int, num_items_in_batch: int | None) -> float:
+def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
     """Return the factor of a micro-batch's loss; see [Note: gradient scale].
 
     Raises:
@@ -51,9 +51,10 @@ def loss_scale(*, accumulation_steps: int, num_items_in_batch: int | None) -> fl
     """
     if num_items_in_batch is None:
         return 1 / accumulation_steps
-    if num_items_in_batch <= 0:
+    num_items_in_batch = float(num_items_in_batch)
+    if not num_items_in_batch > 0:
         raise StepError(
-            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch}, expected the number of items of all "
+            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items of all "
             "ranks and micro-batches of this step, at least 1. Sum it over the ranks first."
         )
     return dist.get_world_size() / num_items_in_batch

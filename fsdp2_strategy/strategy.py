@@ -211,14 +211,29 @@ class FSDPV2Strategy:
         """Return the inner model of an actor wrapper, else the model itself."""
         return residency.unwrap_model(model)
 
-    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        **kwargs: Any,
+    ) -> Optimizer:
         """Build the optimizer of a prepared model, and remember it as this model's; not collective.
 
         Args:
             model: the model, or its wrapper.
-            **kwargs: lr, betas, eps, weight_decay, no_decay, optimizer_cls, param_groups, … as in `build_optimizer`.
+            lr: learning rate; like the next three by default that of the optimizer class.
+            betas: Adam's decay rates.
+            eps: Adam's denominator term.
+            weight_decay: decay of all parameters but biases and norms.
+            **kwargs: no_decay, optimizer_cls, param_groups and options of the class, as in `build_optimizer`.
+
+        Raises:
+            OptimizerError: see `build_optimizer`.
         """
-        optimizer = build_optimizer(model, **kwargs)
+        optimizer = build_optimizer(model, lr, betas, eps, weight_decay, **kwargs)
         self._run(model).optimizer = optimizer
         return optimizer
 
@@ -238,7 +253,7 @@ class FSDPV2Strategy:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        num_items_in_batch: int | None = None,
+        num_items_in_batch: float | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
         """Add the gradient of one micro-batch; collective.

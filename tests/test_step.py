@@ -119,7 +119,8 @@ def test_num_items_weighs_unequal_micro_batches_by_their_items():
     strategy = strategy_for(train_batch_size=2 * world)
     strategy.prepare_model(model, is_training=True)
     for a in range(2):
-        strategy.backward(summed(model, batches[a][rank]), model, num_items_in_batch=items)
+        total = items if a else torch.tensor(items)  # a tensor will do as well
+        strategy.backward(summed(model, batches[a][rank]), model, num_items_in_batch=total)
     assert_close(full_grads(model), reference.grads, 1e-6, "gradient")
     with pytest.raises(StepError, match="num_items_in_batch is 0"):
         strategy.backward(summed(model, batches[0][rank]), model, num_items_in_batch=0)
