@@ -83,7 +83,7 @@ class StrategyConfig:
         for name, least in (("seed", 0), ("micro_train_batch_size", 1)):
             value = getattr(self, name)
             _check(name, value, _is_int(value) and value >= least, f"a whole number of at least {least}")
-        for name, least in (("train_batch_size", 1), ("min_unit_params", 1), ("prefetch_depth", 0)):
+        for name, least in (("train_batch_size", 1), ("min_unit_params", 1), ("prefetch_depth", 1)):
             value = getattr(self, name)
             fits = value is None or (_is_int(value) and value >= least)
             _check(name, value, fits, f"a whole number of at least {least}, or nothing")

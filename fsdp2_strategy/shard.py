@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,13 +89,13 @@ def shard_model(
     reshard = _checked_reshard(reshard_after_forward, mesh)
     precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
     plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
+    recomputed = modules_of_class(root, activation_checkpointing) if is_training and activation_checkpointing else {}
     _agree(plan)
     name = type(root).__name__
     for note in plan.notes:
         log("%s: look at: %s", name, note)
     _cast(plan)
-    if is_training:
-        _checkpoint_activations(root, activation_checkpointing)
+    _checkpoint_activations(recomputed)
     if compile_blocks:
         _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
     _prepare_edges(plan)
@@ -259,12 +259,12 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
     return set(plan.replicated.values())
 
 
-def _checkpoint_activations(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Recompute the activations of modules of these classes in backward, with their random state.
+def _checkpoint_activations(modules: Mapping[str, nn.Module]) -> None:
+    """Recompute the activations of these modules in backward, with their random state.
 
     The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are.
     """
-    for module in modules_of_class(model, class_names).values() if class_names else ():
+    for module in modules.values():
         if not getattr(module, "gradient_checkpointing", False):
             module.forward = _checkpointed(module.forward)
 

@@ -34,7 +34,7 @@ def test_defaults_are_valid_and_frozen():
         ("keep_fp32", "norm", r"keep_fp32: \[norm\]"),
         ("block_class_names", [3], "list of names"),
         ("compile_blocks", 3, "backend"),
-        ("prefetch_depth", -1, "at least 0"),
+        ("prefetch_depth", 0, "at least 1"),
         ("timeout_minutes", 0, "more than 0"),
     ],
 )

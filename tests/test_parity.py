@@ -96,7 +96,7 @@ def test_reshard_after_forward_changes_no_number(reshard):
     "config",
     [
         {"prefetch_depth": 2},
-        {"prefetch_depth": 0},
+        {"prefetch_depth": 1},
         {"activation_checkpointing": ["LlamaDecoderLayer"]},
         {"cpu_offload": True},
         {"compile_blocks": "aot_eager"},
