@@ -178,7 +178,13 @@ def _report(optimizer: Optimizer) -> None:
         count = sum(p.numel() for p in group["params"])
         detail = f"lr {group.get('lr')}, weight decay {group.get('weight_decay')}, {first.dtype}, "
         log("group %s: %d parameters, %ssplit over %d", group["name"], count, detail, shard_size_of(first))
-    half = sum(p.numel() for g in optimizer.param_groups for p in g["params"] if p.dtype.itemsize < 4)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    total, half = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dtype.itemsize < 4)
+    if half and half < total:
+        raise OptimizerError(
+            f"cannot train {half} parameters: they are stored in half precision beside fp32 masters, expected masters "
+            "for all. Make them trainable before prepare_model(is_training=True); freeze them after it if need be."
+        )
     if half:
         log(
             "%d trainable parameters are stored in half precision: small updates round away. Make them trainable "

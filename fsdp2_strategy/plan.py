@@ -32,6 +32,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.blocks import can_be_unit, choose_blocks, parameter_count, vocabulary_modules
 from fsdp2_strategy.errors import ShardError, did_you_mean
@@ -105,17 +106,25 @@ class ShardPlan:
     """All names of each parameter that has several."""
     notes: list[str] = field(default_factory=list)
     """What looks wrong."""
+    transformers_units: set[str] = field(default_factory=set)
+    """Names of the units that stand inside a transformers model."""
 
     def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the parameter's shard."""
         return self.precision.stored_dtype(parameter, unit.compute_dtype)
 
-    def signature(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return what all ranks must agree on: the units, and name, shape and dtype of their parameters."""
-        return [
-            (u.name, tuple(f"{n}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for n, p in u.parameters.items()))
-            for u in self.units
-        ] + [("replicated", tuple(self.replicated))]
+    def in_transformers(self, unit: Unit) -> bool:
+        """Say whether the unit stands inside a transformers model."""
+        return unit.name in self.transformers_units
+
+    def signature(self) -> list[object]:
+        """Return what all ranks must agree on: precision, units, and name, shape and dtype of their parameters."""
+
+        def facts(parameters: dict[str, nn.Parameter]) -> list[object]:
+            return [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in parameters.items()]
+
+        units = [(u.name, u.kind, u.compute_dtype, facts(u.parameters)) for u in self.units]
+        return [self.precision, units, facts(self.replicated)]
 
 
 def plan_units(
@@ -136,9 +145,9 @@ def plan_units(
     if not tree.parameters:
         raise ShardError(f"nothing to shard: {type(model).__name__} has no parameters. Prepare a model that has some.")
     plan = ShardPlan(model=model, precision=precision, source=blocks.source)
-    kinds = dict.fromkeys(blocks.modules.values(), blocks.kind)
+    kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree.paths}
     vocabulary = vocabulary_modules(model, blocks.modules)
-    kinds |= {module: kind for module, kind in vocabulary.items() if not tree.inside(module, kinds)}
+    kinds |= {m: kind for m, kind in vocabulary.items() if m in tree.paths and not tree.inside(m, kinds)}
     _settle_shared(tree, kinds)
     compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
     mixed = len(set(compute_dtypes.values())) > 1
@@ -157,6 +166,7 @@ def plan_units(
         for module in tree.order(kinds)
         if claimed[module]
     ]
+    plan.transformers_units = {unit.name for unit in plan.units if tree.in_transformers(unit.module)}
     plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
     plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
     plan.notes = list(_doubts(plan))
@@ -165,7 +175,7 @@ def plan_units(
 
 
 class _Tree:
-    """Index a model's modules by all the places where they stand."""
+    """Index a model's modules by all the places where they stand; what is sharded already is left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -175,17 +185,19 @@ class _Tree:
         self._walk(model, ())
         self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
         self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.all_names[parameter].append(clean(name))
         for module in self.paths:
             for parameter in module.parameters(recurse=False):
                 self.owners[parameter].append(module)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in self.owners:
+                self.all_names[parameter].append(clean(name))
         self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
 
     def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
         self.paths[module].append((*above, module))
         for child in module.children():
-            self._walk(child, (*above, module))
+            if not isinstance(child, FSDPModule):
+                self._walk(child, (*above, module))
 
     def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
         """Say whether the module stands in one of the units, at every place where it stands."""
@@ -199,13 +211,24 @@ class _Tree:
         """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
         return max(map(len, self.paths[module]))
 
+    def in_transformers(self, module: nn.Module) -> bool:
+        """Say whether the module stands inside a transformers model, at every place where it stands."""
+        return all(self._transformers_around(module))
+
+    def _transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
+        return [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
+
     def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
         """Say which inputs a unit needs cast; see [Note: inputs]."""
-        around = [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
+        around = self._transformers_around(module)
         if not all(around):
             return "all"
         fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
         return "none" if fp32_residual and kind == "block" else "first"
+
+    def callable_around(self, module: nn.Module) -> nn.Module:
+        """Return the innermost module, itself among them, that can be a unit: a ParameterList never runs."""
+        return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
 
     def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
         """Return for each unit the parameters that belong to it, 0-d ones left out."""
@@ -263,22 +286,23 @@ def _settle_dtypes(
     for parameter, owners in tree.owners.items():
         dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
         if parameter.is_floating_point() and parameter.ndim:
-            for owner in owners:
+            for owner in map(tree.callable_around, owners):
                 # A module's own parameters cannot be told apart: the widest of their dtypes wins.
                 wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
-    owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
-    for owner in wanted:
-        for unit in tree.units_around(owner, kinds):
-            owners_in[unit].append(owner)
-    compute = dict.fromkeys(kinds, torch.float32)
+    compute: dict[nn.Module, torch.dtype] = {}
     parents: dict[nn.Module, torch.dtype] = {}
-    for unit, owners in owners_in.items():
+    waiting = list(kinds)
+    while waiting:
+        unit = waiting.pop()
+        inside = [owner for owner in wanted if unit in tree.units_around(owner, kinds)]
         # What is kept in a wider dtype is the exception, unless the unit's own parameters are.
-        compute[unit] = wanted.get(unit, min((wanted[owner] for owner in owners), key=lambda d: d.itemsize))
-        for owner in owners:
-            if wanted[owner] != compute[unit] and not tree.inside(owner, parents):
+        narrowest = min((wanted[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
+        compute[unit] = wanted.get(unit, narrowest)
+        for owner in inside:
+            if wanted[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
                 split = _widest_pure(tree, owner, unit, wanted)
-                kinds[split], compute[split], parents[split] = "dtype", wanted[owner], compute[unit]
+                kinds[split], parents[split] = "dtype", compute[unit]
+                waiting.append(split)  # it may hold others in turn
     return compute, parents
 
 

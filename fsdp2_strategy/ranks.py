@@ -10,6 +10,7 @@ and only when that flag is up are the texts gathered and the error raised, every
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import random
@@ -132,6 +133,22 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     rank, text = next(iter(failed.items()))
     others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
     raise error(f"cannot {action}: failed on rank {rank}{others}: {text}") from cause
+
+
+def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
+    """Raise on every rank where the ranks hold different values; collective.
+
+    Args:
+        action: what cannot be done otherwise.
+        value: anything with a faithful ``repr``.
+        error: class of the error.
+        expected: what should be the same, and what to do about it.
+    """
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(value).encode()).hexdigest())
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
 
 
 def from_rank_0(value: T) -> T:

@@ -22,6 +22,10 @@ _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# These want a metric at each step.
+_DRIVEN_BY_METRICS = ("reduce_lr_on_plateau", "greedy")
+
+
 def build_scheduler(
     optimizer: Optimizer,
     name: str,
@@ -48,7 +52,7 @@ def build_scheduler(
     Raises:
         OptimizerError: the name is unknown, a needed length is missing, or both warm-ups are given.
     """
-    known = [kind.value for kind in SchedulerType] + list(_ALIASES)
+    known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS] + list(_ALIASES)
     if name not in known:
         raise OptimizerError(
             f"cannot build a schedule: {name!r} is unknown, expected one of {', '.join(known)}."

@@ -9,9 +9,9 @@ first -> prefetch order -> entry points.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,21 @@ from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
-from fsdp2_strategy.ranks import control_device, current_device, log
-from fsdp2_strategy.residency import is_sharded, unwrap_model
+from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
+from fsdp2_strategy.residency import is_sharded, remember_wrapper, unwrap_model
 
 _SAMPLES_PER_PARAMETER = 256
+
+# Arguments by which model code passes a key-value cache: a recomputation must not append to it.
+_NO_CACHE = {
+    "past_key_values": None,
+    "past_key_value": None,
+    "layer_past": None,
+    "cache_params": None,
+    "use_cache": False,
+}
+
+_prepared_for_training: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def shard_model(
@@ -84,13 +95,20 @@ def shard_model(
     """
     root = unwrap_model(model)
     if is_sharded(root):
+        if is_training and not _prepared_for_training.get(root, True):
+            raise ShardError(
+                f"cannot shard {type(root).__name__}: it was prepared for inference and holds no fp32 masters, "
+                "expected one preparation. Prepare it with is_training=True in the first place."
+            )
         return model
     mesh = mesh or build_mesh()
-    reshard = _checked_reshard(reshard_after_forward, mesh)
-    precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
-    plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
-    recomputed = modules_of_class(root, activation_checkpointing) if is_training and activation_checkpointing else {}
-    _agree(plan)
+    with all_or_none(f"shard {type(root).__name__}", ShardError):
+        reshard = _checked_reshard(reshard_after_forward, mesh)
+        precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
+        plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
+        recompute = is_training and activation_checkpointing
+        recomputed = modules_of_class(root, activation_checkpointing) if recompute else {}
+    _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed)))
     name = type(root).__name__
     for note in plan.notes:
         log("%s: look at: %s", name, note)
@@ -105,6 +123,8 @@ def shard_model(
     for method in forward_methods:
         if callable(getattr(root, method, None)):
             register_fsdp_forward_method(root, method)
+    _prepared_for_training[root] = is_training
+    remember_wrapper(root)
     log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
     return model
 
@@ -119,7 +139,9 @@ def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool 
         if unit.module is plan.model:
             root_policy = policy
         else:
-            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            # Plain modules may use an embedding's weight again as their head: it stays gathered.
+            keep = unit.kind == "embedding" and unit.cast_inputs == "all" and not plan.in_transformers(unit)
+            shard(unit.module, mp_policy=policy, reshard_after_forward=False if keep else reshard_after_forward)
     # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
     root_reshard = None if reshard_after_forward is True else reshard_after_forward
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
@@ -198,19 +220,13 @@ def _cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict
     return cast
 
 
-def _agree(plan: ShardPlan) -> None:
+def _agree(plan: ShardPlan, options: object) -> None:
     """Raise on every rank where the ranks planned different units or hold different weights; collective."""
-    if dist.get_world_size() == 1:
-        return
-    signature = plan.signature()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(signature).encode()).hexdigest())
-    if len(set(digests)) > 1:
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        raise ShardError(
-            f"cannot shard {type(plan.model).__name__}: ranks {odd} built another model than rank 0, expected the same "
-            "names, shapes, dtypes and frozen parameters everywhere. Build it from the same configuration."
-        )
+    expected = (
+        "the same options, and a model with the same names, shapes, dtypes and frozen parameters, everywhere. Build it "
+        "from the same configuration."
+    )
+    agree(f"shard {type(plan.model).__name__}", (plan.signature(), options), ShardError, expected)
     parameters = {n: p for n, p in named_parameters(plan.model).items() if not p.is_meta}
     samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
     extremes = torch.stack([samples, -samples])
@@ -254,19 +270,25 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
         parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
-        if parameter.requires_grad:
-            parameter.register_hook(average)  # type: ignore[no-untyped-call]
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True).register_hook(average)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trained)  # one that is frozen now may be trained later
     return set(plan.replicated.values())
 
 
 def _checkpoint_activations(modules: Mapping[str, nn.Module]) -> None:
     """Recompute the activations of these modules in backward, with their random state.
 
-    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are.
+    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are. A layer of
+    transformers has a switch for it, which also keeps the recomputation from appending to a key-value cache again.
     """
     for module in modules.values():
-        if not getattr(module, "gradient_checkpointing", False):
+        switch = getattr(module, "gradient_checkpointing", None)
+        if switch is None:
             module.forward = _checkpointed(module.forward)
+        elif not switch:
+            setattr(module, "gradient_checkpointing", True)  # noqa: B010  nn.Module types its attributes as modules
+            setattr(module, "_gradient_checkpointing_func", functools.partial(checkpoint, use_reentrant=False))  # noqa: B010
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,6 +296,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        kwargs |= {name: empty for name, empty in _NO_CACHE.items() if name in kwargs}
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     return checkpointed

@@ -95,6 +95,22 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     return norm
 
 
+def check_belongs(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise where an optimizer steps parameters that are not the model's; not collective.
+
+    Raises:
+        StepError: it belongs to another model, or was made before the model was sharded.
+    """
+    reshard(unwrap_model(model))
+    own = {id(parameter) for parameter in unwrap_model(model).parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise StepError(
+            f"cannot step: the optimizer has {len(foreign)} parameters that are not in "
+            f"{type(unwrap_model(model)).__name__}, expected its own. Create it after prepare_model, for this model."
+        )
+
+
 def take_step(
     optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None, max_norm: float
 ) -> tuple[bool, float]:

@@ -28,7 +28,14 @@ from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_m
 from fsdp2_strategy.optimizer import build_optimizer
 from fsdp2_strategy.schedule import build_scheduler
 from fsdp2_strategy.shard import shard_model
-from fsdp2_strategy.step import StepResult, clip_grad_norm, loss_scale, set_gradient_sync, take_step
+from fsdp2_strategy.step import (
+    StepResult,
+    check_belongs,
+    clip_grad_norm,
+    loss_scale,
+    set_gradient_sync,
+    take_step,
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
@@ -49,6 +56,8 @@ class _Run:
 
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
+    checked: Optimizer | None = None
+    """The optimizer that is known to step this model's parameters."""
     micro_batches: int = 0
     """Backward passes since the last optimizer step."""
     steps: int = 0
@@ -302,9 +311,20 @@ class FSDPV2Strategy:
 
         Returns:
             What happened; between boundaries nothing did.
+
+        Raises:
+            StepError: there was no ``backward``, or the optimizer is not this model's.
         """
         run = self._run(model)
-        if not run.micro_batches or run.micro_batches % self.accumulated_gradient:
+        if run.checked is not optimizer:
+            check_belongs(optimizer, model)
+            run.checked = optimizer
+        if not run.micro_batches:
+            raise StepError(
+                f"cannot step {name!r}: no backward pass since its last step, expected strategy.backward(loss, model, "
+                "optimizer). Call it instead of loss.backward()."
+            )
+        if run.micro_batches % self.accumulated_gradient:
             return StepResult(step=run.steps, stepped=False, skipped=False, grad_norm=None)
         run.optimizer, run.scheduler = optimizer, scheduler or run.scheduler
         stepped, norm = take_step(optimizer, model, scheduler, self.config.max_norm)
@@ -418,7 +438,7 @@ class FSDPV2Strategy:
         )
         if loaded is None:
             return None, {}
-        run.micro_batches, run.steps = 0, loaded.step
+        run.micro_batches, run.steps, run.checked = 0, loaded.step, None
         return str(loaded.path), loaded.client_state
 
     # --- memory of what belongs together ---------------------------------------------------------------------------
@@ -461,8 +481,7 @@ def _base_config(args: object, config: StrategyConfig | None) -> StrategyConfig:
 
 
 def _is_ours_to_shard(model: object) -> bool:
-    """Say whether a model is one that we can shard: no engine, and not sharded inside already."""
-    if not isinstance(model, nn.Module):
+    """Say whether a model is one to shard: no wrapper around an engine, and none whose parameters all are sharded."""
+    if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False
-    base = model._modules["base_model"] if "base_model" in model._modules else vars(model).get("base_model", model)
-    return isinstance(base, nn.Module) and (base is model or not residency.is_sharded(base))
+    return residency.is_sharded(model) or residency.has_unsharded_parameters(model)

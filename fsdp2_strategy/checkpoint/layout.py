@@ -34,6 +34,8 @@ TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
+_PARTS = {MODEL, OPTIMIZER, RNG, TRAINER_STATE, MANIFEST}
+
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 1
 
@@ -100,6 +102,20 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+def check_replaceable(save_dir: Path, tag: str) -> None:
+    """Raise where ``tag`` names something that this package did not make; rank 0 calls it.
+
+    Raises:
+        CheckpointError: it exists and holds no manifest of ours.
+    """
+    path = save_dir / tag
+    if path.exists() and not _is_ours(path):
+        raise CheckpointError(
+            f"cannot save: {path} exists and is no checkpoint of ours, expected a free name or a checkpoint to "
+            "replace. Choose another tag."
+        )
+
+
 def partial_path(save_dir: Path, tag: str) -> Path:
     """Return where a save of ``tag`` is written before it is committed."""
     return save_dir / f".{tag}{_PARTIAL}"
@@ -107,7 +123,7 @@ def partial_path(save_dir: Path, tag: str) -> Path:
 
 def recover(save_dir: Path) -> None:
     """Put back checkpoints that stepped aside for one that never arrived; rank 0 calls it, with no save in flight."""
-    for aside in save_dir.glob(f".*{_REPLACED}"):
+    for aside in filter(_is_ours, save_dir.glob(f".*{_REPLACED}")):
         final = save_dir / aside.name[1 : -len(_REPLACED)]
         if not final.exists():
             aside.rename(final)
@@ -117,7 +133,7 @@ def sweep(save_dir: Path) -> None:
     """Recover, and remove what a crash left half-done; rank 0 calls it, with no save in flight."""
     recover(save_dir)
     for suffix in (_REPLACED, _PARTIAL, _REMOVED):
-        for path in save_dir.glob(f".*{suffix}"):
+        for path in filter(_is_ours, save_dir.glob(f".*{suffix}")):
             shutil.rmtree(path)
 
 
@@ -173,6 +189,11 @@ def write_json(path: Path, content: Any) -> None:
     """Write strict JSON and force it to disk."""
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     _fsync(path)
+
+
+def _is_ours(path: Path) -> bool:
+    """Say whether a directory holds nothing but what a checkpoint is made of: whole, half-written or half-removed."""
+    return path.is_dir() and {entry.name for entry in path.iterdir()} <= _PARTS
 
 
 def _fsync(path: Path) -> None:

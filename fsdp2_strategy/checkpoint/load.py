@@ -20,10 +20,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
-from fsdp2_strategy.checkpoint.state import allocate_optimizer_state, model_tensors, restore_optimizer
+from fsdp2_strategy.checkpoint.state import (
+    allocate_optimizer_state,
+    check_optimizer,
+    model_tensors,
+    restore_optimizer,
+    restore_scheduler,
+)
 from fsdp2_strategy.checkpoint.storage import check_shapes, read_layout, read_tensors
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
-from fsdp2_strategy.ranks import all_or_none, from_rank_0, is_rank_0, log
+from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
+from fsdp2_strategy.residency import clear_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,8 @@ def load_checkpoint(
         model: a sharded model, or its wrapper.
         load_dir: the directory of a run's checkpoints, of which the newest or ``tag`` is loaded; or one checkpoint.
         tag: name of the checkpoint in ``load_dir``.
-        optimizer: gets its state and hyper-parameters back, by parameter name.
+        optimizer: gets its state and hyper-parameters back, by parameter name. With it the run goes on, so the random
+            state is restored too; a model that is loaded alone leaves it as it is.
         scheduler: gets its state back.
         strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
             reported. Shapes must agree either way.
@@ -69,6 +77,8 @@ def load_checkpoint(
         CheckpointError: on every rank: no such tag, other names or shapes, no state for the optimizer or scheduler. It
             is raised before the model is touched where the structure tells.
     """
+    asked = (str(load_dir), tag, optimizer is None, scheduler is None, strict)
+    agree("load", asked, CheckpointError, "the same directory, tag and objects to load everywhere.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(Path(load_dir), tag) if is_rank_0() else None
     path = from_rank_0(found)
@@ -83,11 +93,13 @@ def load_checkpoint(
         if optimizer is not None:
             _require(state["optimizer"], "optimizer", "load_optimizer_states=False", path)
             stored = read_layout(path / layout.OPTIMIZER)
+            check_optimizer(model, optimizer, state["optimizer"], strict=strict)
             slots, flat = allocate_optimizer_state(model, optimizer, stored, strict=strict)
             check_shapes("optimizer", flat, stored)
         if scheduler is not None:
             _require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
     with all_or_none(f"load the model from {path}", CheckpointError), torch.no_grad():
+        clear_gradients(model)
         read_tensors(tensors, path / layout.MODEL)
     if optimizer is not None:
         with all_or_none(f"load the optimizer from {path}", CheckpointError):
@@ -95,8 +107,9 @@ def load_checkpoint(
             restore_optimizer(model, optimizer, slots, state["optimizer"])
     with all_or_none(f"load the run's state from {path}", CheckpointError):
         if scheduler is not None:
-            scheduler.load_state_dict(state["scheduler"])
-        _restore_rng(path, state)
+            restore_scheduler(scheduler, state["scheduler"])
+        if optimizer is not None:
+            _restore_rng(path, state)
     log("loaded %s (step %d)", path, state["step"])
     return LoadedCheckpoint(
         path=path,

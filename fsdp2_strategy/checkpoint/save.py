@@ -24,7 +24,7 @@ from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
 from fsdp2_strategy.checkpoint.state import check_json, model_tensors, optimizer_hyper, optimizer_tensors
 from fsdp2_strategy.checkpoint.storage import total_bytes, write_tensors
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.ranks import all_or_none, is_rank_0, log
+from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
 
 
 def save_checkpoint(
@@ -63,6 +63,9 @@ def save_checkpoint(
         CheckpointError: on every rank; nothing that was committed before is lost.
     """
     save_dir = Path(save_dir)
+    asked = (str(save_dir), tag, step, optimizer is None, scheduler is None, max_num, max_mem, save_latest)
+    expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
+    agree("save", asked, CheckpointError, expected)
     with all_or_none("save", CheckpointError):
         tag = layout.check_tag(f"global_step{step}" if tag is None else tag)
         check_limits(max_num, max_mem)
@@ -80,6 +83,7 @@ def save_checkpoint(
         with all_or_none(f"save into {save_dir}", CheckpointError):
             if is_rank_0():
                 save_dir.mkdir(parents=True, exist_ok=True)
+                layout.check_replaceable(save_dir, tag)
                 layout.sweep(save_dir)
                 check_room(save_dir, sum(map(total_bytes, tensors.values())), max_mem)
                 (partial / layout.RNG).mkdir(parents=True)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.names import named_parameters, persistent_buffers
@@ -56,7 +57,7 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return what of an optimizer is no tensor, as JSON: settings by parameter name, and plain state values."""
     settings: list[dict[str, Any]] = []
     of_parameter: dict[str, int] = {}
-    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    names = _names_by_identity(model)
     for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
         if own not in settings:
@@ -67,7 +68,50 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, state in _named_state(model, optimizer).items()
         if (plain := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
     }
-    return {"settings": settings, "of_parameter": of_parameter, "values": values}
+    return {
+        "class": type(optimizer).__name__,
+        "settings": settings,
+        "of_parameter": of_parameter,
+        "values": values,
+    }
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
+    """Compare an optimizer with the one that was saved, before anything is touched.
+
+    Raises:
+        CheckpointError: it is of another class; or strict, and it has parameters that the saved one did not have.
+    """
+    own = type(optimizer).__name__
+    if own != hyper["class"]:
+        raise CheckpointError(
+            f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
+            "Use the same class, or pass load_optimizer_states=False."
+        )
+    names = _names_by_identity(model)
+    known = hyper["of_parameter"]
+    missing = [n for g in optimizer.param_groups for p in g["params"] if (n := _name_of(p, names)) not in known]
+    if missing and strict:
+        raise CheckpointError(
+            f"cannot load the optimizer: the checkpoint lacks {len(missing)} parameters that this optimizer steps, "
+            f"{missing[0]} first, which would start afresh. Build it over the same trainable parameters, or pass "
+            "load_module_strict=False."
+        )
+
+
+def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Put loaded state into a schedule, and the rate that it says into its optimizer.
+
+    Where the optimizer groups its parameters otherwise than the saved one, the base rates are those of its groups.
+    """
+    state, groups = dict(state), scheduler.optimizer.param_groups
+    if len(state.get("base_lrs", groups)) != len(groups):
+        state["base_lrs"] = [group["initial_lr"] for group in groups]
+        state["_last_lr"] = [group["lr"] for group in groups]
+        state |= {"lr_lambdas": [None] * len(groups)} if "lr_lambdas" in state else {}
+    scheduler.load_state_dict(state)
+    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
 
 
 def allocate_optimizer_state(
@@ -81,7 +125,7 @@ def allocate_optimizer_state(
     Raises:
         CheckpointError: strict, and the checkpoint holds state of parameters that this optimizer does not have.
     """
-    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    names = _names_by_identity(model)
     of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in of_optimizer}
     flat: dict[str, torch.Tensor] = {}
@@ -111,7 +155,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: one group of this optimizer spans parameters that were saved with different settings.
     """
-    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    names = _names_by_identity(model)
     restored = []
     for group in optimizer.param_groups:
         indices = {hyper["of_parameter"].get(names[id(p)]) for p in group["params"]} - {None}
@@ -162,8 +206,12 @@ def check_json(value: Any, where: str) -> None:
         )
 
 
+def _names_by_identity(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
+
+
 def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
+    names = _names_by_identity(model)
     return {_name_of(p, names): state for p, state in optimizer.state.items() if state}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -22,10 +23,15 @@ from fsdp2_strategy.errors import CheckpointError
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write tensors and force them to disk; collective. One thread a rank: with more, torch swallows their errors."""
+    """Write tensors and force them to disk; collective.
+
+    One thread a rank: with more, torch swallows their errors. Plain tensors are the lowest rank's: by default torch
+    takes each from the rank that has least to write, and batch-norm statistics of several ranks get mixed.
+    """
     writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
     with _one_error():
-        save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
 
 
 @contextmanager
