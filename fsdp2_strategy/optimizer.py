@@ -25,6 +25,8 @@ from fsdp2_strategy.residency import reshard, unwrap_model
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
+# Optimizers whose operations torch does not know for DTensors.
+_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Rprop)
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -166,6 +168,11 @@ def _construct(
         return optimizer_cls(groups, **options)
     is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
     parameters = [p for group in groups for p in group["params"]]
+    if optimizer_cls in _WHOLE_MATRICES and any(isinstance(p, DTensor) for p in parameters):
+        raise OptimizerError(
+            f"cannot build an optimizer: {optimizer_cls.__name__} does not work on shards, expected one that does. "
+            "Use AdamW, Adam, SGD, Adagrad or RMSprop."
+        )
     # Of torch's fused kernels only Adam's know DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))

@@ -68,6 +68,8 @@ def clear_gradients(model: nn.Module) -> None:
                 group._partial_reduce_output = None
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
 
 def reshard(model: nn.Module) -> None:

@@ -30,21 +30,11 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2_strategy.blocks import modules_of_class
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.mesh import build_mesh
-from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
 from fsdp2_strategy.residency import is_sharded, remember_wrapper, unwrap_model
 
 _SAMPLES_PER_PARAMETER = 256
-
-# Arguments by which model code passes a key-value cache: a recomputation must not append to it.
-_NO_CACHE = {
-    "past_key_values": None,
-    "past_key_value": None,
-    "layer_past": None,
-    "cache_params": None,
-    "use_cache": False,
-}
 
 _prepared_for_training: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -227,7 +217,8 @@ def _agree(plan: ShardPlan, options: object) -> None:
         "from the same configuration."
     )
     agree(f"shard {type(plan.model).__name__}", (plan.signature(), options), ShardError, expected)
-    parameters = {n: p for n, p in named_parameters(plan.model).items() if not p.is_meta}
+    planned = plan.replicated | {name: p for unit in plan.units for name, p in unit.parameters.items()}
+    parameters = {name: p for name, p in planned.items() if not p.is_meta}
     samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
     extremes = torch.stack([samples, -samples])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -279,16 +270,12 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
 def _checkpoint_activations(modules: Mapping[str, nn.Module]) -> None:
     """Recompute the activations of these modules in backward, with their random state.
 
-    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are. A layer of
-    transformers has a switch for it, which also keeps the recomputation from appending to a key-value cache again.
+    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are. A module
+    whose gradient checkpointing is switched on already is left to it.
     """
     for module in modules.values():
-        switch = getattr(module, "gradient_checkpointing", None)
-        if switch is None:
+        if not getattr(module, "gradient_checkpointing", False):
             module.forward = _checkpointed(module.forward)
-        elif not switch:
-            setattr(module, "gradient_checkpointing", True)  # noqa: B010  nn.Module types its attributes as modules
-            setattr(module, "_gradient_checkpointing_func", functools.partial(checkpoint, use_reentrant=False))  # noqa: B010
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,10 +283,18 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        kwargs |= {name: empty for name, empty in _NO_CACHE.items() if name in kwargs}
+        args = tuple(map(_without_cache, args))
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     return checkpointed
+
+
+def _without_cache(value: Any) -> Any:
+    """Leave out a key-value cache of transformers: the recomputation would append to it again."""
+    return None if hasattr(value, "get_seq_length") else value
 
 
 def _compile(plan: ShardPlan, backend: str) -> None:

@@ -19,7 +19,7 @@ from reference import full, full_parameters
 from torch import nn
 
 import fsdp2_strategy.checkpoint.save as saving
-from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig, list_checkpoints
+from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig, list_checkpoints, save_checkpoint
 from fsdp2_strategy.checkpoint import layout, rotation
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
 
@@ -563,3 +563,122 @@ def test_the_layout_on_disk_is_the_documented_one(tmp_path):
     stored = read_layout(checkpoint / "model")
     assert "embed.weight" in stored
     assert "head.weight" not in stored, "tied weights are stored once"
+
+
+# --- what a load must not do -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_is_not_the_saved_one_is_refused(tmp_path):
+    strategy = strategy_for()
+    model = build("llama")
+    model.model.requires_grad_(False)
+    strategy.prepare_model(model, is_training=True)
+    strategy.create_optimizer(model, lr=0.1)
+    strategy.save_ckpt(model, tmp_path)
+    other, *_ = prepared(strategy)
+    with pytest.raises(CheckpointError, match=r"lacks 20 parameters that this optimizer steps, model\.embed"):
+        strategy.load_ckpt(other, tmp_path, load_lr_scheduler_states=False)
+    strategy.create_optimizer(other, lr=0.1, optimizer_cls=torch.optim.SGD)
+    with pytest.raises(CheckpointError, match="the state of AdamW, expected that of SGD"):
+        strategy.load_ckpt(other, tmp_path, load_lr_scheduler_states=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_schedule_loads_under_other_groups_and_without_the_optimizer(tmp_path):
+    def start(**options):
+        strategy = strategy_for()
+        model = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=0.1, weight_decay=0.0, **options)
+        scheduler = strategy.create_scheduler(optimizer, "linear", num_training_steps=20, num_warmup_steps=10)
+        return strategy, model, optimizer, scheduler
+
+    strategy, model, optimizer, scheduler = start()
+    train(strategy, model, optimizer, scheduler, range(4))
+    strategy.save_ckpt(model, tmp_path)
+    expected = train(strategy, model, optimizer, scheduler, [4])
+    strategy, model, optimizer, scheduler = start(no_decay=())
+    strategy.load_ckpt(model, tmp_path)
+    assert len(optimizer.param_groups) == 1
+    assert train(strategy, model, optimizer, scheduler, [4]) == expected
+    strategy, model, optimizer, scheduler = start()
+    strategy.load_ckpt(model, tmp_path, load_optimizer_states=False)
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.04)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mode", ["defer_all_reduce", "last", "every"])
+@pytest.mark.parametrize("shard_size", [2, -1])
+def test_loading_between_micro_batches_drops_their_gradients(tmp_path, mode, shard_size):
+    strategy = strategy_for(train_batch_size=8, grad_sync=mode)
+    model, optimizer, scheduler = prepared(strategy, "mlp", shard_size=shard_size)
+    strategy.save_ckpt(model, tmp_path)
+    expected = train(strategy, model, optimizer, scheduler, range(2), "mlp")
+    strategy.load_ckpt(model, tmp_path)
+    train(strategy, model, optimizer, scheduler, [7], "mlp")
+    strategy.load_ckpt(model, tmp_path)
+    assert train(strategy, model, optimizer, scheduler, range(2), "mlp") == expected
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_loaded_alone_leaves_the_random_state(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path)
+    reference = strategy.prepare_model(build("mlp", 1))
+    torch.manual_seed(123)
+    expected = torch.rand(3)
+    torch.manual_seed(123)
+    strategy.load_ckpt(reference, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.ranks(3)
+def test_buffers_that_differ_between_ranks_are_saved_from_one_of_them(tmp_path):
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(6))
+            self.last = nn.Linear(64, 64)
+
+        def forward(self, x):
+            for norm in self.norms:
+                x = norm(x)
+            return self.last(x)
+
+    strategy = strategy_for()
+    model = strategy.prepare_model(Norms(), is_training=True)
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank() + 1)
+    strategy.save_ckpt(model, tmp_path)
+    strategy.load_ckpt(model, tmp_path)
+    assert {buffer.max().item() for buffer in model.buffers()} == {1}
+
+
+@pytest.mark.ranks(2)
+def test_what_we_did_not_make_is_never_touched(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    if dist.get_rank() == 0:
+        (tmp_path / "best").mkdir()
+        (tmp_path / "best" / "precious.txt").write_text("mine")
+        (tmp_path / ".download.partial").write_text("mine")
+        (tmp_path / ".mine.partial" / "x").mkdir(parents=True)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="best exists and is no checkpoint of ours"):
+        strategy.save_ckpt(model, tmp_path, "best")
+    strategy.save_ckpt(model, tmp_path, "good")
+    dist.barrier()
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [".download.partial", ".mine.partial", "best", "good", "latest"]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_save_different_things_are_refused_on_every_rank(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy, "mlp")
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0, expected the same directory, tag"):
+        strategy.save_ckpt(model, tmp_path, f"at{dist.get_rank()}")
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
+        save_checkpoint(model, tmp_path, "x", optimizer=optimizer if dist.get_rank() else None)
+    assert list(tmp_path.iterdir()) == []

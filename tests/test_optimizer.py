@@ -126,6 +126,18 @@ def test_an_optimizer_made_after_an_evaluation_holds_the_sharded_parameters():
     assert dist.is_initialized()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cls", ["SGD", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Adamax", "RAdam", "ASGD"])
+def test_other_optimizers_step_sharded_parameters(cls):
+    strategy = FSDPV2Strategy(bf16=False)
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1, optimizer_cls=getattr(torch.optim, cls))
+    strategy.backward(model(torch.ones(2, 7)).sum(), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model, None).stepped
+    with pytest.raises(OptimizerError, match="Adafactor does not work on shards"):
+        strategy.create_optimizer(model, optimizer_cls=torch.optim.Adafactor)
+
+
 def rates(name, steps=10, **options):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_scheduler(optimizer, name, **options)
@@ -151,6 +163,7 @@ def test_schedules_are_found_by_transformers_names_and_by_those_of_vla_trainers(
     [
         ("cosin", {}, "Did you mean 'cosine'"),
         ("cosine", {}, "num_training_steps"),
+        ("reduce_lr_on_plateau", {}, "is unknown"),
         ("cosine", {"warmup_ratio": 0.1}, "warmup_ratio is 0.1"),
         ("cosine", {"warmup_ratio": 2.0, "num_training_steps": 10}, "ratio from 0 to 1"),
         ("cosine", {"warmup_ratio": 0.1, "num_warmup_steps": 1, "num_training_steps": 10}, "one of the two warm-ups"),

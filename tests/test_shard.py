@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from models import HUGGING_FACE, PlainTransformer, batch_of, build, loss_of, next_token_loss, tokens
-from reference import CountCollectives, assert_close, full, full_grads, full_parameters
+from reference import CountCollectives, Unsharded, assert_close, full, full_grads, full_parameters
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import (
     FSDPV2Strategy,
     MeshError,
+    OptimizerError,
     ShardError,
     StrategyConfig,
     build_mesh,
@@ -93,10 +94,11 @@ def test_a_wrapper_around_an_engine_or_a_sharded_model_is_left_alone():
     strategy = strategy_for()
     engine = Reward(object())
     assert strategy.prepare_model(engine) is engine
-    sharded = Reward(strategy.prepare_model(build("llama")))
-    assert strategy.prepare_model(sharded) is sharded
     assert not isinstance(engine.scale.weight, DTensor)
-    assert not isinstance(sharded.scale.weight, DTensor)
+    sharded = Reward(strategy.prepare_model(build("llama")))
+    del sharded.scale
+    assert strategy.prepare_model(sharded) is sharded
+    assert not isinstance(sharded, FSDPModule)
 
 
 @pytest.mark.ranks(2)
@@ -388,7 +390,7 @@ def test_ranks_with_different_weights_are_refused_on_every_rank():
 @pytest.mark.ranks(3)
 def test_ranks_with_different_models_are_refused_on_every_rank():
     model = build("llama_tied" if dist.get_rank() == 2 else "llama")
-    with pytest.raises(ShardError, match=r"ranks \[2\] built another model than rank 0"):
+    with pytest.raises(ShardError, match=r"ranks \[2\] differ from rank 0, expected the same options, and a model"):
         strategy_for().prepare_model(model)
 
 
@@ -400,7 +402,176 @@ def test_cpu_offload_and_free_functions_work_without_the_class():
     assert all(p.grad.device.type == "cpu" for p in model.parameters())
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(4)
 def test_uneven_and_empty_shards_are_kept_whole():
+    expected = full_parameters(build("mlp"))
     model = shard_model(build("mlp"), bf16=False)
-    assert full(model.last.weight).shape == (1, 5)
+    assert {p.to_local().shape[0] for p in model.last.parameters()} == {int(dist.get_rank() == 0)}
+    assert model.second.weight.to_local().shape[0] == (2, 2, 1, 0)[dist.get_rank()]
+    actual = full_parameters(model)
+    assert all(torch.equal(actual[n], expected[n]) for n in expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_head_around_a_sharded_model_is_sharded_too_and_trains_alike_on_all_ranks():
+    class Outer(Critic):
+        def forward(self, ids):
+            return self.value_head(self.base_model(input_ids=ids, output_hidden_states=True).hidden_states[-1])
+
+    strategy = strategy_for()
+    critic = Outer(build("llama"))
+    reference = Unsharded(critic, lambda m, ids: m(ids).square().mean(), lr=1e-2)
+    strategy.prepare_model(critic.base_model, is_training=True)
+    strategy.prepare_model(critic, is_training=True)
+    optimizer = strategy.create_optimizer(critic, lr=1e-2)
+    batches = [tokens(torch.Generator().manual_seed(r)) for r in range(2)]
+    reference.step(batches)
+    strategy.backward(critic(batches[dist.get_rank()]).square().mean(), critic, optimizer)
+    assert_close(full_grads(critic), reference.grads, 1e-5, "gradient")
+
+
+@pytest.mark.ranks(2)
+def test_an_actor_with_a_head_of_its_own_and_its_inner_model_mean_the_same(tmp_path):
+    class Headed(Actor):
+        def __init__(self, model):
+            super().__init__(model)
+            self.value = nn.Linear(32, 1)
+
+    strategy = strategy_for()
+    actor = strategy.prepare_model(Headed(build("llama")), is_training=True)
+    strategy.create_optimizer(actor, lr=0.1)
+    assert strategy.unwrap_model(actor.model) is actor
+    strategy.save_ckpt(actor.model, tmp_path)
+    assert strategy.load_ckpt(actor, tmp_path)[0]
+
+
+@pytest.mark.ranks(2)
+def test_preparing_for_training_what_was_prepared_for_inference_is_refused():
+    strategy = strategy_for(bf16=True)
+    model = strategy.prepare_model(build("llama"))
+    with pytest.raises(ShardError, match=r"was prepared for inference and holds no fp32 masters"):
+        strategy.prepare_model(model, is_training=True)
+    assert strategy.prepare_model(model) is model
+
+
+@pytest.mark.ranks(2)
+def test_training_what_was_frozen_while_preparing_is_refused():
+    strategy = strategy_for(bf16=True)
+    model = build("llama")
+    model.model.layers[0].requires_grad_(False)
+    strategy.prepare_model(model, is_training=True)
+    model.requires_grad_(True)
+    with pytest.raises(OptimizerError, match=r"stored in half precision beside fp32 masters"):
+        strategy.create_optimizer(model, lr=0.1)
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_are_used_without_their_modules_forward_still_work():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok, self.pos = nn.Embedding(96, 32), nn.Embedding(12, 32)
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True) for _ in range(2))
+
+        def forward(self, ids):
+            x = self.tok(ids) + self.pos.weight[: ids.shape[1]]
+            for layer in self.layers:
+                x = layer(x)
+            return x @ self.tok.weight.t()
+
+    model = Functional()
+    reference = Unsharded(model, lambda m, ids: next_token_loss(m(ids), ids), lr=1e-2)
+    strategy = strategy_for()
+    strategy.prepare_model(model, is_training=True)
+    batches = [tokens(torch.Generator().manual_seed(r)) for r in range(2)]
+    reference.step(batches)
+    ids = batches[dist.get_rank()]
+    strategy.backward(next_token_loss(model(ids), ids), model)
+    assert_close(full_grads(model), reference.grads, 1e-5, "gradient")
+
+
+class Own(nn.Module):
+    """A module with a parameter of its own beside children."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.sinks = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x) + self.sinks))
+
+
+class Listed(nn.Module):
+    """A block with parameters in a list, which never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Own()
+        self.linear = nn.Linear(16, 16)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(2)])
+
+    def forward(self, x):
+        return x + self.linear(self.own(x)) * self.scales[0] * self.scales[1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("pattern", "wide"), [("sinks", {"own.sinks"}), ("scales", {"scales.0", "scales.1"})])
+def test_keep_fp32_takes_what_it_names_and_no_more(pattern, wide):
+    model = nn.Sequential(Listed(), Listed())
+    strategy = strategy_for(bf16=True, keep_fp32=[pattern], block_class_names=["Listed"])
+    strategy.prepare_model(model, is_training=True)
+    seen = {}
+
+    def watch(module, inputs):
+        for name, parameter in model[0].named_parameters():
+            if not isinstance(parameter, DTensor):
+                seen.setdefault(name, parameter.dtype)
+
+    for module in (model[0], model[0].own, model[0].own.inner, model[0].own.outer, model[0].linear):
+        module.register_forward_pre_hook(watch)
+    strategy.backward(model(torch.ones(2, 16)).float().square().mean(), model)
+    assert {name for name, dtype in seen.items() if dtype == torch.float32} == wide
+    assert len(seen) == 9
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "layer"), [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block"), ("opt", "OPTDecoderLayer")]
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_activation_checkpointing_and_key_value_caches_do_not_meet(name, layer, attention):
+    def grads(**config):
+        model = build(name)
+        model.set_attn_implementation(attention)
+        strategy = strategy_for(**config)
+        strategy.prepare_model(model, is_training=True)
+        ids = tokens(torch.Generator().manual_seed(dist.get_rank()))
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=True).logits
+        strategy.backward(next_token_loss(logits, ids), model)
+        return full_grads(model)
+
+    plain, recomputed = grads(), grads(activation_checkpointing=[layer])
+    assert_close(recomputed, plain, 1e-6, "gradient")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["class name", "meta", "option"])
+def test_what_only_one_rank_gets_wrong_is_refused_on_every_rank(what):
+    second = dist.get_rank() == 1
+    model = build("llama")
+    match = r"ranks \[1\] differ from rank 0"
+    if what == "class name":
+        strategy = strategy_for(block_class_names=["Linear"])
+        model = nn.Sequential(nn.Bilinear(2, 2, 2) if second else nn.Linear(2, 2), nn.ReLU())
+        match = r"cannot shard Sequential: failed on rank 1: no unit to shard"
+    elif what == "meta":
+        strategy = strategy_for()
+        model = model.to("meta") if second else model
+    else:
+        strategy = strategy_for(bf16=True, keep_fp32=["q_proj"] if second else [])
+    with pytest.raises(ShardError, match=match):
+        strategy.prepare_model(model, is_training=True)
+    dist.barrier()

@@ -162,11 +162,38 @@ def test_the_step_takes_a_trainers_extra_arguments_and_no_scheduler():
     strategy = strategy_for()
     model = strategy.prepare_model(build("mlp"), is_training=True)
     optimizer = strategy.create_optimizer(model, lr=0.1)
-    assert not strategy.optimizer_step(optimizer, model, None).stepped, "no backward yet"
+    with pytest.raises(StepError, match=r"no backward pass since its last step"):
+        strategy.optimizer_step(optimizer, model, None)
     strategy.backward(loss_of("mlp", model, batch_of("mlp", 0, 0)), model, optimizer, unused=1)
     assert strategy.optimizer_step(optimizer, model, None, "actor", unused=1).stepped
     with pytest.raises(StepError, match=r"it is a AdamW, expected the nn.Module"):
         strategy.optimizer_step(model, optimizer, None)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_does_not_step_this_model_is_refused():
+    strategy = strategy_for()
+    model = build("mlp")
+    early = strategy.create_optimizer(model, lr=0.1)
+    strategy.prepare_model(model, is_training=True)
+    other = strategy.prepare_model(build("mlp"), is_training=True)
+    for optimizer in (early, strategy.create_optimizer(other, lr=0.1)):
+        strategy.backward(loss_of("mlp", model, batch_of("mlp", 0, 0)), model, optimizer)
+        with pytest.raises(StepError, match=r"the optimizer has 8 parameters that are not in FSDPMlp"):
+            strategy.optimizer_step(optimizer, model, None)
+    with pytest.raises(StepError, match=r"cannot step 'critic': no backward pass"):
+        strategy.optimizer_step(strategy._run(other).optimizer, other, None, "critic")
+
+
+@pytest.mark.ranks(2)
+def test_a_scalar_that_is_trained_later_gets_the_average_gradient():
+    strategy = strategy_for()
+    model = build("recurrent")
+    model.temperature.requires_grad_(False)
+    strategy.prepare_model(model, is_training=True)
+    model.temperature.requires_grad_(True)
+    strategy.backward(loss_of("recurrent", model, batch_of("recurrent", 0, dist.get_rank())), model)
+    assert same_on_all_ranks(model.temperature.grad.item())
 
 
 @pytest.mark.ranks(4)
