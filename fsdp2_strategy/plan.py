@@ -289,12 +289,16 @@ def _settle_dtypes(
             for owner in map(tree.callable_around, owners):
                 # A module's own parameters cannot be told apart: the widest of their dtypes wins.
                 wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
+    owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+    for owner in wanted:
+        for unit in tree.units_around(owner, kinds):
+            owners_in[unit].append(owner)
     compute: dict[nn.Module, torch.dtype] = {}
     parents: dict[nn.Module, torch.dtype] = {}
     waiting = list(kinds)
     while waiting:
         unit = waiting.pop()
-        inside = [owner for owner in wanted if unit in tree.units_around(owner, kinds)]
+        inside = owners_in[unit]
         # What is kept in a wider dtype is the exception, unless the unit's own parameters are.
         narrowest = min((wanted[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
         compute[unit] = wanted.get(unit, narrowest)
@@ -302,6 +306,7 @@ def _settle_dtypes(
             if wanted[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
                 split = _widest_pure(tree, owner, unit, wanted)
                 kinds[split], parents[split] = "dtype", compute[unit]
+                owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
                 waiting.append(split)  # it may hold others in turn
     return compute, parents
 
