@@ -372,6 +372,27 @@ def test_rotation_keeps_the_newest_by_count_and_touches_nothing_else(tmp_path):
     assert tags(tmp_path) == ["y"]
 
 
+@pytest.mark.ranks(1)
+def test_latest_never_names_what_rotation_removed(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "a", max_num=1)
+    strategy.save_ckpt(model, tmp_path, "b", max_num=1, save_latest=False)
+    assert (tmp_path / "latest").read_text() == "b\n"
+
+
+@pytest.mark.ranks(2)
+def test_a_state_that_would_be_lost_is_refused(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"scale": 1.0}
+
+    strategy = strategy_for()
+    model = strategy.prepare_model(nn.Sequential(Extra(3, 3)), is_training=True)
+    with pytest.raises(CheckpointError, match="0 keeps an extra state"):
+        strategy.save_ckpt(model, tmp_path)
+
+
 @pytest.mark.ranks(2)
 def test_rotation_keeps_within_max_mem_and_never_removes_the_newest(tmp_path):
     strategy = strategy_for()

@@ -178,6 +178,14 @@ def point_latest(save_dir: Path, tag: str) -> None:
     _fsync(save_dir)
 
 
+def named_latest(save_dir: Path) -> str | None:
+    """Return what ``latest`` names, None where there is none."""
+    try:
+        return (save_dir / LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
 def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint: renamed first, so that a crash leaves nothing that looks whole."""
     aside = checkpoint.path.with_name(f".{checkpoint.tag}{_REMOVED}")

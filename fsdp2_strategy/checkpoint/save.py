@@ -111,6 +111,8 @@ def save_checkpoint(
         if is_rank_0():
             for old in surplus(layout.list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem):
                 layout.remove(old)
+                if layout.named_latest(save_dir) == old.tag:  # it was left behind with save_latest=False
+                    layout.point_latest(save_dir, tag)
                 log("removed %s: the limits are max_num %s, max_mem %s GB", old.path, max_num, max_mem)
     log("saved %s", save_dir / tag)
     return save_dir / tag

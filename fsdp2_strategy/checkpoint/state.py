@@ -31,7 +31,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters, each once, and persistent buffers by name; loading writes into these very tensors.
 
     Raises:
-        CheckpointError: the model was not prepared.
+        CheckpointError: the model was not prepared, or a module keeps a state that is no tensor of its own.
     """
     inner = unwrap_model(model)
     if not is_sharded(inner):
@@ -39,6 +39,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             f"cannot save or load: {type(inner).__name__} is not sharded, expected a prepared model. Call "
             "prepare_model first, and pass the model that it returned."
         )
+    for name, module in inner.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"cannot save or load: {name or type(inner).__name__} keeps an extra state, expected parameters and "
+                "buffers alone. Register what it keeps as a buffer, or store it in client_state."
+            )
     reshard(inner)
     return {**named_parameters(inner), **persistent_buffers(inner)}
 
