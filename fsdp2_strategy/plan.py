@@ -89,6 +89,8 @@ class Unit:
     """Compute dtype around it, where it was split off for its own: its outputs are cast to it."""
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs]."""
+    stays_gathered: bool = False
+    """Whether it stays gathered after forward: plain modules may use an embedding's weight again as their head."""
 
 
 @dataclass(kw_only=True)
@@ -106,16 +108,10 @@ class ShardPlan:
     """All names of each parameter that has several."""
     notes: list[str] = field(default_factory=list)
     """What looks wrong."""
-    transformers_units: set[str] = field(default_factory=set)
-    """Names of the units that stand inside a transformers model."""
 
     def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the parameter's shard."""
         return self.precision.stored_dtype(parameter, unit.compute_dtype)
-
-    def in_transformers(self, unit: Unit) -> bool:
-        """Say whether the unit stands inside a transformers model."""
-        return unit.name in self.transformers_units
 
     def signature(self) -> list[object]:
         """Return what all ranks must agree on: precision, units, and name, shape and dtype of their parameters."""
@@ -150,8 +146,8 @@ def plan_units(
     kinds |= {m: kind for m, kind in vocabulary.items() if m in tree.paths and not tree.inside(m, kinds)}
     _settle_shared(tree, kinds)
     compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
-    mixed = len(set(compute_dtypes.values())) > 1
     claimed = tree.parameters_by_unit(kinds)
+    mixed = len({compute_dtypes[module] for module in claimed}) > 1
     plan.units = [
         Unit(
             name=tree.names[module],
@@ -162,11 +158,11 @@ def plan_units(
             compute_dtype=compute_dtypes[module],
             parent_dtype=parent_dtypes.get(module),
             cast_inputs="all" if mixed else tree.cast_inputs(module, kinds[module]),
+            stays_gathered=kinds[module] == "embedding" and not tree.in_transformers(module),
         )
         for module in tree.order(kinds)
-        if claimed[module]
+        if module in claimed
     ]
-    plan.transformers_units = {unit.name for unit in plan.units if tree.in_transformers(unit.module)}
     plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
     plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
     plan.notes = list(_doubts(plan))

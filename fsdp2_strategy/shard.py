@@ -129,9 +129,8 @@ def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool 
         if unit.module is plan.model:
             root_policy = policy
         else:
-            # Plain modules may use an embedding's weight again as their head: it stays gathered.
-            keep = unit.kind == "embedding" and unit.cast_inputs == "all" and not plan.in_transformers(unit)
-            shard(unit.module, mp_policy=policy, reshard_after_forward=False if keep else reshard_after_forward)
+            reshard = False if unit.stays_gathered else reshard_after_forward
+            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
     # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
     root_reshard = None if reshard_after_forward is True else reshard_after_forward
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)

@@ -84,6 +84,20 @@ def test_embedding_and_head_are_units_and_small_leftovers_go_to_the_root():
     assert list(found[""].parameters) == ["model.norm.weight"]
 
 
+def test_a_root_without_parameters_does_not_count_as_another_dtype():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.policy = build("llama")
+            del self.policy.model.norm
+
+    found = units(Wrapper())
+    assert "" not in found
+    assert found["policy.model.layers.0"].cast_inputs == "first"
+    assert not found["policy.model.embed_tokens"].stays_gathered
+    assert units(PlainTransformer())["embed"].stays_gathered
+
+
 def test_tied_weights_lie_in_the_root_alone():
     found = units(build("llama_tied"))
     assert list(found[""].parameters) == ["model.embed_tokens.weight", "model.norm.weight"]
