@@ -1,14 +1,19 @@
-"""Where parameters are: gathered or sharded, and which module of a wrapper holds them.
+"""Where parameters are: on meta or in memory, gathered or sharded, and which module of a wrapper holds them.
 
 Input: a model, wrapped or not. Output: the module that is sharded, and its parameters in sharded form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # Inner models of wrappers that are sharded as a whole.
 _wrapper_of: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
@@ -60,16 +65,21 @@ def clear_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         parameter.grad = None
+    for group in _parameter_groups(model):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """Return FSDP2's own record of each unit's parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+            yield from filter(None, groups)
 
 
 def reshard(model: nn.Module) -> None:
@@ -82,3 +92,59 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def average_gradient(parameter: nn.Parameter) -> None:
+    """Let a parameter that every rank holds whole add the same averaged gradient everywhere.
+
+    So accumulation over micro-batches needs no further care.
+    """
+
+    def average(grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True).register_hook(average)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trained)  # one that is frozen now may be trained later
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give memory, but no values, to all parameters and buffers on the meta device; ties are kept; not collective.
+
+    A sharded model gets the memory of its shards alone, in host memory where they are offloaded; FSDP2 pads and pins
+    them as it needs.
+    """
+    sharded = is_sharded(model)
+    offloaded = {id(p.sharded_param) for group in _parameter_groups(model) for p in group.fsdp_params if p.offload_to_cpu}
+    new: dict[int, torch.Tensor] = {}
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in new:
+            new[id(tensor)] = _with_memory(tensor, torch.device("cpu") if id(tensor) in offloaded else device)
+            if sharded and isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
+                average_gradient(new[id(tensor)])  # type: ignore[arg-type]
+        return new[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = real(tensor)  # type: ignore[assignment]
+    for group in _parameter_groups(model):
+        for parameter in group.fsdp_params:
+            if parameter._sharded_param_data.is_meta:
+                parameter.reset_sharded_param()
+
+
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    new: torch.Tensor
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor.to_local(), device=device)
+        new = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    else:
+        new = torch.empty_like(tensor, device=device)
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

@@ -32,7 +32,7 @@ from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
-from fsdp2_strategy.residency import is_sharded, remember_wrapper, unwrap_model
+from fsdp2_strategy.residency import average_gradient, is_sharded, remember_wrapper, unwrap_model
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -247,22 +247,11 @@ def _cast(plan: ShardPlan) -> None:
 
 
 def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Keep 0-d parameters whole on every rank and average their gradients; return them.
-
-    Each rank adds the same averaged gradient, so accumulation over micro-batches needs no further care.
-    """
-
-    def average(grad: torch.Tensor) -> torch.Tensor:
-        total = grad.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
+    """Keep 0-d parameters whole on every rank and average their gradients; return them."""
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
         parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
-        trained = parameter.requires_grad
-        parameter.requires_grad_(True).register_hook(average)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trained)  # one that is frozen now may be trained later
+        average_gradient(parameter)
     return set(plan.replicated.values())
 
 

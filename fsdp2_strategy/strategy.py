@@ -7,7 +7,8 @@ of what belongs together: for each model its optimizer, its schedule and how far
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ from fsdp2_strategy import ranks, residency
 from fsdp2_strategy.checkpoint import load_checkpoint, save_checkpoint
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError, StepError
+from fsdp2_strategy.hf.folder import init_on_meta
+from fsdp2_strategy.hf.load import is_on_meta, load_remembered
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.optimizer import build_optimizer
 from fsdp2_strategy.schedule import build_scheduler
@@ -170,6 +173,12 @@ class FSDPV2Strategy:
 
     # --- models --------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+        """Build models inside; with ``meta_init`` without memory, as `init_on_meta` does; not collective."""
+        with init_on_meta() if meta_init else nullcontext():
+            yield
+
     def prepare_model(
         self,
         model: ModelT,
@@ -214,6 +223,8 @@ class FSDPV2Strategy:
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
         )
+        if is_on_meta(model):
+            load_remembered(model)
         return model
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

@@ -1,0 +1,182 @@
+"""The safetensors container: its header, its offsets, and positional reads and writes.
+
+Input: a path, or names with dtypes and shapes. Output: where every tensor lies in its file, and bytes moved between
+files and memory. Knows nothing of models or of other ranks.
+
+A file is 8 bytes (little endian) of header length, a JSON header, and the tensors' bytes without a gap
+(https://github.com/huggingface/safetensors#format). Offsets follow from names, dtypes and shapes alone, so many writers
+can fill one file without talking to each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp2_strategy.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Say where one tensor lies: ``shape`` elements of ``dtype`` in row-major order, from byte ``offset`` of ``path``."""
+
+    name: str
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return where each tensor of a file lies; the file's length and its header are checked against each other.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or no safetensors file; the message names it.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if not 10 <= start <= min(size, _LARGEST_HEADER_BYTES):
+                raise _broken(path, f"its header would end at byte {start} of {size}")
+            header = json.loads(file.read(start - 8))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}. Complete the folder, or name another."
+        ) from error
+    except ValueError as error:
+        raise _broken(path, f"its header is no JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is no JSON object")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, facts, start) for name, facts in header.items()}
+    end = start
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != end:
+            raise _broken(path, f"{entry.name} begins at byte {entry.offset}, expected {end}, where the one before ends")
+        end = entry.offset + entry.nbytes
+    if end != size:
+        raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
+    return entries
+
+
+def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
+    if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _broken(path, f"the header's entry of {name} is {facts!r}")
+    dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"cannot read {path}: {name} has the dtype {dtype!r}, expected one of {', '.join(DTYPES)}. Convert the "
+            "file, or load it with the library that wrote it."
+        )
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
+    if any(type(n) is not int or n < 0 for n in numbers) or len(offsets) != 2:
+        raise _broken(path, f"the header's entry of {name} is {facts!r}")
+    entry = Entry(name, path, start + offsets[0], DTYPES[dtype], tuple(shape))
+    if entry.nbytes != offsets[1] - offsets[0]:
+        raise _broken(path, f"{name} takes {offsets[1] - offsets[0]} bytes, and its shape {shape} {entry.nbytes}")
+    return entry
+
+
+def _broken(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot read {path}: {what}, expected a whole safetensors file. Copy or download it again."
+    )
+
+
+def lay_out(
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """Return the header of a file to be written, and where each tensor goes; equal input gives equal bytes.
+
+    Tensors of larger items come first, then by name, so that every tensor is aligned to its item size.
+
+    Raises:
+        CheckpointError: the format has no name for a dtype.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        if dtype not in _NAMES:
+            raise CheckpointError(
+                f"cannot write {name}: safetensors has no dtype {dtype}, expected one of "
+                f"{', '.join(map(str, _NAMES))}. Pass dtype= to convert on the way."
+            )
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    prefix, at = len(text).to_bytes(8, "little") + text, 8 + len(text)
+    entries = {}
+    for name in names:
+        entries[name] = Entry(name, path, at, *tensors[name])
+        at += entries[name].nbytes
+    return prefix, entries
+
+
+def total_bytes(prefix: bytes, entries: Iterable[Entry]) -> int:
+    """Return the length of a file with this header and these tensors."""
+    return len(prefix) + sum(entry.nbytes for entry in entries)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor; writing to them changes it."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_into(fd: int, offset: int, memory: memoryview) -> None:
+    """Fill ``memory`` from byte ``offset`` of an open file; threads may share the descriptor.
+
+    Raises:
+        OSError: reading failed, or the file ends too early.
+    """
+    while memory:
+        count = os.preadv(fd, [memory], offset)
+        if not count:
+            raise OSError(f"the file ends at byte {offset}, expected {len(memory)} bytes more")
+        memory, offset = memory[count:], offset + count
+
+
+def write_from(fd: int, offset: int, memory: memoryview) -> None:
+    """Write all of ``memory`` at byte ``offset`` of an open file; threads may share the descriptor.
+
+    Raises:
+        OSError: writing failed; the disk is full, say.
+    """
+    while memory:
+        count = os.pwritev(fd, [memory], offset)
+        memory, offset = memory[count:], offset + count

@@ -1,0 +1,103 @@
+"""Names and arrangements of the hub -> names and arrangements of a model, and back, by transformers' own code.
+
+Input: headers, or a model's parameters, as regions. Output: for each tensor of the other side the region that it is.
+
+transformers renames, merges and transposes tensors between a checkpoint and a model. Its loading and saving functions
+run here on descriptions instead of values (see [Note: regions] in `region`), so its rules hold, for every architecture
+that it knows, and nothing is read or gathered to find out.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.container import Entry
+from fsdp2_strategy.hf.folder import Origin
+from fsdp2_strategy.hf.region import Region
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the tensors of one model come out of files, by the model's own names."""
+
+    regions: Mapping[str, Region]
+    unexpected: tuple[str, ...]
+    """Names, after renaming, of what the files hold beyond the model."""
+    may_be_missing: re.Pattern[str] | None
+    """Names that the model knows how to do without."""
+
+
+def recipe_for(origin: Origin, entries: Mapping[str, Entry]) -> Recipe:
+    """Say how the files' tensors become those of the origin's model; reads nothing.
+
+    The dtype of a region is the one that the model asked for: values pass through it.
+
+    Raises:
+        CheckpointError: a conversion does not fit what the files hold.
+    """
+    sources = {name: Region.of(entry, entry.shape, entry.dtype) for name, entry in entries.items()}
+    if origin.conversions is None:
+        wanted = origin.model.state_dict(keep_vars=True)
+        regions = {name: region.to(wanted[name].dtype) for name, region in sources.items() if name in wanted}
+        return Recipe(regions, tuple(name for name in sources if name not in wanted), None)
+    return _converted(origin, sources)
+
+
+def _converted(origin: Origin, sources: Mapping[str, Region]) -> Recipe:
+    from transformers import core_model_loading, modeling_utils  # noqa: PLC0415
+
+    regions: dict[str, Region] = {}
+
+    def keep(_model: object, name: str, value: Region, *_rest: object, **_more: object) -> None:
+        regions[name] = value
+
+    model: Any = origin.model
+    settings = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(origin.conversions))
+    with (
+        patch.object(core_model_loading, "set_param_for_module", keep),
+        patch.object(core_model_loading, "tqdm", lambda items, **_: items),
+    ):
+        info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, dict(sources), settings)
+    if info.conversion_errors:
+        name, text = next(iter(info.conversion_errors.items()))
+        reason = text.strip().splitlines()
+        raise CheckpointError(
+            f"cannot load {origin.where}: what its files hold does not make {name}: {'; '.join(reason[-2:])}. Check "
+            "that configuration and files belong together."
+        )
+    info.missing_keys = set()
+    model._adjust_missing_and_unexpected_keys(info)
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    pattern = re.compile("|".join(f"({p})" for p in ignored)) if ignored else None
+    return Recipe(regions, tuple(sorted(info.unexpected_keys)), pattern)
+
+
+def hub_regions(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+    """Describe a transformers model's tensors under their hub names and in their hub arrangement; reads nothing.
+
+    Args:
+        model: twin of the model.
+        tensors: its tensors by name, each once; the sources of the regions are these names.
+    """
+    from transformers import core_model_loading  # noqa: PLC0415
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
+
+    hub: Any = copy.copy(model)
+    # A prefix that files may have or not cannot be known from the model: names without it load as well.
+    hub._weight_conversions = [
+        conversion
+        for conversion in get_model_conversion_mapping(hub, add_legacy=False)
+        if not isinstance(conversion, PrefixChange)
+    ]
+    described = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return dict(core_model_loading.revert_weight_conversion(hub, described))

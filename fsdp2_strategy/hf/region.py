@@ -1,0 +1,368 @@
+"""Tensors that are only described: which strided part of which source lies where.
+
+Input: sources, which are named tensors somewhere else (in a file, in a sharded parameter). Output: a `Region`, which
+passes for a tensor in code that stacks, concatenates, splits and transposes, and then tells, for any box of the result,
+where its elements come from.
+
+[Note: regions] The conversion of a checkpoint's tensors into a model's (merging experts, splitting fused projections)
+is other people's code, run on whole tensors. Run on regions it moves no data, and its result is the recipe: a list of
+pieces, each a box of the result that equals a strided view of one source. Operations that are no such arrangement
+become a `Computed` source, which is carried out on real tensors when its piece is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+Box = tuple[tuple[int, int], ...]
+"""For each dimension where the box begins, and its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a region, at ``start``, that equals a strided view of a source; strides and offset count elements."""
+
+    source: Any
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def narrow(self, dim: int, begin: int, length: int) -> Piece:
+        """Return the part of the piece that lies in ``length`` indices from its own index ``begin`` of ``dim``."""
+        return replace(
+            self,
+            start=_with(self.start, dim, self.start[dim] + begin),
+            shape=_with(self.shape, dim, length),
+            offset=self.offset + begin * self.strides[dim],
+        )
+
+    def within(self, box: Box) -> Piece | None:
+        """Return the part of the piece that lies in a box of the region, moved to the box's own coordinates."""
+        piece = self
+        for dim, (begin, length) in enumerate(box):
+            low = max(self.start[dim], begin)
+            high = min(self.start[dim] + self.shape[dim], begin + length)
+            if low >= high:
+                return None
+            if high - low < self.shape[dim]:
+                piece = piece.narrow(dim, low - self.start[dim], high - low)
+        return replace(piece, start=tuple(s - b for s, (b, _) in zip(piece.start, box, strict=True)))
+
+    def clip(self, low: int, high: int) -> Iterator[Piece]:
+        """Split off the parts whose elements lie in [low, high) of the source, counted in elements."""
+        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        if self.offset + span < low or self.offset >= high or 0 in self.shape:
+            return
+        if low <= self.offset and self.offset + span < high:
+            yield self
+            return
+        dim = max(range(len(self.shape)), key=lambda d: self.strides[d] if self.shape[d] > 1 else -1)
+        stride, inner = self.strides[dim], span - (self.shape[dim] - 1) * self.strides[dim]
+        # Slices from `first` to `last` lie inside as a whole; those beside them may straddle a limit.
+        first = min(max(0, math.ceil((low - self.offset) / stride)), self.shape[dim])
+        last = max(first, min(self.shape[dim], (high - 1 - inner - self.offset) // stride + 1))
+        if first < last:
+            yield self.narrow(dim, first, last - first)
+        for i in itertools.chain(range(_first_touched(self, stride, inner, low), first), range(last, self.shape[dim])):
+            if self.offset + i * stride >= high:
+                break
+            yield from self.narrow(dim, i, 1).clip(low, high)
+
+
+def _first_touched(piece: Piece, stride: int, inner: int, low: int) -> int:
+    return max(0, math.ceil((low - inner - piece.offset) / stride))
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A source that is a function of regions; see [Note: regions]."""
+
+    function: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def regions(self) -> list[Region]:
+        """Return the regions among the arguments."""
+        return [value for value in _leaves((self.args, tuple(self.kwargs.values()))) if isinstance(value, Region)]
+
+    def compute(self, tensor_of: Callable[[Region], torch.Tensor]) -> torch.Tensor:
+        """Return the value, from the values of its regions; contiguous."""
+        args, kwargs = _map(self.args, tensor_of), _map(dict(self.kwargs), tensor_of)
+        return self.function(*args, **kwargs).contiguous()
+
+
+class Region:
+    """A tensor that is only described: it has a shape, a dtype and pieces, and no data; see [Note: regions]."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.pieces = tuple(pieces)
+        self.device = torch.device("cpu")
+        self.requires_grad = False
+
+    @classmethod
+    def of(cls, source: Any, shape: Sequence[int], dtype: torch.dtype) -> Region:
+        """Describe a whole source, which lies in row-major order."""
+        shape = tuple(shape)
+        return cls(shape, dtype, [Piece(source, (0,) * len(shape), shape, _row_major(shape), 0)])
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its numbers."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """Say whether the dtype is a floating one."""
+        return self.dtype.is_floating_point
+
+    def to(self, *args: Any, **kwargs: Any) -> Region:
+        """Return the region with another dtype; a device means nothing to it."""
+        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        return Region(self.shape, dtypes[0], self.pieces) if dtypes else self
+
+    def __getitem__(self, index: Any) -> Region:
+        if index is Ellipsis:
+            return self
+        return _run(torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass for a tensor: its methods run on the description."""
+        method = getattr(torch.Tensor, name, None)
+        if name.startswith("_") or not callable(method):
+            raise AttributeError(f"a Region has no {name!r}")
+        return lambda *args, **kwargs: _run(method, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+    def _narrow(self, dim: int, begin: int, length: int) -> Region:
+        box = tuple((begin, length) if d == dim else (0, n) for d, n in enumerate(self.shape))
+        pieces = [part for piece in self.pieces if (part := piece.within(box))]
+        return Region(_with(tuple(self.shape), dim, length), self.dtype, pieces)
+
+    def _reorder(self, dims: Sequence[int]) -> Region:
+        """Return the region with its dimensions in another order, left out (of length 1), or put in (None)."""
+
+        def pick(values: Sequence[int], new: int) -> tuple[int, ...]:
+            return tuple(new if d is None else values[d] for d in dims)
+
+        pieces = [
+            replace(p, start=pick(p.start, 0), shape=pick(p.shape, 1), strides=pick(p.strides, 0)) for p in self.pieces
+        ]
+        return Region(pick(self.shape, 1), self.dtype, pieces)
+
+
+def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out a torch function on regions: as an arrangement where it is one, else as a `Computed` source."""
+    arrange = _ARRANGEMENTS.get(function.__name__)
+    if arrange is not None:
+        return arrange(*args, **kwargs)
+    stand_ins: dict[int, torch.Tensor] = {}
+
+    def stand_in(region: Region) -> torch.Tensor:
+        # One covering piece keeps its strides, so that what is a view of it shows.
+        piece = region.pieces[0] if len(region.pieces) == 1 else None
+        if piece is not None and piece.shape == tuple(region.shape):
+            room = torch.empty(_span(piece) + piece.offset, dtype=region.dtype, device="meta")
+            tensor = room.as_strided(piece.shape, piece.strides, piece.offset)
+        else:
+            tensor = torch.empty(region.shape, dtype=region.dtype, device="meta")
+        stand_ins[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    result = function(*_map(args, stand_in), **_map(kwargs, stand_in))
+    regions = [value for value in _leaves((args, tuple(kwargs.values()))) if isinstance(value, Region)]
+    outputs = list(_leaves(result))
+    if not all(isinstance(output, torch.Tensor) for output in outputs):
+        raise TypeError(f"{function.__name__} needs the values of a tensor, and only its shape is known here")
+    results = []
+    for i, output in enumerate(outputs):
+        viewed = output.untyped_storage()._cdata in stand_ins and len(regions) == 1
+        if viewed and len(regions[0].pieces) == 1 and regions[0].pieces[0].shape == tuple(regions[0].shape):
+            shape, strides = tuple(output.shape), tuple(output.stride())
+            piece = Piece(regions[0].pieces[0].source, (0,) * len(shape), shape, strides, output.storage_offset())
+            results.append(Region(shape, output.dtype, [piece]))
+        else:
+            pick = function if isinstance(result, torch.Tensor) else _output(function, i)
+            results.append(Region.of(Computed(pick, args, kwargs), output.shape, output.dtype))
+    return results[0] if isinstance(result, torch.Tensor) else tuple(results)
+
+
+def _output(function: Any, i: int) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: list(_leaves(function(*args, **kwargs)))[i]
+
+
+def _cat(tensors: Sequence[Region], dim: int = 0, *, axis: int | None = None) -> Region:
+    dim = (dim if axis is None else axis) % tensors[0].ndim
+    shapes = [_with(tuple(t.shape), dim, 0) for t in tensors]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"cannot concatenate along dimension {dim}: the shapes are {[list(t.shape) for t in tensors]}")
+    pieces, at = [], 0
+    for tensor in tensors:
+        pieces += [replace(p, start=_with(p.start, dim, p.start[dim] + at)) for p in tensor.pieces]
+        at += tensor.shape[dim]
+    return Region(_with(tuple(tensors[0].shape), dim, at), tensors[0].dtype, pieces)
+
+
+def _unsqueeze(tensor: Region, dim: int) -> Region:
+    dims: list[Any] = list(range(tensor.ndim))
+    dims.insert(dim % (tensor.ndim + 1), None)
+    return tensor._reorder(dims)
+
+
+def _squeeze(tensor: Region, dim: int | None = None) -> Region:
+    dropped = range(tensor.ndim) if dim is None else [dim % tensor.ndim]
+    return tensor._reorder([d for d in range(tensor.ndim) if d not in dropped or tensor.shape[d] != 1])
+
+
+def _transpose(tensor: Region, dim0: int, dim1: int) -> Region:
+    dims = list(range(tensor.ndim))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return tensor._reorder(dims)
+
+
+def _split(tensor: Region, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Region, ...]:
+    dim, sizes = dim % tensor.ndim, split_size_or_sections
+    if isinstance(sizes, int):
+        total, size = tensor.shape[dim], max(1, sizes)
+        sizes = [min(size, total - at) for at in range(0, total, size)]
+    ends = list(itertools.accumulate(sizes))
+    if ends[-1:] != [tensor.shape[dim]]:
+        raise ValueError(f"cannot split {list(tensor.shape)} along dimension {dim} into {list(sizes)}")
+    return tuple(tensor._narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True))
+
+
+def _chunk(tensor: Region, chunks: int, dim: int = 0) -> tuple[Region, ...]:
+    return _split(tensor, math.ceil(tensor.shape[dim] / chunks), dim)
+
+
+def _unbind(tensor: Region, dim: int = 0) -> tuple[Region, ...]:
+    return tuple(_squeeze(part, dim) for part in _split(tensor, 1, dim))
+
+
+def _same(tensor: Region, *args: Any, **kwargs: Any) -> Region:
+    return tensor
+
+
+_ARRANGEMENTS: dict[str, Callable[..., Any]] = {
+    "cat": _cat,
+    "concat": _cat,
+    "stack": lambda tensors, dim=0: _cat([_unsqueeze(t, dim) for t in tensors], dim),
+    "chunk": _chunk,
+    "split": _split,
+    "unbind": _unbind,
+    "narrow": lambda tensor, dim, start, length: tensor._narrow(dim % tensor.ndim, start, length),
+    "select": lambda tensor, dim, index: _squeeze(tensor._narrow(dim % tensor.ndim, index, 1), dim),
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "transpose": _transpose,
+    "permute": lambda tensor, *dims: tensor._reorder(dims[0] if len(dims) == 1 else dims),
+    "t": lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else tensor,
+    "contiguous": _same,
+    "clone": _same,
+    "detach": _same,
+}
+
+
+def assemble(
+    region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a box of the region as a real tensor, from whole sources.
+
+    Args:
+        region: what to build.
+        tensor_of: gives a source's value, contiguous; called for one source after the other.
+        box: the part to build; all by default.
+        dtype: of the result; the region's by default.
+    """
+    box = box or tuple((0, n) for n in region.shape)
+    result: torch.Tensor | None = None
+    for piece in region.pieces:
+        part = piece.within(box)
+        if part is None:
+            continue
+        source = value_of(part.source, tensor_of)
+        if result is None:
+            shape = [length for _, length in box]
+            result = torch.empty(shape, dtype=dtype or region.dtype, device=source.device)
+        view = source.as_strided(part.shape, part.strides, part.offset)
+        target_of(result, part).copy_(view.to(region.dtype))
+    return torch.empty([length for _, length in box], dtype=dtype or region.dtype) if result is None else result
+
+
+def value_of(source: Any, tensor_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """Return the value of a source, computed from its regions where it is a function of them."""
+    if isinstance(source, Computed):
+        return source.compute(lambda region: assemble(region, tensor_of))
+    return tensor_of(source)
+
+
+def target_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return the view of a tensor where a piece belongs."""
+    for dim, (begin, length) in enumerate(zip(piece.start, piece.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
+
+
+def sources_of(region: Region) -> list[Any]:
+    """Return the sources of a region, those within computed ones among them."""
+    found: list[Any] = []
+    for piece in region.pieces:
+        if isinstance(piece.source, Computed):
+            for inner in piece.source.regions():
+                found += sources_of(inner)
+        else:
+            found.append(piece.source)
+    return found
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _span(piece: Piece) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.strides, strict=True)) if all(piece.shape) else 0
+
+
+def _map(value: Any, change: Callable[[Region], Any]) -> Any:
+    if isinstance(value, Region):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map(v, change) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(v, change) for k, v in value.items()}
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for v in value:
+            yield from _leaves(v)
+    else:
+        yield value

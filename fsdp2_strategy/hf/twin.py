@@ -1,0 +1,64 @@
+"""A twin of a model: the same modules and names under their original classes, unsharded, without values.
+
+Input: a model, sharded or not. Output: a copy of its module tree, on the meta device, that other people's code may look
+at and change.
+
+`fully_shard` renames the classes of modules and makes parameters DTensors. Code that asks a model for its class, its
+names or its shapes (transformers' conversions, initialisation and saving) takes a sharded one for something else. It
+gets the twin instead, and the model itself stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Stand = Callable[[torch.Tensor], torch.Tensor]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` renamed it."""
+    cls = type(module)
+    return cls.__mro__[2] if isinstance(module, FSDPModule) and cls.__name__.startswith("FSDP") else cls
+
+
+def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
+    """Return a twin of the model, its parameters and buffers replaced, each once; not collective.
+
+    Args:
+        model: any module.
+        stand_in: gives what stands for a parameter or buffer; by default a meta tensor of its global shape.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    modules: dict[int, nn.Module] = {}
+
+    def tensor(original: torch.Tensor | None) -> torch.Tensor | None:
+        if original is None:
+            return None
+        if id(original) not in tensors:
+            new = (stand_in or _on_meta)(original)
+            if isinstance(original, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=original.requires_grad)
+            tensors[id(original)] = new
+        return tensors[id(original)]
+
+    def copy(module: nn.Module) -> nn.Module:
+        if id(module) not in modules:
+            cls = original_class(module)
+            new = modules[id(module)] = cls.__new__(cls)
+            new.__dict__.update(module.__dict__)
+            new.__dict__.pop("_is_hf_initialized", None)
+            new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
+            new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
+            new._modules = {name: copy(child) if child is not None else None for name, child in module._modules.items()}
+            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        return modules[id(module)]
+
+    return copy(model)
+
+
+def _on_meta(original: torch.Tensor) -> torch.Tensor:
+    return torch.empty(original.shape, dtype=original.dtype, device="meta")
