@@ -13,6 +13,9 @@ from fsdp2_strategy.errors import (
     StepError,
 )
 from fsdp2_strategy.explain import explain
+from fsdp2_strategy.hf.export import save_model
+from fsdp2_strategy.hf.folder import init_on_meta
+from fsdp2_strategy.hf.load import LoadReport, load_weights
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.optimizer import build_optimizer
 from fsdp2_strategy.schedule import build_scheduler
@@ -28,6 +31,7 @@ __all__ = [
     "ConfigError",
     "FSDP2StrategyError",
     "FSDPV2Strategy",
+    "LoadReport",
     "MeshError",
     "OptimizerError",
     "ShardError",
@@ -40,9 +44,12 @@ __all__ = [
     "clip_grad_norm",
     "explain",
     "find_blocks",
+    "init_on_meta",
     "list_checkpoints",
     "load_checkpoint",
+    "load_weights",
     "manual_transformer_cls_names_to_wrap",
     "save_checkpoint",
+    "save_model",
     "shard_model",
 ]

@@ -117,7 +117,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     them as it needs.
     """
     sharded = is_sharded(model)
-    offloaded = {id(p.sharded_param) for group in _parameter_groups(model) for p in group.fsdp_params if p.offload_to_cpu}
+    offloaded = {
+        id(p.sharded_param) for group in _parameter_groups(model) for p in group.fsdp_params if p.offload_to_cpu
+    }
     new: dict[int, torch.Tensor] = {}
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,14 +130,18 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         return new[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    tensors[name] = real(tensor)  # type: ignore[assignment]
+        on_meta = {name: t for name, t in _own_tensors(module) if t.is_meta}
+        for name, tensor in on_meta.items():
+            (module._parameters if name in module._parameters else module._buffers)[name] = real(tensor)  # type: ignore[assignment]
     for group in _parameter_groups(model):
         for parameter in group.fsdp_params:
             if parameter._sharded_param_data.is_meta:
                 parameter.reset_sharded_param()
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,6 +25,7 @@ from fsdp2_strategy import ranks, residency
 from fsdp2_strategy.checkpoint import load_checkpoint, save_checkpoint
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError, StepError
+from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import is_on_meta, load_remembered
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_meshes
@@ -451,6 +452,10 @@ class FSDPV2Strategy:
             return None, {}
         run.micro_batches, run.steps, run.checked = 0, loaded.step, None
         return str(loaded.path), loaded.client_state
+
+    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
+        """Write a Hugging Face folder that ``from_pretrained`` loads; collective; see `save_model`."""
+        save_model(model, tokenizer, output_dir, **kwargs)
 
     # --- memory of what belongs together ---------------------------------------------------------------------------
 

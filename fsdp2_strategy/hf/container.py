@@ -45,7 +45,7 @@ _LARGEST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Say where one tensor lies: ``shape`` elements of ``dtype`` in row-major order, from byte ``offset`` of ``path``."""
+    """Say where one tensor lies: ``shape`` elements of ``dtype``, row-major, from byte ``offset`` of ``path``."""
 
     name: str
     path: Path
@@ -73,9 +73,7 @@ def read_header(path: Path) -> dict[str, Entry]:
                 raise _broken(path, f"its header would end at byte {start} of {size}")
             header = json.loads(file.read(start - 8))
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror}. Complete the folder, or name another."
-        ) from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder, or name another.") from error
     except ValueError as error:
         raise _broken(path, f"its header is no JSON ({error})") from error
     if not isinstance(header, dict):
@@ -85,7 +83,9 @@ def read_header(path: Path) -> dict[str, Entry]:
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
-            raise _broken(path, f"{entry.name} begins at byte {entry.offset}, expected {end}, where the one before ends")
+            raise _broken(
+                path, f"{entry.name} begins at byte {entry.offset}, expected {end}, where the one before ends"
+            )
         end = entry.offset + entry.nbytes
     if end != size:
         raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
@@ -111,9 +111,7 @@ def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
 
 
 def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"cannot read {path}: {what}, expected a whole safetensors file. Copy or download it again."
-    )
+    return CheckpointError(f"cannot read {path}: {what}, expected a whole safetensors file. Copy or download it again.")
 
 
 def lay_out(
@@ -155,7 +153,7 @@ def total_bytes(prefix: bytes, entries: Iterable[Entry]) -> int:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor; writing to them changes it."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_into(fd: int, offset: int, memory: memoryview) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry
@@ -81,23 +80,22 @@ def _converted(origin: Origin, sources: Mapping[str, Region]) -> Recipe:
     return Recipe(regions, tuple(sorted(info.unexpected_keys)), pattern)
 
 
-def hub_regions(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
     """Describe a transformers model's tensors under their hub names and in their hub arrangement; reads nothing.
 
     Args:
-        model: twin of the model.
+        model: twin of the model; its record of conversions is set.
         tensors: its tensors by name, each once; the sources of the regions are these names.
     """
     from transformers import core_model_loading  # noqa: PLC0415
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
-    hub: Any = copy.copy(model)
     # A prefix that files may have or not cannot be known from the model: names without it load as well.
-    hub._weight_conversions = [
+    model._weight_conversions = [
         conversion
-        for conversion in get_model_conversion_mapping(hub, add_legacy=False)
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
         if not isinstance(conversion, PrefixChange)
     ]
-    described = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return dict(core_model_loading.revert_weight_conversion(hub, described))
+    described: Any = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return dict(core_model_loading.revert_weight_conversion(model, described))

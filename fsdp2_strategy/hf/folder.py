@@ -118,7 +118,7 @@ def _keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> No
     pattern, groups, _ = build_glob_alternation(list(plan))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if match := pattern.search(name):
-            tensor.data = tensor.data.to(plan[groups[match.lastgroup]])
+            tensor.data = tensor.data.to(plan[groups[match.lastgroup or ""]])
 
 
 def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
@@ -161,7 +161,8 @@ def open_folder(model: nn.Module, path: str | Path) -> Origin:
     if not chosen.is_file():
         held = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else "nothing"
         raise CheckpointError(
-            f"cannot load {path}: it holds {held}, expected {WEIGHTS} or {INDEX}. Name the folder that holds the weights."
+            f"cannot load {path}: it holds {held}, expected {WEIGHTS} or {INDEX}. Name the folder that holds the "
+            "weights."
         )
     is_index = chosen.name.endswith(".index.json")
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
@@ -175,7 +176,7 @@ def open_folder(model: nn.Module, path: str | Path) -> Origin:
     )
 
 
-def _conversions(model: nn.Module) -> list[Any] | None:
+def _conversions(model: Any) -> list[Any] | None:
     if not is_transformers_model(model):
         return None
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
@@ -203,7 +204,9 @@ def read_index(path: Path) -> dict[str, str]:
         names = index["weight_map"]
         valid = all(isinstance(n, str) and isinstance(f, str) and Path(f).name == f for n, f in names.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r}, expected an index. Copy or download it again.") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error!r}, expected an index. Copy or download it again."
+        ) from error
     if not valid:
         raise CheckpointError(
             f"cannot read {path}: its weight_map does not map names to file names, expected an index. Copy or download "

@@ -24,13 +24,15 @@ from fsdp2_strategy.hf.folder import is_transformers_model, origin_of
 from fsdp2_strategy.hf.twin import twin
 from fsdp2_strategy.ranks import from_rank_0
 
+_INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")
+
 
 @torch.no_grad()
 def initialize(model: nn.Module, without_values: Mapping[int, str], device: torch.device) -> list[str]:
     """Give values to tensors by the init functions of the modules that own them; collective where they are sharded.
 
-    A transformers model initialises all of its modules, other modules their own by ``reset_parameters``; a module put
-    into a transformers model after ``from_pretrained`` counts as other.
+    A transformers model initialises all of its modules, any other module itself by ``reset_parameters``, inner ones
+    first; a module put into a transformers model after ``from_pretrained`` counts as other.
 
     Args:
         model: its tensors have memory on ``device``.
@@ -62,10 +64,10 @@ def initialize(model: nn.Module, without_values: Mapping[int, str], device: torc
 def _initialize_added(original: nn.Module, copy: nn.Module, slots: _Slots, *, inside: bool) -> None:
     """Initialise the modules that were put into a model after from_pretrained."""
     known = origin_of(original) is not None
-    if inside and not known:
-        _reset(copy, slots)
     for name, child in original.named_children():
         _initialize_added(child, copy._modules[name], slots, inside=inside or known)  # type: ignore[arg-type]
+    if inside and not known:
+        _reset(copy, slots)
 
 
 def _initialize_tree(module: nn.Module, slots: _Slots) -> None:
@@ -89,12 +91,13 @@ def _keeping(function: Callable[..., None], slots: _Slots) -> Callable[..., None
 
 
 def _reset(module: nn.Module, slots: _Slots) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if callable(reset) and any(isinstance(t, _Slot) and not t.written for t in own):
+    """Run a module's own init function, if it has one and anything in it is to be initialised."""
+    reset = next((getattr(module, name) for name in _INIT_FUNCTIONS if callable(getattr(module, name, None))), None)
+    tensors = [*module.parameters(), *module.buffers()]
+    if reset is not None and any(isinstance(tensor, _Slot) for tensor in tensors):
         reset()
         slots.keep()
-        for tensor in own:
+        for tensor in tensors:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
@@ -103,11 +106,12 @@ def _take_over_assigned(original: nn.Module, copy: nn.Module, slots: _Slots) -> 
     by_original = {id(slot.original): slot for slot in slots.all}
     for name, module in original.named_modules():
         for key, buffer in module._buffers.items():
-            slot = by_original.get(id(buffer))
-            new = copy.get_submodule(name)._buffers.get(key) if slot is not None and not slot.written else None
-            if new is not None and new is not slot and not new.is_meta and new.shape == buffer.shape:  # type: ignore[union-attr]
-                buffer.copy_(new)  # type: ignore[union-attr]
-                slot.written = True  # type: ignore[union-attr]
+            slot, new = by_original.get(id(buffer)), copy.get_submodule(name)._buffers.get(key)
+            if slot is None or slot.written or buffer is None or new is None or new is slot:
+                continue
+            if not new.is_meta and new.shape == buffer.shape:
+                buffer.copy_(new)
+                slot.written = True
 
 
 @contextmanager
@@ -197,7 +201,7 @@ class _Slot(torch.Tensor):
 
     @staticmethod
     def __new__(cls, original: torch.Tensor, slots: _Slots) -> _Slot:
-        slot: _Slot = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        slot: _Slot = torch.Tensor._make_wrapper_subclass(
             cls, original.shape, dtype=original.dtype, device=slots.device, requires_grad=False
         )
         slot.original, slot.slots, slot.changed, slot.written = original, slots, False, False
@@ -207,11 +211,11 @@ class _Slot(torch.Tensor):
     def __init__(self, original: torch.Tensor, slots: _Slots) -> None:
         """Leave all to ``__new__``."""
 
-    def __repr__(self, **_kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"_Slot({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         slot_of: dict[int, _Slot] = {}
         changes = any(argument.alias_info is not None for argument in function._schema.arguments)
 

@@ -121,7 +121,9 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
     with all_or_none(f"load {name}", CheckpointError):
         reshard(root)
         targets, report, origins = _plan(root, path, may_miss)
-    facts = [(t.name, [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)]) for t in targets]
+    facts = [
+        (t.name, [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)]) for t in targets
+    ]
     agree(f"load {name}", facts, CheckpointError, "the same files everywhere. Give every rank the same folder.")
     afresh = [t for t in targets if not t.regions and t.tensor.is_meta]
     with all_or_none(f"load {name}", CheckpointError):
@@ -174,18 +176,18 @@ def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[
     known = {module: origin for module in root.modules() if (origin := origin_of(module))}
     if path is None:
         return known
-    outermost = [module for module, (origin, name) in known.items() if not name]
+    outermost = [module for module, (_, name) in known.items() if not name]
     if len(outermost) == 1 and is_transformers_model(outermost[0]):
         # The model was built for another folder; its modules keep the names that they had there.
         old = known[outermost[0]][0]
         new = open_folder(old.model, path)
-        return {module: (new, name) for module, (origin, name) in known.items() if origin is old}
+        return {module: (new, name) for module, (own, name) in known.items() if own is old}
     within = root
     if not is_transformers_model(root) and (Path(path) / CONFIG).is_file():
         models = list(_outermost_models(root))
         within = models[0] if len(models) == 1 else root
-    origin = open_folder(within, path)
-    return {module: (origin, name) for name, module in within.named_modules()}
+    given = open_folder(within, path)
+    return {module: (given, name) for name, module in within.named_modules()}
 
 
 def _outermost_models(module: nn.Module) -> Iterator[nn.Module]:
@@ -243,7 +245,11 @@ def _check_names(
 
     def is_optional(target: _Target) -> bool:
         pattern = recipes[target.origin].may_be_missing if target.origin else None
-        return target.origin is None or target.origin.ignore_mismatched_sizes or bool(pattern and pattern.search(target.there))
+        return (
+            target.origin is None
+            or target.origin.ignore_mismatched_sizes
+            or bool(pattern and pattern.search(target.there))
+        )
 
     wanted = [t for t in targets if not t.computed and not t.regions and not is_optional(t)]
     if may_miss == "heads":
@@ -309,7 +315,9 @@ def _wish(target: _Target) -> tuple[Wish, dist.ProcessGroup | None]:
     if not isinstance(tensor, DTensor):
         return Wish(target.name, target.regions[0], tuple((0, n) for n in tensor.shape), tensor), None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    copies = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate() and tensor.device_mesh.size(axis) > 1]
+    copies = [
+        axis for axis, p in enumerate(tensor.placements) if p.is_replicate() and tensor.device_mesh.size(axis) > 1
+    ]
     group = tensor.device_mesh.get_group(copies[0]) if copies else None
     box = tuple(zip(offset, shape, strict=True))
     return Wish(target.name, target.regions[0], box, tensor.to_local()), group

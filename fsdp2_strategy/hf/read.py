@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry, memory_of, read_into
-from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, assemble, target_of, value_of
+from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, target_of, value_of
 from fsdp2_strategy.ranks import is_rank_0
 
 SCRATCH_BYTES = 8 << 20
@@ -100,7 +100,9 @@ class Reader:
                 else:
                     target = target_of(wish.tensor, part)
                     reads += _cut(_Read(part.source, part, target, wish.region.dtype))
-        reads.sort(key=lambda read: (read.entry.path, read.entry.offset + read.piece.offset * read.entry.dtype.itemsize))
+        reads.sort(
+            key=lambda read: (read.entry.path, read.entry.offset + read.piece.offset * read.entry.dtype.itemsize)
+        )
         for read in reads:
             self._open(read.entry.path)
         total = sum(read.nbytes for read in reads)
@@ -183,11 +185,6 @@ class Reader:
             buffer = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
             self._scratch.buffer = buffer
         return buffer
-
-
-def read_region(reader: Reader, region: Region, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Return a box of a region as a new tensor."""
-    return assemble(region, reader.read_whole, box).to(dtype)
 
 
 def _cut(read: _Read) -> Iterator[_Read]:

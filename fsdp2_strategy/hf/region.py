@@ -265,7 +265,7 @@ def _unbind(tensor: Region, dim: int = 0) -> tuple[Region, ...]:
     return tuple(_squeeze(part, dim) for part in _split(tensor, 1, dim))
 
 
-def _same(tensor: Region, *args: Any, **kwargs: Any) -> Region:
+def _same(tensor: Region, *_args: Any, **_kwargs: Any) -> Region:
     return tensor
 
 
