@@ -29,7 +29,7 @@ from fsdp2_strategy.hf.container import Entry, lay_out, total_bytes
 from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.region import Computed, Region, assemble, sources_of
-from fsdp2_strategy.hf.twin import twin
+from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import Job, write_all
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
@@ -83,7 +83,7 @@ def save_model(
             no values, or an argument is unknown.
     """
     root = unwrap_model(model)
-    name = type(root).__name__
+    name = original_class(root).__name__
     folder = Path(output_dir)
     with all_or_none(f"export {name}", CheckpointError):
         options = _options(kwargs)

@@ -27,6 +27,7 @@ from fsdp2_strategy.hf.folder import CONFIG, Origin, is_transformers_model, open
 from fsdp2_strategy.hf.initialize import initialize
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region, sources_of
+from fsdp2_strategy.hf.twin import original_class
 from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
 from fsdp2_strategy.residency import materialize, reshard, unwrap_model
@@ -117,7 +118,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadReport:
     root = unwrap_model(model)
-    name = type(root).__name__
+    name = original_class(root).__name__
     with all_or_none(f"load {name}", CheckpointError):
         reshard(root)
         targets, report, origins = _plan(root, path, may_miss)
@@ -242,6 +243,7 @@ def _check_names(
     root: nn.Module, targets: Sequence[_Target], report: LoadReport, recipes: dict[Origin, Recipe], may_miss: str
 ) -> None:
     """Raise where names do not agree and that matters; say in the log what is initialised instead."""
+    name = original_class(root).__name__
 
     def is_optional(target: _Target) -> bool:
         pattern = recipes[target.origin].may_be_missing if target.origin else None
@@ -255,18 +257,18 @@ def _check_names(
     if may_miss == "heads":
         in_base = [t for t in wanted if _in_base(t)]
         if wanted and not in_base:
-            log("%s: not in the files, initialised afresh: %s", type(root).__name__, ", ".join(t.name for t in wanted))
+            log("%s: not in the files, initialised afresh: %s", name, ", ".join(t.name for t in wanted))
         if report.unexpected:
-            log("%s: in the files, not used: %s", type(root).__name__, ", ".join(report.unexpected))
+            log("%s: in the files, not used: %s", name, ", ".join(report.unexpected))
         wanted = in_base
     if may_miss != "anything" and wanted:
         raise CheckpointError(
-            f"cannot load {type(root).__name__}: the files lack {len(wanted)} of its tensors, {wanted[0].name} first, "
+            f"cannot load {name}: the files lack {len(wanted)} of its tensors, {wanted[0].name} first, "
             "expected all. Check that configuration and files belong together, or load with strict=False."
         )
     if may_miss == "nothing" and report.unexpected:
         raise CheckpointError(
-            f"cannot load {type(root).__name__}: the files hold {len(report.unexpected)} tensors that it does not "
+            f"cannot load {name}: the files hold {len(report.unexpected)} tensors that it does not "
             f"have, {report.unexpected[0]} first, expected none. Check that configuration and files belong together, "
             "or load with strict=False."
         )

@@ -177,6 +177,15 @@ class Region:
         return Region(pick(self.shape, 1), self.dtype, pieces)
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+    return lambda *args: _run(method, args, {})
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "neg"):
+    setattr(Region, f"__{_name}__", _operator(f"__{_name}__"))
+
+
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out a torch function on regions: as an arrangement where it is one, else as a `Computed` source."""
     arrange = _ARRANGEMENTS.get(function.__name__)
@@ -195,7 +204,12 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stand_ins[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    result = function(*_map(args, stand_in), **_map(kwargs, stand_in))
+    try:
+        result = function(*_map(args, stand_in), **_map(kwargs, stand_in))
+    except NotImplementedError as error:
+        raise TypeError(
+            f"{function.__name__} needs the values of a tensor, and only its shape is known here"
+        ) from error
     regions = [value for value in _leaves((args, tuple(kwargs.values()))) if isinstance(value, Region)]
     outputs = list(_leaves(result))
     if not all(isinstance(output, torch.Tensor) for output in outputs):

@@ -40,7 +40,7 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
             return None
         if id(original) not in tensors:
             new = (stand_in or _on_meta)(original)
-            if isinstance(original, nn.Parameter):
+            if isinstance(original, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=original.requires_grad)
             tensors[id(original)] = new
         return tensors[id(original)]

@@ -1,0 +1,349 @@
+"""Export: a folder that plain transformers opens with the same values and logits, written without a gather."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, HUGGING_FACE, Mlp, batch_of, build
+from reference import full, full_parameters
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Interleave, PermuteForRope, Transpose, WeightConverter
+
+from fsdp2_strategy import (
+    CheckpointError,
+    FSDPV2Strategy,
+    build_mesh,
+    init_on_meta,
+    load_weights,
+    save_model,
+    shard_model,
+)
+from fsdp2_strategy.hf import export, write
+
+
+def files_of(folder):
+    state = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        state |= load_file(path)
+    return state
+
+
+def assert_same_files(actual, expected):
+    actual, expected = files_of(actual), files_of(expected)
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype, name
+
+
+def exported_equals_saved(name, folder):
+    cls = type(CASES[name].build())
+    with init_on_meta():
+        model = cls.from_pretrained(folder / "saved")
+    shard_model(model, bf16=False)
+    load_weights(model)
+    world_size = dist.get_world_size()
+    out = folder / f"exported{world_size}"
+    save_model(model, None, out, max_shard_size="40KB")
+    assert_same_files(out, folder / "saved")
+    if dist.get_rank() == 0:
+        opened, plain = cls.from_pretrained(out), cls.from_pretrained(folder / "saved")
+        assert opened.config.to_dict() == plain.config.to_dict() | {"_name_or_path": str(out)}
+        batch = batch_of(name, 0, 0)
+        with torch.no_grad():
+            ours, theirs = opened(**batch), plain(**batch)
+        values = [v for v in theirs.to_tuple() if isinstance(v, torch.Tensor)]
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours.to_tuple(), values, strict=False) if isinstance(a, torch.Tensor)
+        )
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_an_export_equals_transformers_own_for_an_architecture(name, tmp_path, run_on):
+    build(name).save_pretrained(tmp_path / "saved")
+    for world_size in (1, 2, 3):
+        run_on(world_size, exported_equals_saved, name=name, folder=tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_logits_of_the_export_equal_those_of_the_trained_model(tmp_path):
+    strategy = FSDPV2Strategy(bf16=False)
+    model = strategy.prepare_model(build("mixtral"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    ids = torch.arange(3, 15)[None]
+    strategy.backward(model(input_ids=ids, labels=ids).loss, model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+    with torch.no_grad():
+        logits = model(ids).logits
+    strategy.save_model(model, None, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
+
+
+@pytest.mark.ranks(4)
+def test_replicas_share_the_writing(tmp_path):
+    model = build("qwen3_moe")
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path / "saved")
+    shard_model(model, build_mesh(2), bf16=False)
+    written = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(export, "write_all", lambda jobs: written.extend(jobs) or write.write_all(jobs))
+    save_model(model, None, tmp_path / "out")
+    patch.undo()
+    dist.barrier()
+    assert_same_files(tmp_path / "out", tmp_path / "saved")
+    mine = torch.tensor(sum(job.tensor.numel() for job in written))
+    total = mine.clone()
+    dist.all_reduce(total)
+    assert total.item() == sum(p.numel() for p in model.parameters()), "every element is written once"
+    assert mine.item() < 0.5 * total.item(), "and by all"
+
+
+@pytest.mark.ranks(2)
+def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path):
+    model = build("gpt_oss")
+    for mesh, name in ((build_mesh(), "sharded"), (build_mesh(1), "replicated")):
+        save_model(shard_model(build("gpt_oss"), mesh, bf16=False), None, tmp_path / name, max_shard_size=60_000)
+    save_model(model, None, tmp_path / "unsharded", max_shard_size=60_000)
+    names = sorted(p.name for p in (tmp_path / "sharded").iterdir())
+    assert len(names) > 4
+    for other in ("replicated", "unsharded"):
+        assert names == sorted(p.name for p in (tmp_path / other).iterdir())
+        assert all((tmp_path / other / n).read_bytes() == (tmp_path / "sharded" / n).read_bytes() for n in names)
+
+
+# --- precision, names, what lies beside the weights -------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_the_dtype_is_that_of_the_shards_or_the_one_asked_for(tmp_path):
+    strategy = FSDPV2Strategy(bf16=True)
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    expected = full_parameters(model)
+    strategy.save_model(model, None, tmp_path / "masters")
+    assert all(torch.equal(t, expected[n]) for n, t in files_of(tmp_path / "masters").items())
+    assert json.loads((tmp_path / "masters/config.json").read_text())["dtype"] == "float32"
+    strategy.save_model(model, None, tmp_path / "bf16", dtype=torch.bfloat16)
+    assert all(torch.equal(t, expected[n].bfloat16()) for n, t in files_of(tmp_path / "bf16").items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
+    assert model.config.dtype != torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_a_model_keeps_in_fp32_stay_so(tmp_path):
+    model = shard_model(build("deepseek_v3"), bf16=False)
+    save_model(model, None, tmp_path, dtype=torch.bfloat16)
+    dtypes = {t.dtype for n, t in files_of(tmp_path).items() if "e_score_correction_bias" in n}
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_model_gives_one_file_and_nothing_else(tmp_path):
+    torch.manual_seed(0)
+    model = shard_model(Mlp(), bf16=False)
+    save_model(model, None, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    other = Mlp()
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert all(torch.equal(full(p), dict(other.named_parameters())[n]) for n, p in model.named_parameters())
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = build("llama").model
+        self.value_head = nn.Linear(32, 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_wrapper_with_parameters_of_its_own_comes_back_under_its_own_names(tmp_path):
+    model = shard_model(Critic(), bf16=False)
+    save_model(model, None, tmp_path)
+    with init_on_meta():
+        other = Critic()
+    shard_model(other, bf16=False)
+    load_weights(other, tmp_path)
+    assert all(torch.equal(full(a), full(b)) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_tokenizer_and_generation_configuration_lie_beside_the_weights(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = build("llama")
+    model.generation_config.max_new_tokens = 7
+    shard_model(model, bf16=False)
+    save_model(model, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"), tmp_path)
+    dist.barrier()
+    assert AutoTokenizer.from_pretrained(tmp_path)("a b a")["input_ids"] == [1, 2, 1]
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert opened.generation_config.max_new_tokens == 7
+    assert type(opened) is LlamaForCausalLM
+
+
+@pytest.mark.ranks(2)
+def test_a_variant_and_the_models_own_names_can_be_had(tmp_path):
+    model = shard_model(build("mixtral"), bf16=False)
+    save_model(model, None, tmp_path, variant="fp16", dtype=torch.float16, max_shard_size="50KB")
+    assert not list(tmp_path.glob("model-*"))
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16", dtype=torch.float16)
+    assert torch.equal(opened.lm_head.weight, full(model.lm_head.weight).half())
+    save_model(model, None, tmp_path / "own", save_original_format=False)
+    assert set(files_of(tmp_path / "own")) == set(dict(model.named_parameters()))
+
+
+@pytest.mark.ranks(2)
+def test_pushing_happens_once_after_the_write(tmp_path):
+    import huggingface_hub
+
+    calls = []
+
+    class Api:
+        def __init__(self, **kwargs):
+            calls.append(kwargs)
+
+        def create_repo(self, repo_id, **kwargs):
+            calls.append((repo_id, kwargs))
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})
+
+        def upload_folder(self, **kwargs):
+            assert files_of(kwargs["folder_path"]), "the weights are written"
+            calls.append(kwargs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(huggingface_hub, "HfApi", Api)
+    model = shard_model(build("llama"), bf16=False)
+    save_model(model, None, tmp_path, push_to_hub=True, repo_id="mine", private=True, token="t", commit_message="new")
+    patch.undo()
+    if dist.get_rank():
+        assert not calls
+        return
+    token, (repo, options), upload = calls
+    assert (token, repo, options) == ({"token": "t"}, "mine", {"private": True, "exist_ok": True})
+    assert (upload["repo_id"], upload["commit_message"], upload["create_pr"]) == ("me/mine", "new", False)
+
+
+# --- arrangements that are no byte ranges -----------------------------------------------------------------------------
+
+
+class PermutedLlama(LlamaForCausalLM):
+    """A Llama whose files hold permuted, interleaved and transposed projections."""
+
+
+MAPPING = [
+    WeightConverter("self_attn.query.weight", "self_attn.q_proj.weight", [PermuteForRope()]),
+    WeightConverter("mlp.up.weight", "mlp.up_proj.weight", [Interleave(0)]),
+    WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
+]
+
+
+def permuted_round_trip(folder):
+    register_checkpoint_conversion_mapping("PermutedLlama", MAPPING, overwrite=True)
+    config = build("llama").config
+    torch.manual_seed(0)
+    plain = PermutedLlama(config)
+    world_size = dist.get_world_size()
+    saved, out = folder / f"saved{world_size}", folder / f"out{world_size}"
+    if dist.get_rank() == 0:
+        plain.save_pretrained(saved)
+    dist.barrier()
+    assert "model.layers.0.mlp.down.weight" in files_of(saved)
+    with init_on_meta():
+        model = PermutedLlama.from_pretrained(saved)
+    shard_model(model, bf16=False)
+    load_weights(model)
+    expected = dict(plain.named_parameters())
+    assert all(torch.equal(full(p), expected[n]) for n, p in model.named_parameters())
+    save_model(model, None, out)
+    assert_same_files(out, saved)
+
+
+def test_what_is_permuted_or_transposed_goes_both_ways(tmp_path, run_on):
+    for world_size in (1, 2, 3):
+        run_on(world_size, permuted_round_trip, folder=tmp_path)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_an_earlier_export_is_replaced_whole(tmp_path):
+    model = shard_model(build("llama"), bf16=False)
+    save_model(model, None, tmp_path, max_shard_size="20KB")
+    (tmp_path / "notes.txt").write_text("mine")
+    dist.barrier()
+    save_model(model, None, tmp_path)
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json", "notes.txt"}
+    dist.barrier()
+    save_model(model, None, tmp_path, max_shard_size="20KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_a_write_that_fails_on_one_rank_is_an_error_on_both_and_the_earlier_export_stays(tmp_path):
+    for name in ("llama", "gpt_oss"):  # with and without tensors that are gathered
+        folder = tmp_path / name
+        model = shard_model(build(name), bf16=False)
+        save_model(model, None, folder)
+        before = {p.name: p.read_bytes() for p in folder.iterdir()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(1)
+        patch = pytest.MonkeyPatch()
+        if dist.get_rank() == 1:
+
+            def fail(*args):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            patch.setattr(write, "write_from", fail)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):
+            save_model(model, None, folder)
+        patch.undo()
+        dist.barrier()
+        assert {p.name: p.read_bytes() for p in folder.glob("[!.]*")} == before
+        save_model(model, None, folder)
+        assert not list(folder.glob(".*"))
+
+
+@pytest.mark.ranks(2)
+def test_a_full_disk_is_an_error_on_both_ranks_before_anybody_writes(tmp_path):
+    patch = pytest.MonkeyPatch()
+
+    def full_disk(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(os, "posix_fallocate", full_disk)
+    model = shard_model(build("llama"), bf16=False)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save_model(model, None, tmp_path)
+    patch.undo()
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_named(tmp_path):
+    model = shard_model(build("llama"), bf16=False)
+    with pytest.raises(CheckpointError, match=r"unknown argument 'pushtohub'.*Did you mean 'push_to_hub'"):
+        save_model(model, None, tmp_path, pushtohub=True)
+    with pytest.raises(CheckpointError, match="max_shard_size is '5 apples'"):
+        save_model(model, None, tmp_path, max_shard_size="5 apples")
+    with pytest.raises(CheckpointError, match="complex128"):
+        save_model(model, None, tmp_path, dtype=torch.complex128)
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ"):
+        save_model(model, None, tmp_path, dtype=[torch.float32, torch.float16][dist.get_rank()])
+    with init_on_meta():
+        empty = shard_model(CASES["llama"].build(), bf16=False)
+    with pytest.raises(CheckpointError, match="on the meta device, expected values"):
+        save_model(empty, None, tmp_path)

@@ -1,0 +1,640 @@
+"""Meta init and loading: values equal to from_pretrained's at every world size, or a clear error on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from models import CASES, HUGGING_FACE, Mlp, build
+from reference import full, same_on_all_ranks
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from fsdp2_strategy import (
+    CheckpointError,
+    FSDPV2Strategy,
+    LoadReport,
+    build_mesh,
+    init_on_meta,
+    load_weights,
+    shard_model,
+)
+from fsdp2_strategy.errors import FSDP2StrategyError
+from fsdp2_strategy.hf import load
+from fsdp2_strategy.hf.read import Reader
+
+WORLDS = (1, 2, 3)
+
+
+def tensors_of(model):
+    """Return all parameters and buffers, gathered, by name; collective."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: full(tensor).clone() for name, tensor in named}
+
+
+def assert_same_values(actual, expected):
+    actual, expected = tensors_of(actual), tensors_of(expected)
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small Llama, saved."""
+    build("llama").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+# --- equality with from_pretrained ------------------------------------------------------------------------------------
+
+
+def prepared_equals_from_pretrained(name, folder):
+    cls = type(CASES[name].build())
+    expected = cls.from_pretrained(folder)
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = cls.from_pretrained(folder)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert not model.training
+    strategy.prepare_model(model)
+    assert_same_values(model, expected)
+    local = sum(p.to_local().numel() for p in model.parameters() if p.ndim)
+    rows = {p: p.shape[0] for p in model.parameters() if p.ndim}
+    world = dist.get_world_size()
+    assert local <= sum(-(-n // world) * (p.numel() // n) for p, n in rows.items()), "more than a shard is held"
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_meta_init_and_load_equal_from_pretrained_for_an_architecture(name, tmp_path, run_on):
+    build(name).save_pretrained(tmp_path)
+    for world_size in WORLDS:
+        run_on(world_size, prepared_equals_from_pretrained, name=name, folder=tmp_path)
+
+
+def test_a_sharded_folder_equals_one_file(tmp_path, run_on):
+    build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    run_on(2, prepared_equals_from_pretrained, name="llama", folder=tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_arguments_of_from_pretrained_behave_as_usual(name, dtype, tmp_path):
+    cls = type(CASES[name].build())
+    if dist.get_rank() == 0:
+        build(name).to(torch.bfloat16).save_pretrained(tmp_path)
+    dist.barrier()
+    options = {"dtype": dtype, "attn_implementation": "eager"}
+    expected = cls.from_pretrained(tmp_path, **options)
+    with init_on_meta():
+        model = cls.from_pretrained(tmp_path, **options)
+    assert model.config._attn_implementation == "eager"
+    assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in expected.named_parameters()}
+    shard_model(model, bf16=False)
+    report = load_weights(model)
+    assert_same_values(model, expected)
+    wider = {n for n, p in expected.named_parameters() if p.dtype != torch.bfloat16}
+    assert {n for n in report.cast if n in dict(model.named_parameters())} == wider
+
+
+@pytest.mark.ranks(2)
+def test_masters_are_what_from_pretrained_then_prepare_gives(tmp_path):
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(tmp_path)  # fp32: bf16 rounds it, and the masters are the rounded values
+    dist.barrier()
+    strategy = FSDPV2Strategy(bf16=True)
+    expected = strategy.prepare_model(
+        LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), is_training=True
+    )
+    with strategy.init_model_context(meta_init=True):
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    strategy.prepare_model(model, is_training=True)
+    assert next(model.parameters()).dtype == torch.float32
+    assert_same_values(model, expected)
+
+
+@pytest.mark.ranks(4)
+def test_hybrid_sharding_reads_once_per_shard_group_and_replicas_agree(tmp_path):
+    monkeypatch = pytest.MonkeyPatch()
+    if dist.get_rank() == 0:
+        build("qwen3_moe").save_pretrained(tmp_path)
+    dist.barrier()
+    expected = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path)
+    with init_on_meta():
+        model = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path)
+    shard_model(model, build_mesh(2), bf16=False)
+    readers = []
+    monkeypatch.setattr(load, "Reader", lambda what: readers.append(Reader(what)) or readers[-1])
+    load_weights(model)
+    count = torch.tensor(sum(reader.bytes_read for reader in readers))
+    dist.all_reduce(count)
+    monkeypatch.undo()
+    assert count.item() == sum(t.nbytes for t in load_file(tmp_path / "model.safetensors").values())
+    assert_same_values(model, expected)
+
+
+def bytes_read():
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+
+
+@pytest.mark.ranks(3)
+def test_bytes_read_are_the_bytes_of_the_shard(tmp_path):
+    if dist.get_rank() == 0:
+        build("mixtral").save_pretrained(tmp_path)
+    dist.barrier()
+    with init_on_meta():
+        model = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    shard_model(model, bf16=False)
+    before = bytes_read()
+    load_weights(model)
+    read = bytes_read() - before
+    needed = sum(p.to_local().nbytes for p in model.parameters())
+    header = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") + 8
+    slack = 4096  # what the measurement itself reads, and the process group
+    assert needed + header <= read <= needed + header + slack
+
+
+def load_in_little_memory(folder):
+    with init_on_meta():
+        model = LlamaForCausalLM.from_pretrained(folder)
+    shard_model(model, bf16=False)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = resident("VmRSS")
+    load_weights(model)
+    shard = sum(p.to_local().nbytes for p in model.parameters())
+    assert shard > 90e6
+    assert resident("VmHWM") - before < shard + 64e6
+
+
+def resident(which):
+    return (
+        int(dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())[which].split()[0])
+        * 1024
+    )
+
+
+def test_a_rank_holds_its_shard_and_little_more_while_it_loads(tmp_path, run_on):
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=2000, num_attention_heads=8
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    run_on(2, load_in_little_memory, folder=tmp_path)
+
+
+# --- what is built, and how -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+def test_transformers_is_as_before_on_leaving_also_after_an_exception(folder):
+    from transformers import modeling_utils
+
+    def look():
+        pretrained = modeling_utils.PreTrainedModel
+        names = ("_load_pretrained_model", "_finalize_model_loading", "from_pretrained", "__init__")
+        return [modeling_utils.check_and_set_device_map, torch.linspace, *(vars(pretrained).get(n) for n in names)]
+
+    before = look()
+    with init_on_meta(), init_on_meta():
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert look() == before
+    with pytest.raises(ZeroDivisionError), init_on_meta():
+        raise ZeroDivisionError
+    assert look() == before
+    assert torch.empty(1).device.type == "cpu"
+    assert not next(AutoModelForCausalLM.from_pretrained(folder).parameters()).is_meta
+
+
+@pytest.mark.ranks(1)
+def test_only_the_configuration_is_read_on_meta(folder):
+    (folder / "model.safetensors").write_bytes(b"not a safetensors file")
+    with init_on_meta():
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+class Actor(nn.Module):
+    is_actor = True
+
+    def __init__(self, path):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(path)
+
+    def forward(self, ids):
+        return self.model(ids).logits
+
+
+class Critic(nn.Module):
+    def __init__(self, path):
+        super().__init__()
+        self.backbone = transformers.AutoModel.from_pretrained(path)
+        self.value_head = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, ids):
+        return self.value_head(self.norm(self.backbone(ids).last_hidden_state))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_built_inside_an_actor_is_loaded(folder):
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        actor = Actor(folder)
+    strategy.prepare_model(actor, is_training=True)
+    assert_same_values(actor.model, LlamaForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.ranks(2)
+def test_a_fresh_head_is_initialised_as_its_own_init_functions_do_and_the_rest_loaded(folder):
+    strategy = FSDPV2Strategy(bf16=False, seed=5)
+    with strategy.init_model_context(meta_init=True):
+        critic = Critic(folder)
+    strategy.set_seed(7)
+    strategy.prepare_model(critic, is_training=True)
+    assert_same_values(critic.backbone, transformers.AutoModel.from_pretrained(folder))
+    torch.manual_seed(7)
+    head = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 1))
+    torch.manual_seed(7)
+    for module in head:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    assert_same_values(critic.value_head, head)
+    assert full(critic.norm.weight).eq(1).all() and full(critic.norm.bias).eq(0).all()
+    critic(torch.ones(1, 4, dtype=torch.long)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_random_states_draw_the_same_fresh_values_and_keep_their_states(folder):
+    with init_on_meta():
+        critic = Critic(folder)
+    shard_model(critic, bf16=False)
+    torch.manual_seed(dist.get_rank())
+    state = torch.get_rng_state()
+    load_weights(critic, strict=False)
+    assert same_on_all_ranks([t.sum().item() for t in tensors_of(critic.value_head).values()])
+    assert torch.equal(torch.get_rng_state(), state) == bool(dist.get_rank()), "rank 0 drew, the others are as before"
+
+
+@pytest.mark.ranks(2)
+def test_a_head_that_replaces_the_loaded_one_is_fresh(folder):
+    with init_on_meta():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.lm_head = nn.Linear(32, 1, bias=False)
+    shard_model(model, bf16=False)
+    report = load_weights(model, strict=False)
+    assert report.missing == ["lm_head.weight"]
+    assert 0 < full(model.lm_head.weight).abs().max() <= 32**-0.5
+    expected = LlamaForCausalLM.from_pretrained(folder)
+    assert_same_values(model.model, expected.model)
+
+
+@pytest.mark.ranks(2)
+def test_a_part_taken_out_of_a_model_on_meta_keeps_its_values(folder):
+    with init_on_meta():
+        whole = AutoModelForCausalLM.from_pretrained(folder)
+        part = nn.Sequential(whole.model.layers[1].mlp, whole.lm_head)
+    del whole
+    shard_model(part, bf16=False)
+    load_weights(part, strict=False)
+    expected = LlamaForCausalLM.from_pretrained(folder)
+    assert_same_values(part, nn.Sequential(expected.model.layers[1].mlp, expected.lm_head))
+
+
+@pytest.mark.ranks(2)
+def test_a_missing_task_head_is_initialised_and_a_missing_layer_is_an_error(folder):
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    strategy.prepare_model(model, is_training=True)
+    assert 0 < full(model.score.weight).std() < 0.1
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"lack 9 of its tensors, model\.layers\.2"):
+        strategy.prepare_model(model)
+
+
+def from_config_equals_its_own_init(name):
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = CASES[name].build()
+    strategy.set_seed(3)
+    strategy.prepare_model(model, is_training=True)
+    expected = CASES[name].build()
+    for module in expected.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    for tensor in (*expected.parameters(), *expected.buffers()):
+        tensor.__dict__.pop("_is_hf_initialized", None)
+    torch.manual_seed(3)
+    if hasattr(expected, "initialize_weights"):
+        expected.initialize_weights()
+    else:
+        for module in expected.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    actual, wanted = tensors_of(model), tensors_of(expected)
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[n], wanted[n]) for n in wanted), [n for n in wanted if not actual[n].equal(wanted[n])]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "gpt2", "mixtral", "mamba", "qwen2_vl", "t5", "bert", "mlp", "unet"]
+)
+def test_models_from_a_configuration_get_the_values_of_the_unsharded_init(name, run_on):
+    for world_size in WORLDS:
+        run_on(world_size, from_config_equals_its_own_init, name=name)
+
+
+class Unrestorable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.arange(4), persistent=False)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_restored_is_an_error_that_names_it():
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = Unrestorable()
+    with pytest.raises(CheckpointError, match=r"scale, mask \(2 in all\).*reset_parameters"):
+        strategy.prepare_model(model)
+
+
+# --- names, ties, buffers, shapes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+def test_a_plain_model_loads_from_its_own_names_with_buffers_and_uneven_shards(tmp_path):
+    torch.manual_seed(1)
+    expected = Mlp()
+    expected.offset.add_(0.5)
+    if dist.get_rank() == 0:
+        save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    dist.barrier()
+    with init_on_meta():
+        model = Mlp()
+    shard_model(model, bf16=False)
+    report = load_weights(model, tmp_path)
+    assert_same_values(model, expected)
+    assert report == LoadReport(loaded=list(expected.state_dict()))
+    assert_same_values(load_and_return(Mlp(), tmp_path / "model.safetensors"), expected)
+
+
+def save_here(model, folder):
+    """Save a transformers model on this rank; save_pretrained writes on rank 0 only."""
+    model.config.save_pretrained(folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        state["lm_head.weight"] = model.lm_head.weight.detach()
+    save_file(state, folder / "model.safetensors")
+
+
+def load_and_return(model, path, **options):
+    shard_model(model, bf16=False)
+    load_weights(model, path, **options)
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_tied_weights_load_under_either_name_and_stay_tied(tmp_path):
+    model = build("llama_tied")
+    folder = tmp_path / str(dist.get_rank())
+    save_here(model, folder)
+    state = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in state
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, folder / "model.safetensors")
+    with init_on_meta():
+        loaded = LlamaForCausalLM.from_pretrained(folder)
+    shard_model(loaded, bf16=False)
+    load_weights(loaded)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_same_values(loaded, model)
+    state["model.embed_tokens.weight"] = state["lm_head.weight"].clone()
+    save_file(state, folder / "model.safetensors")
+    load_weights(loaded, folder)
+    state["model.embed_tokens.weight"][-1] += 1
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="different values for the names that it is tied to"):
+        load_weights(loaded, folder)
+
+
+@pytest.mark.ranks(2)
+def test_another_folder_than_the_remembered_one_can_be_named(folder, tmp_path):
+    if dist.get_rank() == 0:
+        build("llama", seed=3).save_pretrained(tmp_path / "other0")
+    dist.barrier()
+    with init_on_meta():
+        actor = Actor(folder)
+    shard_model(actor, bf16=False)
+    load_weights(actor, tmp_path / "other0")
+    assert_same_values(actor.model, LlamaForCausalLM.from_pretrained(tmp_path / "other0"))
+
+
+@pytest.mark.ranks(2)
+def test_values_are_replaced_in_place_where_a_model_is_real(folder):
+    model = build("llama", seed=9)
+    shard_model(model, bf16=False)
+    parameters = list(model.parameters())
+    load_weights(model, folder)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert_same_values(model, LlamaForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.ranks(2)
+def test_an_unsharded_model_loads_whole(folder):
+    with init_on_meta():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    load_weights(model)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert_same_values(model, LlamaForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.ranks(2)
+def test_offloaded_parameters_are_loaded_into_host_memory_and_train(folder):
+    strategy = FSDPV2Strategy(config=None, bf16=False)
+    strategy.config = strategy.config.replace(cpu_offload=True)
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    strategy.prepare_model(model, is_training=True)
+    assert_same_values(model, LlamaForCausalLM.from_pretrained(folder))
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    ids = torch.ones(1, 4, dtype=torch.long, device=strategy.device)
+    strategy.backward(model(input_ids=ids, labels=ids).loss, model, optimizer)
+    assert strategy.optimizer_step(optimizer, model).stepped
+
+
+@pytest.mark.ranks(2)
+def test_a_model_from_meta_trains_as_the_loaded_one(folder):
+    losses = []
+    for meta in (True, False):
+        strategy = FSDPV2Strategy(bf16=False, max_norm=1.0)
+        with strategy.init_model_context(meta_init=meta):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+        strategy.prepare_model(model, is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        ids = torch.arange(3, 15)[None] + dist.get_rank()
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            strategy.backward(loss, model, optimizer)
+            losses.append((loss.item(), strategy.optimizer_step(optimizer, model).grad_norm))
+    assert losses[:3] == losses[3:]
+
+
+# --- strictness and errors --------------------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.ranks(2)
+def test_names_must_agree_unless_told_otherwise(folder):
+    with init_on_meta():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    if dist.get_rank() == 0:
+        rewrite(folder, lambda s: s.update(extra=s.pop("model.norm.weight")))
+    dist.barrier()
+    shard_model(model, bf16=False)
+    with pytest.raises(CheckpointError, match=r"lack 1 of its tensors, model\.norm\.weight"):
+        load_weights(model)
+    assert next(model.parameters()).is_meta, "nothing was touched"
+    report = load_weights(model, strict=False)
+    assert report.missing == ["model.norm.weight"]
+    assert report.unexpected == ["extra"]
+    assert full(model.model.norm.weight).eq(1).all()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        rewrite(folder, lambda s: s.update({"model.norm.weight": s["extra"].clone()}))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="does not have, extra first"):
+        load_weights(model)
+
+
+def parts(folder):
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def truncate(folder):
+    os.truncate(parts(folder)[1], 500)
+
+
+def remove(folder):
+    parts(folder)[2].unlink()
+
+
+def reshape(folder):
+    path = parts(folder)[0]
+    state = load_file(path)
+    name = sorted(state)[0]
+    save_file({**state, name: state[name][:-1].contiguous()}, path)
+
+
+def rename_dtype(folder):
+    path = parts(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F31"', 1))
+
+
+def lie(folder):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = next(n for n, file in index["weight_map"].items() if file == parts(folder)[0].name)
+    index["weight_map"][name] = parts(folder)[-1].name
+    path.write_text(json.dumps(index))
+
+
+def lie_about_files(folder):
+    path = folder / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace(parts(folder)[0].stem, "model-00009-of-00009"))
+
+
+def no_index(folder):
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+FAULTS = {
+    "truncate": "bytes long",
+    "remove": r"model-00003-of-\d+\.safetensors: No such file",
+    "reshape": r"in the files, expected",
+    "rename_dtype": "'F31'",
+    "lie": "index says that",
+    "lie_about_files": "model-00009-of-00009.safetensors",
+    "no_index": "expected an index",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_the_headers_show_is_an_error_on_every_rank_before_anything_is_touched(fault, tmp_path):
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    dist.barrier()
+    with init_on_meta():
+        model = LlamaForCausalLM.from_pretrained(tmp_path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        globals()[fault](tmp_path)
+    dist.barrier()
+    shard_model(model, bf16=False)
+    with pytest.raises(CheckpointError, match=FAULTS[fault]) as caught:
+        load_weights(model)
+    assert same_on_all_ranks(str(caught.value))
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_fault_that_one_rank_sees_is_an_error_on_both(folder, tmp_path):
+    mine = tmp_path / str(dist.get_rank())
+    shutil.copytree(folder, mine)
+    with init_on_meta():
+        model = LlamaForCausalLM.from_pretrained(mine)
+    if dist.get_rank() == 1:
+        os.truncate(mine / "model.safetensors", 500)
+    shard_model(model, bf16=False)
+    with pytest.raises(CheckpointError, match="failed on rank 1: cannot read"):
+        load_weights(model)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_are_given_different_files_are_told(folder, tmp_path):
+    other = tmp_path / f"other{dist.get_rank()}"
+    save_here(build("llama", seed=2).to([torch.float32, torch.bfloat16][dist.get_rank()]), other)
+    model = build("llama")
+    shard_model(model, bf16=False)
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
+        load_weights(model, other)
+
+
+@pytest.mark.ranks(1)
+def test_what_has_no_safetensors_or_is_no_folder_is_an_error(folder, tmp_path):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with init_on_meta(), pytest.raises(CheckpointError, match="expected safetensors files"):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = shard_model(build("llama"), bf16=False)
+    for path in (tmp_path / "nowhere", folder):
+        with pytest.raises(CheckpointError, match=r"expected model\.safetensors or"):
+            load_weights(model, path)
+    with init_on_meta(), pytest.raises(FSDP2StrategyError, match="state_dict"):
+        LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(), state_dict={})
+
+
+@pytest.mark.ranks(1)
+def test_mismatched_sizes_are_initialised_where_from_pretrained_was_told_so(folder):
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForCausalLM.from_pretrained(folder, vocab_size=100, ignore_mismatched_sizes=True)
+    strategy.prepare_model(model)
+    assert model.lm_head.weight.shape == (100, 32)
+    assert 0 < full(model.lm_head.weight).std() < 0.1
