@@ -4,7 +4,7 @@
 
 Two runs of train_text.py under torchrun, two ranks each: one undisturbed, one killed. The demo fails unless each loss
 that the killed run logged, before the kill and after it, equals the undisturbed run's to the last bit. It writes the
-picture that the README shows.
+picture that the README shows, and lets plain transformers open the killed run's export and write some text with it.
 """
 
 import argparse
@@ -87,6 +87,20 @@ def draw(undisturbed: list[tuple[int, float]], killed: list[tuple[int, float]], 
     figure.savefig(picture, dpi=130, metadata={"Software": None})
 
 
+def continue_text(export: Path, prompt: str) -> str:
+    """Open an export with plain transformers and let it go on with a text."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    torch.manual_seed(0)
+    tokens = model.generate(
+        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=120, do_sample=True, temperature=0.8
+    )
+    return tokenizer.decode(tokens[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=EXAMPLES / "train_text.yaml")
@@ -113,6 +127,8 @@ def main() -> None:
     if different or {step for step, _ in killed} != set(by_step) or not again:
         raise SystemExit(f"the runs differ: {different[:3]}, {again} steps run again")
     draw(expected, killed, kill, args.picture)
+    text = continue_text(args.runs / "killed" / "export", "import os\n\ndef ")
+    print(f"\n--- the export, opened by plain transformers, goes on from 'import os\\n\\ndef ': ---\n{text}")
     first, last = expected[0][1], expected[-1][1]
     print(
         f"\nall {len(killed)} losses of the killed run equal the undisturbed run's to the last bit, {again} steps run "

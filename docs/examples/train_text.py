@@ -1,5 +1,7 @@
 """Train a byte-level Llama on local text, sharded over ranks; killed at any moment, it goes on where it was.
 
+It ends with an export that plain transformers opens: ``AutoModelForCausalLM.from_pretrained("runs/text/export")``.
+
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_text.py --run-dir runs/text
 
 The same command runs on GPUs. ``--text`` takes a file or a folder; by default it is Python's own standard library.
@@ -15,7 +17,9 @@ import torch
 import torch.distributed as dist
 import transformers
 import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain
 
@@ -37,13 +41,28 @@ class Text:
         return self.content[start : start + self.length].long()
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are the bytes of the text."""
+    printable = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
+    others = [b for b in range(256) if b not in printable]
+    symbols = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE({symbols[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def train(settings: dict, text: Path, run_dir: Path) -> None:
     options = settings["train"]
     with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
         rank, world_size = strategy.get_rank(), strategy.world_size
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **settings["model"])).train()
+        config = transformers.LlamaConfig(
+            vocab_size=256, bos_token_id=None, eos_token_id=None, pad_token_id=0, **settings["model"]
+        )
+        with strategy.init_model_context(meta_init=True):  # no rank ever holds the whole model
+            model = transformers.LlamaForCausalLM(config).train()
         if not (run_dir / "losses.jsonl").exists():
             explain(model, bf16=strategy.config.bf16)
         model = strategy.prepare_model(model, is_training=True)
@@ -88,6 +107,7 @@ def train(settings: dict, text: Path, run_dir: Path) -> None:
                         model, run_dir / "checkpoints", max_num=2, max_mem=10, client_state={"sequences": sequences}
                     )
         bar.close()
+        strategy.save_model(model, byte_tokenizer(), run_dir / "export", dtype=torch.bfloat16)
 
 
 def main() -> None:

@@ -107,7 +107,14 @@ class Reader:
             self._open(read.entry.path)
         total = sum(read.nbytes for read in reads)
         with (
-            tqdm(total=total, desc=self._what, unit="B", unit_scale=True, disable=not is_rank_0(), leave=False) as bar,
+            tqdm(
+                total=total,
+                desc=self._what,
+                unit="B",
+                unit_scale=True,
+                disable=not (total and is_rank_0()),
+                leave=False,
+            ) as bar,
             ThreadPoolExecutor(_THREADS) as pool,
         ):
             running = {pool.submit(self._carry_out, read): read.nbytes for read in reads}
