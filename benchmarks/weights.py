@@ -2,10 +2,11 @@
 
     python benchmarks/weights.py [--sizes 0.4 1.5] [--ranks 1 2 4] [--rounds 5] [--disk DIR] [--tmpfs DIR] [--only load]
 
-Each contestant goes from nothing to a sharded model whose every page was written to, as a step would, or from a sharded model to files that
-are forced to disk; all of them take turns in one process group, in another order each round. Reads from disk begin
-with the files dropped from the page cache. Peak memory is the kernel's own (VmHWM, reset before each turn) above what
-the process held before; bytes read are those of its read calls. Writes weights.json and weights.png, prints tables.
+Each contestant goes from nothing to a sharded model whose every page was written to, as a step would, or from a
+sharded model to files that are forced to disk; all of them take turns in one process group, in another order each
+round. Reads from disk begin with the files dropped from the page cache. Peak memory is the kernel's own (VmHWM, reset
+before each turn) above what the process held before; bytes read are those of its read calls. Writes weights.json and
+weights.png, prints tables.
 """
 
 import argparse
@@ -310,7 +311,8 @@ def table(entry: dict) -> str:
     if "error" in own:
         return own["error"]
     lines = [
-        f"{entry['kind']}, {entry['size']} B ({entry['payload_bytes'] / 1e9:.2f} GB), {entry['ranks']} ranks, {entry['where']}",
+        f"{entry['kind']}, {entry['size']} B ({entry['payload_bytes'] / 1e9:.2f} GB), {entry['ranks']} ranks, "
+        f"{entry['where']}",
         "",
         "| | s, median (least - most) | time / ours, median (middle half) | peak a rank, GB |",
         "|---|---|---|---|",

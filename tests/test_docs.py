@@ -25,11 +25,12 @@ def snippets(page):
 
 
 @pytest.mark.ranks(1)
-def test_the_quickstart_runs(tmp_path):
+@pytest.mark.parametrize("page", ["quickstart.md", "weights.md"])
+def test_the_code_of_a_page_runs(page, tmp_path):
     os.chdir(tmp_path)
     names = {}
-    for snippet in snippets(ROOT / "docs" / "quickstart.md"):
-        exec(compile(snippet, "quickstart.md", "exec"), names)
+    for snippet in snippets(ROOT / "docs" / page):
+        exec(compile(snippet, page, "exec"), names)
 
 
 @pytest.mark.ranks(2)
