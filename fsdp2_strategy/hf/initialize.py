@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -157,8 +158,7 @@ class _Slots:
         """Return the full tensor of a slot, with the values that it has so far."""
         if id(slot) not in self.open:
             if slot.written:
-                full = slot.original.full_tensor() if isinstance(slot.original, DTensor) else slot.original.clone()
-                full = full.to(self.device)
+                full = _gathered(slot.original, self.device)
             else:
                 # What is left of the filling was not initialised.
                 filling = float("nan") if slot.dtype.is_floating_point else 0
@@ -171,19 +171,32 @@ class _Slots:
         for slot, full in self.open.values():
             if not slot.changed or full.isnan().any():
                 continue
-            original = slot.original
-            if isinstance(original, DTensor):
-                shape, offset = compute_local_shape_and_global_offset(
-                    original.shape, original.device_mesh, original.placements
-                )
-                part = full
-                for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
-                    part = part.narrow(dim, min(begin, full.shape[dim]), length)
-                original.to_local().copy_(part)
-            else:
-                original.copy_(full)
+            _local(slot.original).copy_(_own_part(full, slot.original))
             slot.written = True
         self.open.clear()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_part(full: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Return the view of a full tensor that this rank's shard is."""
+    if isinstance(original, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(original.shape, original.device_mesh, original.placements)
+        for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+            full = full.narrow(dim, min(begin, full.shape[dim]), length)
+    return full
+
+
+def _gathered(original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the full tensor; `full_tensor` itself does not run below a dispatch of ours on torch 2.11."""
+    full = torch.zeros(original.shape, dtype=original.dtype, device=device)
+    _own_part(full, original).copy_(_local(original))
+    if isinstance(original, DTensor):
+        # Bytes of which all but one are zero add up without rounding.
+        dist.all_reduce(full.reshape(-1).view(torch.uint8), group=original.device_mesh.get_group(-1))
+    return full
 
 
 class _Slot(torch.Tensor):
