@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from models import batch_of, build, loss_of
 from reference import Unsharded, full_parameters
+from safetensors.torch import load_file
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 
@@ -62,3 +64,21 @@ def test_resume_on_a_gpu_is_bitwise_exact(tmp_path):
     assert steps(*second, range(3, 6)) == expected
     saved = full_parameters(first[1])
     assert all(torch.equal(saved[n], p) for n, p in full_parameters(second[1]).items())
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_meta_init_load_and_export_on_a_gpu_equal_from_pretrained(cpu_offload, tmp_path):
+    build("mixtral").to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    expected = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "saved")
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=True, cpu_offload=cpu_offload))
+    with strategy.init_model_context(meta_init=True):
+        model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "saved")
+    strategy.prepare_model(model, is_training=True)
+    named = dict([*expected.named_parameters(), *expected.named_buffers()])
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        assert torch.equal(local.cpu(), named[name].to(local.dtype)), name
+    strategy.save_model(model, None, tmp_path / "out", dtype=torch.bfloat16)
+    ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "saved"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)

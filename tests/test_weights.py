@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from fsdp2_strategy import (
     build_mesh,
     init_on_meta,
     load_weights,
+    save_model,
     shard_model,
 )
 from fsdp2_strategy.errors import FSDP2StrategyError
@@ -489,6 +492,19 @@ def test_a_model_from_meta_trains_as_the_loaded_one(folder):
             strategy.backward(loss, model, optimizer)
             losses.append((loss.item(), strategy.optimizer_step(optimizer, model).grad_norm))
     assert losses[:3] == losses[3:]
+
+
+@pytest.mark.ranks(2)
+def test_a_model_goes_with_its_last_reference(folder, tmp_path):
+    with init_on_meta():
+        critic = Critic(folder)
+    shard_model(critic, bf16=False)
+    load_weights(critic, strict=False)
+    save_model(critic, None, tmp_path / "export")
+    alive = [weakref.ref(part) for part in (*critic.modules(), *critic.parameters())]
+    del critic
+    gc.collect()
+    assert not [part for part in alive if part() is not None]
 
 
 # --- strictness and errors --------------------------------------------------------------------------------------------

@@ -86,6 +86,11 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
                 f"cannot build {type(model).__name__} on meta: from_pretrained was given a state_dict, expected a "
                 "folder or hub id. Build it outside of init_on_meta."
             )
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise CheckpointError(
+                f"cannot build {type(model).__name__} on meta: {load_config.pretrained_model_name_or_path} holds an "
+                "adapter, expected a model's own weights. Build it outside of init_on_meta."
+            )
         _keep_dtypes(model, load_config.dtype_plan)
         _remember(model, checkpoint_files, load_config)
         return _nothing_loaded(), None

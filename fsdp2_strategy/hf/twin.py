@@ -18,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 Stand = Callable[[torch.Tensor], torch.Tensor]
 
+# What init functions look at, and what may hold on to the original.
+_LEFT_OUT = ("_is_hf_initialized", "forward")
+
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before `fully_shard` renamed it."""
@@ -49,12 +52,14 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
         if id(module) not in modules:
             cls = original_class(module)
             new = modules[id(module)] = cls.__new__(cls)
-            new.__dict__.update(module.__dict__)
-            new.__dict__.pop("_is_hf_initialized", None)
+            nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
+            own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
+            new.__dict__.update({name: value for name, value in own.items() if name not in _LEFT_OUT})
             new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
             new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
             new._modules = {name: copy(child) if child is not None else None for name, child in module._modules.items()}
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+            new.training = module.training
         return modules[id(module)]
 
     return copy(model)
