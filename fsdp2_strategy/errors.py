@@ -21,6 +21,9 @@ from collections.abc import Iterable
 class FSDP2StrategyError(Exception):
     """Base class of every error that this package raises on purpose."""
 
+    is_agreed = False
+    """Whether every rank raises it at this point."""
+
 
 class ConfigError(FSDP2StrategyError, ValueError):
     """A configuration value that cannot be used."""

@@ -110,7 +110,8 @@ def seed_everything(seed: int) -> None:
 def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     """End a phase of work alike on every rank: all go on, or all raise ``error``; collective.
 
-    See [Note: one decision]. The message names the failing rank and its cause.
+    See [Note: one decision]. The message names the failing rank and its cause. Phases nest: where one rank fails in the
+    outer and the others wait in an inner one, all of them raise.
 
     Raises:
         FSDP2StrategyError: of the given class, on every rank, when any rank failed inside.
@@ -118,7 +119,9 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     cause: Exception | None = None
     try:
         yield
-    except Exception as failure:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+    except Exception as failure:
+        if getattr(failure, "is_agreed", False):
+            raise  # they have heard of it, in an inner phase or in this one
         cause = failure
     flag = torch.tensor(float(cause is not None), device=control_device())
     dist.all_reduce(flag)
@@ -128,11 +131,12 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     own = None if cause is None else str(cause) if isinstance(cause, error) else f"{type(cause).__name__}: {cause}"
     dist.all_gather_object(texts, own)
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    if len(set(failed.values())) == 1 and len(failed) == len(texts):
-        raise error(next(iter(failed.values()))) from cause
     rank, text = next(iter(failed.items()))
     others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
-    raise error(f"cannot {action}: failed on rank {rank}{others}: {text}") from cause
+    same = len(set(failed.values())) == 1 and len(failed) == len(texts)
+    agreed = error(text if same else f"cannot {action}: failed on rank {rank}{others}: {text}")
+    agreed.is_agreed = True
+    raise agreed from cause
 
 
 def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -356,21 +357,154 @@ def test_models_from_a_configuration_get_the_values_of_the_unsharded_init(name, 
         run_on(world_size, from_config_equals_its_own_init, name=name)
 
 
-class Unrestorable(nn.Module):
+class Handmade(nn.Module):
+    """What constructors of trainers do: raw parameters, computed buffers, explicit inits, copies."""
+
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("mask", torch.arange(4), persistent=False)
+        self.linear = nn.Linear(8, 5)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.constant_(self.linear.bias, 5.0)
+        self.head = nn.Linear(5, 3, bias=False)
+        self.head.weight.data.normal_(mean=0.0, std=1 / 6)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.scale = nn.Parameter(torch.full((7,), 0.5))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.noise = nn.Parameter(torch.randn(3, 4).t() * 0.1)
+        self.q = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.target = copy.deepcopy(self.q)
+        self.orthogonal = nn.Linear(6, 6)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        self.embed = nn.Embedding(9, 4, padding_idx=0)
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool(), persistent=False)
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8))
+
+
+def handmade_equals_its_constructor():
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = Handmade()
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    strategy.set_seed(11)
+    strategy.prepare_model(model, is_training=True)
+    torch.manual_seed(11)
+    assert_same_values(model, Handmade())
+
+
+def test_modules_get_what_their_constructors_gave_them(run_on):
+    for world_size in WORLDS:
+        run_on(world_size, handmade_equals_its_constructor)
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_restored_is_an_error_that_names_it():
+def test_an_explicit_init_of_a_head_after_from_pretrained_holds(folder):
     strategy = FSDPV2Strategy(bf16=False)
     with strategy.init_model_context(meta_init=True):
-        model = Unrestorable()
-    with pytest.raises(CheckpointError, match=r"scale, mask \(2 in all\).*reset_parameters"):
-        strategy.prepare_model(model)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+        model.score.weight.data.fill_(0.25)
+    strategy.prepare_model(model)
+    assert full(model.score.weight).eq(0.25).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_model_on_meta_has_its_values(folder):
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        actor = AutoModelForCausalLM.from_pretrained(folder)
+    reference = copy.deepcopy(actor)
+    expected = LlamaForCausalLM.from_pretrained(folder)
+    for model in (actor, reference):
+        assert_same_values(strategy.prepare_model(model), expected)
+
+
+@pytest.mark.ranks(2)
+def test_what_nothing_gives_values_to_is_an_error_that_names_it():
+    with torch.device("meta"):
+        model = Handmade()
+    shard_model(model, bf16=False)
+    with pytest.raises(CheckpointError, match=r"nothing gives values to scale, temperature, noise, mask \(5 in all\)"):
+        load_weights(model)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_escape_the_default_device_are_loaded(tmp_path):
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8),
+        conv_kernel=(3, 3), conv_stride=(2, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, vocab_size=12, feat_extract_norm="layer",
+    )  # fmt: skip
+    plain = transformers.Wav2Vec2ForCTC(config)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path)
+    dist.barrier()
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = transformers.Wav2Vec2ForCTC.from_pretrained(tmp_path)
+    torch.manual_seed(dist.get_rank())
+    strategy.prepare_model(model)
+    assert_same_values(model, transformers.Wav2Vec2ForCTC.from_pretrained(tmp_path))
+
+
+@pytest.mark.ranks(2)
+def test_a_missing_pooler_is_initialised_as_transformers_does(tmp_path):
+    if dist.get_rank() == 0:
+        build("bert").save_pretrained(tmp_path)
+    dist.barrier()
+    strategy = FSDPV2Strategy(bf16=False)
+    with strategy.init_model_context(meta_init=True):
+        model = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    strategy.prepare_model(model)
+    assert 0 < full(model.bert.pooler.dense.weight).std() < 0.1
+    expected = transformers.BertModel.from_pretrained(tmp_path)
+    assert_same_values(model.bert.encoder, expected.encoder)
+
+
+class FailsOnOneRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def reset_parameters(self):
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of memory, say")
+        nn.init.zeros_(self.first.weight)
+
+
+@pytest.mark.ranks(2)
+def test_an_init_function_that_fails_on_one_rank_is_an_error_on_both():
+    with torch.device("meta"):
+        model = FailsOnOneRank()
+    shard_model(model, bf16=False)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*out of memory, say"):
+        load_weights(model)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_which_one_is_real_are_told(folder):
+    if dist.get_rank():
+        model = build("llama")
+    else:
+        with init_on_meta():
+            model = CASES["llama"].build()
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
+        load_weights(model, folder)
+
+
+@pytest.mark.ranks(1)
+def test_nothing_to_load_from_is_an_error():
+    with pytest.raises(CheckpointError, match="no folder is remembered"):
+        load_weights(shard_model(build("llama"), bf16=False))
+
+
+@pytest.mark.ranks(1)
+def test_a_variant_beside_the_default_weights_is_the_one_that_is_loaded(tmp_path):
+    build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    other = build("llama", seed=4)
+    other.save_pretrained(tmp_path, variant="fp16", max_shard_size="30KB")
+    with init_on_meta():
+        model = LlamaForCausalLM.from_pretrained(tmp_path, variant="fp16")
+    load_weights(shard_model(model, bf16=False))
+    assert_same_values(model, other)
 
 
 # --- names, ties, buffers, shapes -------------------------------------------------------------------------------------
@@ -427,9 +561,11 @@ def test_tied_weights_load_under_either_name_and_stay_tied(tmp_path):
     save_file(state, folder / "model.safetensors")
     load_weights(loaded, folder)
     state["model.embed_tokens.weight"][-1] += 1
+    state["model.norm.weight"] += 1
     save_file(state, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="different values for the names that it is tied to"):
         load_weights(loaded, folder)
+    assert_same_values(loaded, model)
 
 
 @pytest.mark.ranks(2)

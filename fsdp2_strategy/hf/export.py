@@ -79,13 +79,13 @@ def save_model(
             create_pr; variant; save_original_format=False for the model's own names. Others are an error.
 
     Raises:
-        CheckpointError: on every rank: a file cannot be written (an earlier export is then still there), the model has
-            no values, or an argument is unknown.
+        CheckpointError: on every rank: a file cannot be written, the model has no values, or an argument is unknown. An
+            earlier export is then still there, unless the final renaming failed: then nothing loads, and no mix.
     """
-    root = unwrap_model(model)
-    name = original_class(root).__name__
-    folder = Path(output_dir)
-    with all_or_none(f"export {name}", CheckpointError):
+    with all_or_none("export", CheckpointError):
+        root = unwrap_model(model)
+        name = original_class(root).__name__
+        folder = Path(output_dir)
         options = _options(kwargs)
         reshard(root)
         copied = twin(root)
@@ -331,19 +331,21 @@ def _gathered_jobs(
 
 
 def _publish(folder: Path, files: Sequence[_File], variant: str | None) -> None:
-    """Give the files their names, then the index, and remove what an earlier export had more."""
-    for file in files:
-        file.partial.rename(file.final)
+    """Remove what an earlier export had more, give the files their names, then the index.
+
+    Until the index is there, several files do not load: a failure on the way leaves no mix of two exports that does.
+    """
     names = {file.final.name for file in files}
     suffix = _suffix(variant)
+    index = folder / f"model.safetensors.index{suffix}.json"
+    index.unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors"):
         ours = re.fullmatch(rf"model{re.escape(suffix)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name)
         if ours and old.name not in names:
             old.unlink()
-    index = folder / f"model.safetensors.index{suffix}.json"
-    if len(files) == 1:
-        index.unlink(missing_ok=True)
-    else:
+    for file in files:
+        file.partial.rename(file.final)
+    if len(files) > 1:
         entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
         content = {
             "metadata": {

@@ -7,19 +7,20 @@ modules the `Origin` that `load` reads: the files, and the twin whose names the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry, read_header
+from fsdp2_strategy.hf.tape import Tape, recording
 from fsdp2_strategy.hf.twin import twin
 
 WEIGHTS = "model.safetensors"
@@ -42,14 +43,18 @@ class Origin:
     where: str = ""
     """The folder or hub id, for messages."""
 
+    def __deepcopy__(self, _memo: object) -> Origin:
+        return self  # a copied module has the same origin
 
-# Each module of a model that was built by from_pretrained on meta: where its values are, and its name there.
-_origins: WeakKeyDictionary[nn.Module, tuple[Origin, str]] = WeakKeyDictionary()
+
+# Attribute of each module of a model that was built by from_pretrained on meta: copies of the module have it, too.
+_ORIGIN = "_values_in_files"
 
 
 def origin_of(module: nn.Module) -> tuple[Origin, str] | None:
     """Return where a module's values are to come from, and the module's name there; None where nobody said."""
-    return _origins.get(module)
+    origin: tuple[Origin, str] | None = module.__dict__.get(_ORIGIN)
+    return origin
 
 
 @contextmanager
@@ -64,8 +69,8 @@ def init_on_meta() -> Iterator[None]:
         CheckpointError: from ``from_pretrained``, where a folder has no safetensors files, or quantised ones.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch.device("meta"))
-        for target, name, value in _stand_ins():
+        tape = stack.enter_context(recording())
+        for target, name, value in _stand_ins(tape):
             stack.enter_context(patch.object(target, name, value))
         from transformers import initialization  # noqa: PLC0415  models that need no transformers need not import it
 
@@ -73,7 +78,7 @@ def init_on_meta() -> Iterator[None]:
         yield
 
 
-def _stand_ins() -> list[tuple[Any, str, Any]]:
+def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
     """Return what stands in for the three steps of from_pretrained that would touch values."""
     from transformers import modeling_utils  # noqa: PLC0415
 
@@ -93,17 +98,24 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
             )
         _keep_dtypes(model, load_config.dtype_plan)
         _remember(model, checkpoint_files, load_config)
+        tape.settle(model)
         return _nothing_loaded(), None
 
     def tie(model: Any, _load_config: Any, loading_info: Any) -> Any:
         model.tie_weights(recompute_mapping=False)
         return loading_info
 
+    def initialize(model: Any) -> None:
+        init_weights(model)  # type: ignore[no-untyped-call]
+        tape.settle(model)
+
     pretrained = modeling_utils.PreTrainedModel
+    init_weights = pretrained.init_weights
     return [
         (modeling_utils, "check_and_set_device_map", no_device_map),
         (pretrained, "_load_pretrained_model", staticmethod(remember)),
         (pretrained, "_finalize_model_loading", staticmethod(tie)),
+        (pretrained, "init_weights", initialize),
     ]
 
 
@@ -139,18 +151,35 @@ def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
             f"cannot build {type(model).__name__} on meta: {where} holds {[f.name for f in files]}, expected "
             "safetensors files. Convert it with from_pretrained and save_pretrained."
         )
-    indices = {file.parent for file in files}
-    index = next((folder / INDEX for folder in indices if (folder / INDEX).is_file()), None) if len(files) > 1 else None
+    _empty(model)
     origin = Origin(
         model=twin(model),
         files=files,
-        index=index,
+        index=_index_of(files[0]),
         conversions=load_config.weight_mapping,
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
         where=where,
     )
     for name, module in model.named_modules():
-        _origins[module] = (origin, name)
+        module.__dict__[_ORIGIN] = (origin, name)
+
+
+def _empty(model: nn.Module) -> None:
+    """Bring to meta what files hold and constructors made elsewhere: ``torch.FloatTensor`` knows no default device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to("meta")
+
+
+def _index_of(file: Path) -> Path | None:
+    """Return the index that lists a file, by the hub's naming: model[.variant]-00001-of-00002.safetensors."""
+    match = re.fullmatch(r"model(\..+)?-\d+-of-\d+\.safetensors", file.name)
+    index = file.with_name(f"model.safetensors.index{match[1] or ''}.json") if match else None
+    return index if index is not None and index.is_file() else None
 
 
 def open_folder(model: nn.Module, path: str | Path) -> Origin:

@@ -1,6 +1,10 @@
-"""Values for what no file holds: fresh modules and computed buffers, by the model's own init functions.
+"""Values for what no file holds: fresh modules and computed buffers, as constructors and init functions make them.
 
 Input: a model whose tensors have memory, and which of them have no values. Output: the same tensors, filled.
+
+Who is asked, in this order: what the code that built the model did to a tensor after transformers was done with it; a
+transformers model's ``_init_weights``; what the constructor did; ``reset_parameters`` of a module that was built
+elsewhere.
 
 [Note: fresh values] Init functions draw whole tensors and change them in place. They run on a twin of the model in
 which a `_Slot` stands for each tensor without values. The first operation on a slot makes a full tensor on every rank,
@@ -10,8 +14,9 @@ values are those of the unsharded model at every world size, and what no init fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +26,59 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
-from fsdp2_strategy.hf.folder import is_transformers_model, origin_of
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.tape import Note, Tape, note_of, storage_of
 from fsdp2_strategy.hf.twin import twin
-from fsdp2_strategy.ranks import from_rank_0
+from fsdp2_strategy.ranks import all_or_none, from_rank_0
 
 _INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")
 
 
-@torch.no_grad()
-def initialize(model: nn.Module, without_values: Mapping[int, str], device: torch.device) -> list[str]:
-    """Give values to tensors by the init functions of the modules that own them; collective where they are sharded.
+@dataclass(frozen=True, eq=False)
+class Empty:
+    """A tensor without values: its name, and all places where it is registered."""
 
-    A transformers model initialises all of its modules, any other module itself by ``reset_parameters``, inner ones
-    first; a module put into a transformers model after ``from_pretrained`` counts as other.
+    name: str
+    tensor: torch.Tensor
+    places: Sequence[tuple[nn.Module, str]]
+
+    @property
+    def note(self) -> Note | None:
+        """How it was made, where that was recorded."""
+        return next((note for module, key in self.places if (note := note_of(module, key))), None)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, empty: Sequence[Empty], device: torch.device) -> list[str]:
+    """Give values to tensors as the code that built their modules would have; collective where they are sharded.
 
     Args:
-        model: its tensors have memory on ``device``.
-        without_values: the tensors to fill: names by identity.
+        model: its tensors have memory.
+        empty: the tensors to fill.
         device: where values are drawn.
 
     Returns:
-        The names of those that no init function writes.
+        The names of those that nothing gives values to.
     """
     slots = _Slots(device)
+    with _same_draws(device):
+        _by_transformers(model, [e for e in empty if e.note is None or not e.note.was_changed_later], slots)
+        waiting = [e for e in empty if not slots.of(e.tensor).written]
+        filled = _by_constructors([e for e in waiting if e.note is not None], device)
+        waiting = [e for e in waiting if id(e.tensor) not in filled]
+        slots = _Slots(device)
+        _by_reset(model, [e for e in waiting if e.note is None], slots)
+    return [e.name for e in waiting if e.note is not None or not slots.of(e.tensor).written]
+
+
+def _slotted(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> nn.Module:
+    """Return a twin with slots for some tensors, all others marked as initialised."""
+    names = {id(e.tensor) for e in empty}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in without_values:
-            return slots.add(tensor)
+        if id(tensor) in names:
+            return slots.of(tensor)
         known = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
 
@@ -55,32 +86,29 @@ def initialize(model: nn.Module, without_values: Mapping[int, str], device: torc
     for tensor in (*copy.parameters(), *copy.buffers()):
         if not isinstance(tensor, _Slot):
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    with _same_draws(device):
-        _initialize_added(model, copy, slots, inside=False)
-        _initialize_tree(copy, slots)
-    _take_over_assigned(model, copy, slots)
-    return [without_values[id(slot.original)] for slot in slots.all if not slot.written]
+    return copy
 
 
-def _initialize_added(original: nn.Module, copy: nn.Module, slots: _Slots, *, inside: bool) -> None:
-    """Initialise the modules that were put into a model after from_pretrained."""
-    known = origin_of(original) is not None
-    for name, child in original.named_children():
-        _initialize_added(child, copy._modules[name], slots, inside=inside or known)  # type: ignore[arg-type]
-    if inside and not known:
-        _reset(copy, slots)
+def _by_transformers(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> None:
+    """Let each transformers model within initialise what is empty of it.
 
-
-def _initialize_tree(module: nn.Module, slots: _Slots) -> None:
-    if is_transformers_model(module):
-        for part in module.modules():
-            if is_transformers_model(part):
-                part._initialize_weights = _keeping(part._initialize_weights, slots)  # type: ignore[assignment,arg-type]
-        module.initialize_weights()  # type: ignore[operator]
-        return
-    for child in module.children():
-        _initialize_tree(child, slots)
-    _reset(module, slots)
+    Its tensors that count as changed later are left alone: those of its modules that it never initialised among them.
+    """
+    copy = _slotted(model, empty, slots)
+    inner: set[int] = set()
+    for part in copy.modules():
+        if is_transformers_model(part):
+            part._initialize_weights = _keeping(part._initialize_weights, slots)  # type: ignore[assignment,arg-type]
+    for part in copy.modules():
+        if is_transformers_model(part) and id(part) not in inner:
+            inner |= {id(module) for module in part.modules()}
+            part.initialize_weights()  # type: ignore[operator]
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            new = copy.get_submodule(name)._buffers.get(key)
+            slot = slots.all.get(id(buffer))
+            if slot is not None and new is not None and not isinstance(new, _Slot) and not new.is_meta:
+                slot.fill(new)  # an init function put another tensor in its place
 
 
 def _keeping(function: Callable[..., None], slots: _Slots) -> Callable[..., None]:
@@ -91,28 +119,42 @@ def _keeping(function: Callable[..., None], slots: _Slots) -> Callable[..., None
     return initialize_and_keep
 
 
-def _reset(module: nn.Module, slots: _Slots) -> None:
-    """Run a module's own init function, if it has one and anything in it is to be initialised."""
-    reset = next((getattr(module, name) for name in _INIT_FUNCTIONS if callable(getattr(module, name, None))), None)
-    tensors = [*module.parameters(), *module.buffers()]
-    if reset is not None and any(isinstance(tensor, _Slot) for tensor in tensors):
-        reset()
-        slots.keep()
-        for tensor in tensors:
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+def _by_constructors(empty: Sequence[Empty], device: torch.device) -> set[int]:
+    """Carry out what was recorded when the tensors' modules were built; return the identities of those with values."""
+    filled: set[int] = set()
+    by_tape: dict[Tape, dict[int, list[tuple[Empty, Note]]]] = {}
+    for e in empty:
+        if e.note is not None:
+            by_tape.setdefault(e.note.tape, {}).setdefault(storage_of(e.note.meta), []).append((e, e.note))
+
+    def taker(wanting: list[tuple[Empty, Note]]) -> Callable[[torch.Tensor], None]:
+        def take(memory: torch.Tensor) -> None:
+            for e, note in wanting:
+                _local(e.tensor).copy_(_own_part(note.value(memory), e.tensor))
+                filled.add(id(e.tensor))
+
+        return take
+
+    for tape, wanted in by_tape.items():
+        tape.replay({storage: taker(wanting) for storage, wanting in wanted.items()}, device)
+    return filled
 
 
-def _take_over_assigned(original: nn.Module, copy: nn.Module, slots: _Slots) -> None:
-    """Copy the buffers that an init function replaced instead of changing."""
-    by_original = {id(slot.original): slot for slot in slots.all}
-    for name, module in original.named_modules():
-        for key, buffer in module._buffers.items():
-            slot, new = by_original.get(id(buffer)), copy.get_submodule(name)._buffers.get(key)
-            if slot is None or slot.written or buffer is None or new is None or new is slot:
-                continue
-            if not new.is_meta and new.shape == buffer.shape:
-                buffer.copy_(new)
-                slot.written = True
+def _by_reset(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> None:
+    """Run ``reset_parameters`` of the modules that hold empty tensors, inner ones first."""
+    if not empty:
+        return
+    for module in _inner_first(_slotted(model, empty, slots)):
+        reset = next((getattr(module, name) for name in _INIT_FUNCTIONS if hasattr(module, name)), None)
+        if callable(reset) and any(isinstance(tensor, _Slot) for tensor in (*module.parameters(), *module.buffers())):
+            reset()
+            slots.keep()
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _inner_first(child)
+    yield module
 
 
 @contextmanager
@@ -146,18 +188,21 @@ class _Slots:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.all: list[_Slot] = []
+        self.all: dict[int, _Slot] = {}
         self.open: dict[int, tuple[_Slot, torch.Tensor]] = {}
 
-    def add(self, original: torch.Tensor) -> _Slot:
-        slot = _Slot(original, self)
-        self.all.append(slot)
-        return slot
+    def of(self, original: torch.Tensor) -> _Slot:
+        """Return the slot that stands for a tensor."""
+        if id(original) not in self.all:
+            self.all[id(original)] = _Slot(original, self)
+        return self.all[id(original)]
 
     def full(self, slot: _Slot) -> torch.Tensor:
         """Return the full tensor of a slot, with the values that it has so far."""
         if id(slot) not in self.open:
             if slot.written:
+                with all_or_none("initialise", CheckpointError):
+                    """Gather only where no rank has failed on the way here."""
                 full = _gathered(slot.original, self.device)
             else:
                 # What is left of the filling was not initialised.
@@ -171,8 +216,7 @@ class _Slots:
         for slot, full in self.open.values():
             if not slot.changed or full.isnan().any():
                 continue
-            _local(slot.original).copy_(_own_part(full, slot.original))
-            slot.written = True
+            slot.fill(full)
         self.open.clear()
 
 
@@ -226,6 +270,11 @@ class _Slot(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"_Slot({list(self.shape)}, {self.dtype})"
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Keep this rank's part of a full value."""
+        _local(self.original).copy_(_own_part(value, self.original))
+        self.written = True
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -11,6 +11,7 @@ before anything is touched.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.folder import CONFIG, Origin, is_transformers_model, open_folder, origin_of, read_headers
-from fsdp2_strategy.hf.initialize import initialize
+from fsdp2_strategy.hf.initialize import Empty, initialize
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region, sources_of
+from fsdp2_strategy.hf.tape import forget
 from fsdp2_strategy.hf.twin import original_class
 from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
@@ -96,8 +98,8 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 
     Raises:
         CheckpointError: on every rank, before anything is changed, where files or names do not fit: a truncated or
-            missing file, a wrong shape, an unknown dtype, a wrong index, or (strict) names. Later only for what headers
-            cannot tell: a failing disk, a tensor that nothing gives values to.
+            missing file, a wrong shape, an unknown dtype, a wrong index, tied names with different values, or (strict)
+            names. Later only for what cannot be told before: a failing disk, a tensor that nothing gives values to.
     """
     return _load(model, path, may_miss="nothing" if strict else "anything")
 
@@ -105,8 +107,8 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 def load_remembered(model: nn.Module) -> LoadReport:
     """Make a model real that was built under `init_on_meta`, as ``from_pretrained`` would have; collective.
 
-    A head that the files lack (outside of the base model) is initialised and named in the log; a missing part of the
-    base model is an error.
+    What the files lack is initialised and named in the log where it is a head, a pooler or the like; a missing layer of
+    the base model, or part of one, is an error.
     """
     return _load(model, None, may_miss="heads")
 
@@ -122,8 +124,11 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
     with all_or_none(f"load {name}", CheckpointError):
         reshard(root)
         targets, report, origins = _plan(root, path, may_miss)
+        with Reader("comparing tied weights") as reader:
+            _check_ties(targets, reader)
     facts = [
-        (t.name, [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)]) for t in targets
+        (t.name, t.tensor.is_meta, [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)])
+        for t in targets
     ]
     agree(f"load {name}", facts, CheckpointError, "the same files everywhere. Give every rank the same folder.")
     afresh = [t for t in targets if not t.regions and t.tensor.is_meta]
@@ -134,17 +139,17 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
             reader.read(wishes)
     for shared in broadcasts:
         dist._broadcast_coalesced(shared.group, shared.tensors, _BROADCAST_BYTES, shared.source)  # type: ignore[attr-defined]
-    with all_or_none(f"load {name}", CheckpointError), Reader("comparing ties") as reader:
-        _check_ties(targets, reader)
     if afresh:
         with all_or_none(f"load {name}", CheckpointError):
-            unknown = initialize(root, {id(t.tensor): t.name for t in afresh}, current_device())
+            empty = [Empty(t.name, t.tensor, t.places) for t in afresh]
+            unknown = initialize(root, empty, current_device())
             if unknown:
                 raise CheckpointError(
-                    f"cannot make {name} real: {', '.join(unknown[:4])} ({len(unknown)} in all) come from no file and "
-                    "no init function writes them, expected a reset_parameters or _init_weights that does. Build that "
-                    "module outside of init_on_meta, or give it one."
+                    f"cannot make {name} real: nothing gives values to {', '.join(unknown[:4])} ({len(unknown)} in "
+                    "all), expected a file, what a constructor did under init_on_meta, or a reset_parameters. Build "
+                    "that module under init_on_meta, or give it one."
                 )
+    forget(root)
     where = ", ".join(origin.where for origin in origins) or "no folder"
     log("%s: %d tensors from %s, %d initialised afresh", name, len(report.loaded), where, len(afresh))
     return report
@@ -153,6 +158,11 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
 def _plan(root: nn.Module, path: str | Path | None, may_miss: str) -> tuple[list[_Target], LoadReport, list[Origin]]:
     """Decide for every tensor where its values come from, and check all that headers can tell."""
     known = _origins(root, path)
+    if path is None and not known and not is_on_meta(root):
+        raise CheckpointError(
+            f"cannot load {original_class(root).__name__}: no folder is remembered and it has values already, expected "
+            "a path, or a model that from_pretrained built under init_on_meta. Pass the folder."
+        )
     recipes: dict[Origin, Recipe] = {}
     for origin, _ in known.values():
         if origin not in recipes:
@@ -230,7 +240,8 @@ def _check_shapes(target: _Target) -> None:
                 continue
             raise CheckpointError(
                 f"cannot load {target.name}: it is {list(region.shape)} in the files, expected "
-                f"{list(target.tensor.shape)}. Check that configuration and files belong together."
+                f"{list(target.tensor.shape)}. Check that configuration and files belong together; a model that was "
+                "resized after from_pretrained is built outside of init_on_meta."
             )
 
 
@@ -255,12 +266,13 @@ def _check_names(
 
     wanted = [t for t in targets if not t.computed and not t.regions and not is_optional(t)]
     if may_miss == "heads":
-        in_base = [t for t in wanted if _in_base(t)]
-        if wanted and not in_base:
-            log("%s: not in the files, initialised afresh: %s", name, ", ".join(t.name for t in wanted))
+        layers = [t for t in wanted if _is_part_of_a_layer(t, targets)]
+        if wanted and not layers:
+            text = "%s: not in the files, initialised afresh: %s"
+            log(text, name, ", ".join(t.name for t in wanted), level=logging.WARNING)
         if report.unexpected:
             log("%s: in the files, not used: %s", name, ", ".join(report.unexpected))
-        wanted = in_base
+        wanted = layers
     if may_miss != "anything" and wanted:
         raise CheckpointError(
             f"cannot load {name}: the files lack {len(wanted)} of its tensors, {wanted[0].name} first, "
@@ -274,11 +286,18 @@ def _check_names(
         )
 
 
-def _in_base(target: _Target) -> bool:
-    """Say whether a tensor belongs to the base model, and not to a head on it."""
+def _is_part_of_a_layer(target: _Target, targets: Sequence[_Target]) -> bool:
+    """Say whether a tensor belongs to what a base model is made of, and not to a head or a pooler.
+
+    That is a numbered layer of it, or a module of it that the files hold in part.
+    """
     model = target.origin.model if target.origin else None
     prefix = getattr(model, "base_model_prefix", "")
-    return not prefix or not hasattr(model, prefix) or target.there.startswith(f"{prefix}.")
+    if prefix and hasattr(model, prefix) and not target.there.startswith(f"{prefix}."):
+        return False
+    modules = {module for module, _ in target.places}
+    in_part = any(t.regions and modules.intersection(module for module, _ in t.places) for t in targets)
+    return in_part or any(part.isdigit() for part in target.there.split("."))
 
 
 def _wishes(targets: Sequence[_Target]) -> tuple[list[Wish], list[_Broadcast]]:
@@ -334,9 +353,12 @@ def _check_ties(targets: Sequence[_Target], reader: Reader) -> None:
     for target in targets:
         for region in target.regions[1:]:
             wish, _ = _wish(target)
-            other = Wish(target.name, region, wish.box, torch.empty_like(wish.tensor))
-            reader.read([other])
-            if not torch.equal(other.tensor, wish.tensor):
+            wishes = [
+                Wish(target.name, r, wish.box, torch.empty(wish.tensor.shape, dtype=wish.tensor.dtype))
+                for r in (target.regions[0], region)
+            ]
+            reader.read(wishes)
+            if not torch.equal(wishes[0].tensor, wishes[1].tensor):
                 raise CheckpointError(
                     f"cannot load {target.name}: the files hold different values for the names that it is tied to, "
                     "expected one value. Set tie_word_embeddings=False where the model is built."

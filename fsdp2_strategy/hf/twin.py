@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 Stand = Callable[[torch.Tensor], torch.Tensor]
 
 # What init functions look at, and what may hold on to the original.
-_LEFT_OUT = ("_is_hf_initialized", "forward")
+_LEFT_OUT = ("_is_hf_initialized", "forward", "_values_in_files", "_values_on_tape")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
