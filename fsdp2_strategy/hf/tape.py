@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 _NOTE = "_values_on_tape"
-_orthogonal_ = nn.init.orthogonal_
+_NO_OPERATIONS_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,17 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, _memo: object) -> Self:
         return self  # a copied module was made by the same operations
 
-    def orthogonal_(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stand in for `torch.nn.init.orthogonal_`, which does nothing on meta."""
-        if tensor.is_meta:
+    def recorded(self, init: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return an init function that is recorded as a whole where it would do nothing, on meta."""
+
+        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not tensor.is_meta:
+                return init(tensor, *args, **kwargs)
             storage = frozenset({storage_of(tensor)})
-            self._add(_Operation(_orthogonal_, (tensor, *args), kwargs, (), storage, storage))
+            self._add(_Operation(init, (tensor, *args), kwargs, (), storage, storage))
             return tensor
-        return _orthogonal_(tensor, *args, **kwargs)
+
+        return record
 
     def _add(self, operation: _Operation) -> None:
         self.operations.append(operation)
@@ -208,10 +212,11 @@ def recording() -> Iterator[Tape]:
 
         return build
 
+    no_operations_on_meta: Any = {name: tape.recorded(getattr(nn.init, name)) for name in _NO_OPERATIONS_ON_META}
     with (
+        patch.multiple(nn.init, **no_operations_on_meta),
         patch.object(nn.Module, "__init__", built_here(construct)),
         patch.object(nn.Module, "__setstate__", built_here(restore)),
-        patch.object(nn.init, "orthogonal_", tape.orthogonal_),
         tape,
         torch.device("meta"),
         _Constants(),
