@@ -40,6 +40,7 @@ from fsdp2_strategy import init_on_meta, load_weights, save_model, shard_model
 from fsdp2_strategy.hf.container import memory_of, read_header, read_into, write_from
 
 THREADS = 4
+PIECE = 16 << 20
 CONFIGS = {
     "0.4": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22}, torch.float32),
     "1.5": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 29}, torch.bfloat16),
@@ -60,16 +61,16 @@ def raw_read(folder: Path, marks: dict) -> object:
     fd = os.open(folder / "model.safetensors", os.O_RDONLY)
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    def read(entry) -> torch.Tensor:
+    marks["start"] = time.perf_counter()
+    buffers, jobs = [], []
+    for entry in entries:
         rows = entry.shape[0]
         a, b = (min(r * -(-rows // ranks), rows) for r in (rank, rank + 1))
-        buffer = torch.empty((b - a) * (entry.nbytes // rows), dtype=torch.uint8)
-        read_into(fd, entry.offset + a * (entry.nbytes // rows), memory_of(buffer))
-        return buffer
-
-    marks["start"] = time.perf_counter()
+        buffers.append(torch.empty((b - a) * (entry.nbytes // rows), dtype=torch.uint8))
+        memory, offset = memory_of(buffers[-1]), entry.offset + a * (entry.nbytes // rows)
+        jobs += [(offset + at, memory[at : at + PIECE]) for at in range(0, len(memory), PIECE)]
     with ThreadPoolExecutor(THREADS) as pool:
-        buffers = list(pool.map(read, entries))
+        list(pool.map(lambda job: read_into(fd, *job), jobs))
     os.close(fd)
     return buffers
 
@@ -153,10 +154,11 @@ def raw_write(model: torch.nn.Module, folder: Path) -> None:
     fd = os.open(path, os.O_WRONLY)
     jobs, at = [], sum(sizes[: dist.get_rank()])
     for tensor in locals_:
-        jobs.append((at, tensor))
-        at += tensor.nbytes
+        memory = memory_of(tensor)
+        jobs += [(at + i, memory[i : i + PIECE]) for i in range(0, len(memory), PIECE)]
+        at += len(memory)
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: write_from(fd, job[0], memory_of(job[1])), jobs))
+        list(pool.map(lambda job: write_from(fd, *job), jobs))
     os.fsync(fd)
     os.close(fd)
 
