@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import init_on_meta, load_weights, save_model, shard_model
@@ -204,12 +205,16 @@ def status(name: str, file: str = "status") -> int:
     return int(value[0]) * (1024 if value[-1] == "kB" else 1)
 
 
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 @torch.no_grad()
 def touch(result: object) -> None:
     """Write to every page of every shard, as the first optimizer step does."""
     if isinstance(result, torch.nn.Module):
         for parameter in result.parameters():
-            local = parameter.to_local().reshape(-1)
+            local = local_of(parameter).reshape(-1)
             local[:: max(1, 4096 // local.element_size())] += 0
 
 
@@ -233,7 +238,7 @@ def turn(call, marks: dict) -> dict:
     touch(result)
     dist.barrier()
     end = time.perf_counter()
-    held = sum(p.to_local().nbytes for p in result.parameters()) if isinstance(result, torch.nn.Module) else 0
+    held = sum(local_of(p).nbytes for p in result.parameters()) if isinstance(result, torch.nn.Module) else 0
     return {
         "seconds": end - start,
         "core_seconds": end - marks.get("start", start),
