@@ -6,7 +6,7 @@ Each contestant goes from nothing to a sharded model whose every page was writte
 sharded model to files that are forced to disk; all of them take turns in one process group, in another order each
 round. Reads from disk begin with the files dropped from the page cache. Peak memory is the kernel's own (VmHWM, reset
 before each turn) above what the process held before; bytes read are those of its read calls. Writes weights.json and
-weights.png, prints tables.
+weights.png, prints tables; configurations that were measured before and not now stay in the file.
 """
 
 import argparse
@@ -385,7 +385,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {
+    measured_now = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
@@ -393,8 +393,9 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "entries": [],
     }
+    results = args.out / "weights.json"
+    entries = json.loads(results.read_text()) if results.exists() else []
     for where in args.where:
         place = args.disk if where == "disk" else args.tmpfs
         for size in args.sizes:
@@ -414,13 +415,17 @@ def main() -> None:
                 mp.spawn(work, (ranks, options), nprocs=ranks)
                 for kind, contestants in json.loads(measured.read_text()).items():
                     entry = {"kind": kind, "size": size, "ranks": ranks, "where": where, "payload_bytes": payload}
+                    entries = [
+                        e for e in entries if any(e[key] != entry[key] for key in ("kind", "size", "ranks", "where"))
+                    ]
+                    entry |= measured_now
                     entry["contestants"] = {name: summary(turns) for name, turns in contestants.items()}
-                    facts["entries"].append(entry)
+                    entries.append(entry)
                     print(table(entry), end="\n\n", flush=True)
-                    (args.out / "weights.json").write_text(json.dumps(facts, indent=1) + "\n")
+                    results.write_text(json.dumps(entries, indent=1) + "\n")
             shutil.rmtree(place / size)
         shutil.rmtree(place, ignore_errors=True)
-    draw(facts["entries"], args.out / "weights.png")
+    draw(entries, args.out / "weights.png")
 
 
 if __name__ == "__main__":
