@@ -30,6 +30,7 @@ demo: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/weights.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

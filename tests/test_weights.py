@@ -380,6 +380,7 @@ class Handmade(nn.Module):
         self.identity = nn.Conv1d(4, 4, 3)
         nn.init.dirac_(self.identity.weight)
         self.embed = nn.Embedding(9, 4, padding_idx=0)
+        self.register_buffer("table", torch.as_tensor([[1, 2], [3, 4]]))
         self.register_buffer("mask", torch.ones(4, 4).tril().bool(), persistent=False)
         self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8))
 
@@ -426,7 +427,7 @@ def test_what_nothing_gives_values_to_is_an_error_that_names_it():
     with torch.device("meta"):
         model = Handmade()
     shard_model(model, bf16=False)
-    with pytest.raises(CheckpointError, match=r"nothing gives values to scale, temperature, noise, mask \(5 in all\)"):
+    with pytest.raises(CheckpointError, match=r"nothing gives values to scale, temperature, noise, table \(6 in all\)"):
         load_weights(model)
 
 

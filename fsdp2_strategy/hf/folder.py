@@ -170,9 +170,6 @@ def _empty(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = buffer.to("meta")
 
 
 def _index_of(file: Path) -> Path | None:

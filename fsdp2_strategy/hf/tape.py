@@ -143,11 +143,16 @@ class _Constants(TorchFunctionMode):
     """Make tensors from numbers where their values are kept, and then bring them to meta before the tape's eyes."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not torch.tensor or torch.device(kwargs.get("device") or "meta").type != "meta":
+        kwargs = dict(kwargs or {})
+        from_numbers = function in (torch.tensor, torch.as_tensor) and not _leaves_are_tensors(args)
+        if not from_numbers or torch.device(kwargs.get("device") or "meta").type != "meta":
             return function(*args, **kwargs)
         grad = kwargs.pop("requires_grad", False)
         return function(*args, **{**kwargs, "device": "cpu"}).to("meta").requires_grad_(grad)
+
+
+def _leaves_are_tensors(values: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in tree_flatten(values)[0])
 
 
 def _as_bytes(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
