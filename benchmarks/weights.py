@@ -409,7 +409,7 @@ def main() -> None:
                     "kinds": [args.only] if args.only else ["load", "export"],
                     "source": str(place / size),
                     "out": str(place / "out"),
-                    "store": str(place / f"store-{os.getpid()}-{ranks}"),
+                    "store": str(place / f"store-{os.getpid()}-{size}-{ranks}"),
                     "results": str(measured),
                 }
                 mp.spawn(work, (ranks, options), nprocs=ranks)

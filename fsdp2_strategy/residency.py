@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2_strategy.errors import ShardError
 
 # Inner models of wrappers that are sharded as a whole.
 _wrapper_of: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
@@ -94,6 +96,25 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return which part of the whole tensor this rank holds: for each dimension where it begins, and its length."""
+    box = [(0, length) for length in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                begin, length = box[placement.dim]
+                size = tensor.device_mesh.size(axis)
+                chunk = -(-length // size)
+                offset = min(tensor.device_mesh.get_local_rank(axis) * chunk, length)
+                box[placement.dim] = (begin + offset, min(chunk, length - offset))
+            elif not placement.is_replicate():
+                raise ShardError(
+                    f"cannot say which part of a tensor this rank holds: its placements are {tensor.placements}, "
+                    "expected shards and replicas. Use a mesh from build_mesh."
+                )
+    return tuple(box)
+
+
 def average_gradient(parameter: nn.Parameter) -> None:
     """Let a parameter that every rank holds whole add the same averaged gradient everywhere.
 
@@ -147,10 +168,8 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     new: torch.Tensor
     if isinstance(tensor, DTensor):
-        local = torch.empty_like(tensor.to_local(), device=device)
-        new = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        local = torch.empty_like(tensor._local_tensor, device=device)
+        new = DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     else:
         new = torch.empty_like(tensor, device=device)
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 from fsdp2_strategy.hf.container import Entry, lay_out, total_bytes
@@ -33,7 +32,7 @@ from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import Job, write_all
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
-from fsdp2_strategy.residency import reshard, unwrap_model
+from fsdp2_strategy.residency import local_box, reshard, unwrap_model
 
 _SHORTEST_RUN_BYTES = 4096
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -296,14 +295,14 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     """Return which elements of a tensor this rank holds, and which of how many replicas it is."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel(), dist.get_rank(), dist.get_world_size()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    low = offset[0] * math.prod(tensor.shape[1:])
+    (begin, rows), *_ = local_box(tensor)
+    row = math.prod(tensor.shape[1:])
     replica, replicas = 0, 1
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             size = tensor.device_mesh.size(axis)
             replica, replicas = replica * size + tensor.device_mesh.get_local_rank(axis), replicas * size
-    return low, low + math.prod(shape), replica, replicas
+    return begin * row, (begin + rows) * row, replica, replicas
 
 
 def _gathered_jobs(

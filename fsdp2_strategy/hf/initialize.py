@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
 from fsdp2_strategy.errors import CheckpointError
@@ -31,6 +30,7 @@ from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.tape import Note, Tape, note_of, storage_of
 from fsdp2_strategy.hf.twin import twin
 from fsdp2_strategy.ranks import all_or_none, from_rank_0
+from fsdp2_strategy.residency import local_box
 
 _INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")
 
@@ -226,10 +226,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _own_part(full: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     """Return the view of a full tensor that this rank's shard is."""
-    if isinstance(original, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(original.shape, original.device_mesh, original.placements)
-        for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
-            full = full.narrow(dim, min(begin, full.shape[dim]), length)
+    for dim, (begin, length) in enumerate(local_box(original)):
+        full = full.narrow(dim, begin, length)
     return full
 
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
@@ -32,7 +31,7 @@ from fsdp2_strategy.hf.tape import forget
 from fsdp2_strategy.hf.twin import original_class
 from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
-from fsdp2_strategy.residency import materialize, reshard, unwrap_model
+from fsdp2_strategy.residency import local_box, materialize, reshard, unwrap_model
 
 _BROADCAST_BYTES = 32 << 20
 
@@ -334,14 +333,12 @@ def _wish(target: _Target) -> tuple[Wish, dist.ProcessGroup | None]:
     """Return what this rank needs of a tensor, and the group of ranks that need the same, where there are several."""
     tensor = target.tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Wish(target.name, target.regions[0], tuple((0, n) for n in tensor.shape), tensor), None
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Wish(target.name, target.regions[0], local_box(tensor), tensor), None
     copies = [
         axis for axis, p in enumerate(tensor.placements) if p.is_replicate() and tensor.device_mesh.size(axis) > 1
     ]
     group = tensor.device_mesh.get_group(copies[0]) if copies else None
-    box = tuple(zip(offset, shape, strict=True))
-    return Wish(target.name, target.regions[0], box, tensor.to_local()), group
+    return Wish(target.name, target.regions[0], local_box(tensor), tensor.to_local()), group
 
 
 def _check_ties(targets: Sequence[_Target], reader: Reader) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -105,30 +106,36 @@ class Reader:
         )
         for read in reads:
             self._open(read.entry.path)
-        total = sum(read.nbytes for read in reads)
-        with (
-            tqdm(
-                total=total,
-                desc=self._what,
-                unit="B",
-                unit_scale=True,
-                disable=not (total and is_rank_0()),
-                leave=False,
-            ) as bar,
-            ThreadPoolExecutor(_THREADS) as pool,
-        ):
-            running = {pool.submit(self._carry_out, read): read.nbytes for read in reads}
-            try:
-                for done in as_completed(running):
-                    done.result()
-                    bar.update(running[done])
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        self._carry_out_all(reads)
         for wish, part in computed:
             value = self._value(part)
             view = value.as_strided(part.shape, part.strides, part.offset)
             target_of(wish.tensor, part).copy_(view.to(wish.region.dtype))
+
+    def _carry_out_all(self, reads: Sequence[_Read]) -> None:
+        """Let a few threads take one read after the other, until all are done or one fails."""
+        waiting = deque(reads)
+        total = sum(read.nbytes for read in reads)
+        silent = not (total and is_rank_0())
+        with tqdm(total=total, desc=self._what, unit="B", unit_scale=True, disable=silent, leave=False) as bar:
+
+            def work() -> None:
+                while True:
+                    try:
+                        read = waiting.popleft()
+                    except IndexError:
+                        return
+                    try:
+                        self._carry_out(read)
+                    except BaseException:
+                        waiting.clear()
+                        raise
+                    bar.update(read.nbytes)
+
+            with ThreadPoolExecutor(_THREADS) as pool:
+                workers = [pool.submit(work) for _ in range(_THREADS)]
+            for worker in workers:
+                worker.result()
 
     def read_whole(self, entry: Entry) -> torch.Tensor:
         """Return a whole tensor of a file."""
