@@ -70,6 +70,12 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def adopt_device(device: torch.device) -> None:
+    """Let this thread compute on the rank's own accelerator: a new thread stands on the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def control_device() -> torch.device:
     """Return the device whose backend carries small messages: the CPU wherever the group has a CPU backend."""
     if "cpu:" in dist.get_backend_config():

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry, memory_of, read_into
 from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, target_of, value_of
-from fsdp2_strategy.ranks import is_rank_0
+from fsdp2_strategy.ranks import adopt_device, current_device, is_rank_0
 
 SCRATCH_BYTES = 8 << 20
 _DIRECT_BYTES = 16 << 20
@@ -132,7 +132,7 @@ class Reader:
                         raise
                     bar.update(read.nbytes)
 
-            with ThreadPoolExecutor(_THREADS) as pool:
+            with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
                 workers = [pool.submit(work) for _ in range(_THREADS)]
             for worker in workers:
                 worker.result()

@@ -19,6 +19,7 @@ import torch
 
 from fsdp2_strategy.hf.container import Entry, memory_of, write_from
 from fsdp2_strategy.hf.region import Box
+from fsdp2_strategy.ranks import adopt_device, current_device
 
 _SCRATCH_BYTES = 8 << 20
 _THREADS = 4
@@ -53,7 +54,7 @@ def write_all(jobs: Sequence[Job]) -> None:
     files = {path: os.open(path, os.O_WRONLY) for path in dict.fromkeys(run.path for run in runs)}
     scratch = threading.local()
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
             try:
                 for _ in pool.map(lambda run: _write(files[run.path], run, scratch), runs):
                     pass
