@@ -212,10 +212,9 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def touch(result: object) -> None:
     """Write to every page of every shard, as the first optimizer step does."""
-    if isinstance(result, torch.nn.Module):
-        for parameter in result.parameters():
-            local = local_of(parameter).reshape(-1)
-            local[:: max(1, 4096 // local.element_size())] += 0
+    for tensor in result.parameters() if isinstance(result, torch.nn.Module) else result or ():
+        local = local_of(tensor).reshape(-1)
+        local[:: max(1, 4096 // local.element_size())] += 0
 
 
 def drop_from_cache(folder: Path) -> None:
