@@ -346,8 +346,10 @@ def draw(entries: list[dict], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     chosen = [e for e in entries if e["ranks"] == 2 and e["where"] == "tmpfs"] or entries[:2]
-    figure, panels = plt.subplots(1, len(chosen), figsize=(4.6 * len(chosen), 2.8), layout="constrained", squeeze=False)
-    for axes, entry in zip(panels[0], chosen, strict=True):
+    chosen.sort(key=lambda e: (e["kind"] != "load", e["size"]))
+    rows = (len(chosen) + 1) // 2
+    figure, panels = plt.subplots(rows, 2, figsize=(9.5, 2.4 * rows), layout="constrained", squeeze=False)
+    for axes, entry in zip(panels.flat, chosen, strict=False):
         shown = {n: f for n, f in entry["contestants"].items() if "error" not in f}
         for row, (name, facts) in enumerate(shown.items()):
             color = "#1f6fb4" if name == "ours" else "#c0392b" if name.startswith("raw") else "#999999"
