@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_parameters_that_a_model_keeps_in_fp32_stay_so(tmp_path):
 def test_a_plain_model_gives_one_file_and_nothing_else(tmp_path):
     torch.manual_seed(0)
     model = shard_model(Mlp(), bf16=False)
-    save_model(model, None, tmp_path)
+    save_model(model, None, tmp_path, max_shard_size="100B")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     other = Mlp()
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -294,8 +295,9 @@ def test_an_earlier_export_is_replaced_whole(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_write_that_fails_on_one_rank_is_an_error_on_both_and_the_earlier_export_stays(tmp_path):
-    for name in ("llama", "gpt_oss"):  # with and without tensors that are gathered
-        folder = tmp_path / name
+    failures = (OSError(errno.EIO, os.strerror(errno.EIO)), RuntimeError("Input/output error, says another library"))
+    for name, failure in itertools.product(("llama", "gpt_oss"), failures):  # with and without gathered tensors
+        folder = tmp_path / f"{name}-{type(failure).__name__}"
         model = shard_model(build(name), bf16=False)
         save_model(model, None, folder)
         before = {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -305,8 +307,8 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_both_and_the_earlier_expo
         patch = pytest.MonkeyPatch()
         if dist.get_rank() == 1:
 
-            def fail(*args):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            def fail(*args, failure=failure):
+                raise failure
 
             patch.setattr(write, "write_from", fail)
         with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):

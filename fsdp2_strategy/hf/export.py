@@ -29,7 +29,7 @@ from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.region import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.twin import original_class, twin
-from fsdp2_strategy.hf.write import Job, write_all
+from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
 from fsdp2_strategy.residency import local_box, reshard, unwrap_model
@@ -63,9 +63,8 @@ def save_model(
     """Write a model as a Hugging Face folder that ``from_pretrained`` loads; collective.
 
     A transformers model gets its configuration, its generation configuration and the hub's names and arrangement of
-    weights. Any other model gets ``model.safetensors`` (or, when larger than ``max_shard_size``, several files and an
-    index) and nothing else. No rank gathers more than one parameter, and that only where the hub's arrangement is a
-    permutation of the model's.
+    weights. Any other model gets ``model.safetensors`` and nothing else. No rank gathers more than one parameter, and
+    that only where the hub's arrangement is a permutation of the model's.
 
     Args:
         model: sharded or not, or a wrapper.
@@ -73,7 +72,8 @@ def save_model(
         output_dir: the folder, seen by every rank; files of an earlier export are replaced.
         dtype: of the floating parameters in the files. By default that of the shards: after training the fp32 masters,
             about twice the size of bf16, and nothing lost.
-        max_shard_size: bytes of one file, or a number with a unit of 10^3 ("5GB") or 2^10 ("5GiB").
+        max_shard_size: bytes of one file of a transformers model, or a number with a unit of 10^3 ("5GB") or 2^10
+            ("5GiB").
         **kwargs: of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision and
             create_pr; variant; save_original_format=False for the model's own names. Others are an error.
 
@@ -90,7 +90,10 @@ def save_model(
         copied = twin(root)
         tensors = _tensors(root, copied)
         regions = _regions(copied, tensors, dtype, options)
-        files = _files(folder, regions, _in_bytes(max_shard_size), options.variant)
+        most_bytes = _in_bytes(max_shard_size)
+        if not is_transformers_model(copied):
+            most_bytes = sum(region.numel() * region.dtype.itemsize for region in regions.values())
+        files = _files(folder, regions, most_bytes, options.variant)
     facts = [(f.final.name, f.header) for f in files]
     agree(f"export {name}", facts, CheckpointError, "the same model and arguments everywhere. Call it alike.")
     with all_or_none(f"export {name}", CheckpointError):
@@ -98,19 +101,15 @@ def save_model(
             _create(folder, files)
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if _is_direct(r, tensors)}
-    failure: OSError | None = None
     with all_or_none(f"export {name}", CheckpointError):
-        try:
-            write_all([job for n, job in _own_jobs(direct, tensors, entries)])
-        except OSError as error:
-            failure = error  # the gathers below need every rank
-        for jobs in _gathered_jobs({n: r for n, r in regions.items() if n not in direct}, tensors, entries):
-            try:
-                write_all([] if failure else jobs)
-            except OSError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        write_all(list(_own_jobs(direct, tensors, entries)))
+    gathered: dict[str, torch.Tensor] = {}
+    for tensor_name in (n for n in regions if n not in direct):
+        # A phase each: the next gather needs every rank.
+        with all_or_none(f"export {name}", CheckpointError):
+            write_all([_gathered_job(regions[tensor_name], tensors, gathered, entries[tensor_name])])
+    with all_or_none(f"export {name}", CheckpointError):
+        force_to_disk([file.partial for file in files])
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
             _publish(folder, files, options.variant)
@@ -271,7 +270,7 @@ def _is_in_rows(tensor: torch.Tensor) -> bool:
 
 def _own_jobs(
     regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
-) -> Iterator[tuple[str, Job]]:
+) -> Iterator[Job]:
     """Return what this rank writes of the regions: its shards' parts, shared fairly among replicas."""
     ranges = {name: _range_of(tensor) for name, tensor in tensors.items()}
     total = sum(region.numel() for region in regions.values())
@@ -288,7 +287,7 @@ def _own_jobs(
             for part in piece.clip(low, high):
                 view = flat.as_strided(part.shape, part.strides, flat.storage_offset() + part.offset - low)
                 box = tuple(zip(part.start, part.shape, strict=True))
-                yield name, Job(entries[name], box, view)
+                yield Job(entries[name], box, view)
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -305,28 +304,30 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     return begin * row, (begin + rows) * row, replica, replicas
 
 
-def _gathered_jobs(
-    regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
-) -> Iterator[list[Job]]:
-    """Return for one region after the other what this rank writes: an equal part of the gathered whole; collective."""
+def _gathered_job(
+    region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
+) -> Job:
+    """Return what this rank writes of a region that is gathered: an equal part of the whole; collective.
+
+    Args:
+        region: what to write.
+        tensors: the sources.
+        gathered: whole sources of the region before; kept where this one needs them, since several come from one.
+        entry: where it goes.
+    """
+    needed = sources_of(region)
+    for source in [source for source in gathered if source not in needed]:
+        del gathered[source]
+    for source in needed:
+        if source not in gathered:
+            tensor = tensors[source]
+            gathered[source] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+    stored = Region(region.shape, tensors[needed[0]].dtype, region.pieces)
+    flat = assemble(stored, gathered.__getitem__).reshape(-1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    gathered: dict[str, torch.Tensor] = {}
-    for name, region in regions.items():
-        needed = set(sources_of(region))
-        gathered = {source: full for source, full in gathered.items() if source in needed}
-
-        def full(source: str) -> torch.Tensor:
-            if source not in gathered:  # noqa: B023  used within this round
-                tensor = tensors[source]
-                gathered[source] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()  # noqa: B023
-            return gathered[source]  # noqa: B023
-
-        stored = Region(region.shape, tensors[sources_of(region)[0]].dtype, region.pieces)
-        flat = assemble(stored, full).reshape(-1)
-        begin, end = rank * len(flat) // ranks, (rank + 1) * len(flat) // ranks
-        entry = entries[name]
-        line = Entry(name, entry.path, entry.offset, entry.dtype, (len(flat),))
-        yield [Job(line, ((begin, end - begin),), flat[begin:end])]
+    begin, end = rank * len(flat) // ranks, (rank + 1) * len(flat) // ranks
+    line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
+    return Job(line, ((begin, end - begin),), flat[begin:end])
 
 
 def _publish(folder: Path, files: Sequence[_File], variant: str | None) -> None:

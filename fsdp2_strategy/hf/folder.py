@@ -79,7 +79,10 @@ def init_on_meta() -> Iterator[None]:
 
 
 def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
-    """Return what stands in for the three steps of from_pretrained that would touch values."""
+    """Return what stands in for the three steps of from_pretrained that would touch values, and for init_weights.
+
+    The last does what it always did, and tells the tape that transformers is done with a model.
+    """
     from transformers import modeling_utils  # noqa: PLC0415
 
     def no_device_map(device_map: Any) -> None:

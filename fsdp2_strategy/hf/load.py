@@ -172,7 +172,7 @@ def _plan(root: nn.Module, path: str | Path | None, may_miss: str) -> tuple[list
         _check_shapes(target)
         if target.regions:
             report.loaded.append(target.name)
-            stored = _file_dtype(target.regions[0])
+            stored = sources_of(target.regions[0])[0].dtype
             if stored != target.tensor.dtype:
                 report.cast[target.name] = (stored, target.tensor.dtype)
         elif not target.computed:
@@ -242,11 +242,6 @@ def _check_shapes(target: _Target) -> None:
                 f"{list(target.tensor.shape)}. Check that configuration and files belong together; a model that was "
                 "resized after from_pretrained is built outside of init_on_meta."
             )
-
-
-def _file_dtype(region: Region) -> torch.dtype:
-    sources = [entry for piece in region.pieces for entry in [piece.source] if hasattr(entry, "dtype")]
-    return sources[0].dtype if sources else region.dtype
 
 
 def _check_names(

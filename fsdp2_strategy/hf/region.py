@@ -303,16 +303,13 @@ _ARRANGEMENTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def assemble(
-    region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box | None = None) -> torch.Tensor:
     """Return a box of the region as a real tensor, from whole sources.
 
     Args:
         region: what to build.
         tensor_of: gives a source's value, contiguous; called for one source after the other.
         box: the part to build; all by default.
-        dtype: of the result; the region's by default.
     """
     box = box or tuple((0, n) for n in region.shape)
     result: torch.Tensor | None = None
@@ -323,10 +320,10 @@ def assemble(
         source = value_of(part.source, tensor_of)
         if result is None:
             shape = [length for _, length in box]
-            result = torch.empty(shape, dtype=dtype or region.dtype, device=source.device)
+            result = torch.empty(shape, dtype=region.dtype, device=source.device)
         view = source.as_strided(part.shape, part.strides, part.offset)
         target_of(result, part).copy_(view.to(region.dtype))
-    return torch.empty([length for _, length in box], dtype=dtype or region.dtype) if result is None else result
+    return torch.empty([length for _, length in box], dtype=region.dtype) if result is None else result
 
 
 def value_of(source: Any, tensor_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:

@@ -144,14 +144,14 @@ class _Constants(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        from_numbers = function in (torch.tensor, torch.as_tensor) and not _leaves_are_tensors(args)
+        from_numbers = function in (torch.tensor, torch.as_tensor) and not _hold_tensors(args)
         if not from_numbers or torch.device(kwargs.get("device") or "meta").type != "meta":
             return function(*args, **kwargs)
         grad = kwargs.pop("requires_grad", False)
         return function(*args, **{**kwargs, "device": "cpu"}).to("meta").requires_grad_(grad)
 
 
-def _leaves_are_tensors(values: Any) -> bool:
+def _hold_tensors(values: Any) -> bool:
     return any(isinstance(value, torch.Tensor) for value in tree_flatten(values)[0])
 
 

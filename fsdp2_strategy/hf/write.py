@@ -1,7 +1,7 @@
 """Carry out writes: parts of tensors into their places in files, in parallel, with the cast on the way.
 
-Input: jobs, which name a part of a tensor and the box of a file's entry that it is. Output: bytes in files, forced to
-disk. Knows nothing of models.
+Input: jobs, which name a part of a tensor and the box of a file's entry that it is. Output: bytes in files.
+Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Run:
 
 
 def write_all(jobs: Sequence[Job]) -> None:
-    """Write all jobs into files that exist in their full length, and force them to disk.
+    """Write all jobs into files that exist in their full length.
 
     Raises:
         OSError: a file cannot be written; its name is in the error.
@@ -58,8 +58,6 @@ def write_all(jobs: Sequence[Job]) -> None:
             try:
                 for _ in pool.map(lambda run: _write(files[run.path], run, scratch), runs):
                     pass
-                for _ in pool.map(os.fsync, files.values()):
-                    pass
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -67,6 +65,20 @@ def write_all(jobs: Sequence[Job]) -> None:
         raise OSError(error.errno, error.strerror, ", ".join(str(path) for path in files)) from error
     finally:
         for fd in files.values():
+            os.close(fd)
+
+
+def force_to_disk(paths: Sequence[Path]) -> None:
+    """Return when what this rank wrote to the files is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for path in paths:
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            os.fsync(fd)
+        finally:
             os.close(fd)
 
 
