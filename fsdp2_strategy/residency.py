@@ -166,10 +166,11 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    new: torch.Tensor
-    if isinstance(tensor, DTensor):
-        local = torch.empty_like(tensor._local_tensor, device=device)
-        new = DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.is_contiguous():
+        new = torch.empty(local.shape, dtype=local.dtype, device=device)
     else:
-        new = torch.empty_like(tensor, device=device)
+        new = torch.empty_like(local, device=device)
+    if isinstance(tensor, DTensor):
+        new = DTensor(new, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

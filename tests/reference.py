@@ -6,6 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,3 +120,9 @@ def same_on_all_ranks(value: Any) -> bool:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return all(v == values[0] for v in values)
+
+
+def resident(which):
+    """Return the bytes of memory that this process holds (VmRSS), or has held at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":") for line in lines)[which].split()[0]) * 1024

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import itertools
 import json
 import os
@@ -12,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, HUGGING_FACE, Mlp, batch_of, build
-from reference import full, full_parameters
+from reference import full, full_parameters, resident
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Interleave, PermuteForRope, Transpose, WeightConverter
 
@@ -273,6 +275,28 @@ def permuted_round_trip(folder):
 def test_what_is_permuted_or_transposed_goes_both_ways(tmp_path, run_on):
     for world_size in (1, 2, 3):
         run_on(world_size, permuted_round_trip, folder=tmp_path)
+
+
+def export_in_little_memory(folder):
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=2000, num_attention_heads=8
+    )
+    with init_on_meta():
+        model = LlamaForCausalLM(config)
+    shard_model(model, bf16=False)
+    load_weights(model)
+    assert sum(p.to_local().nbytes for p in model.parameters()) > 90e6
+    for dtype in (None, torch.bfloat16):  # from memory, and through scratch buffers
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = resident("VmRSS")
+        save_model(model, None, folder / str(dtype), dtype=dtype)
+        assert resident("VmHWM") - before < 64e6
+
+
+def test_a_rank_holds_little_more_than_its_shard_while_it_exports(tmp_path, run_on):
+    run_on(2, export_in_little_memory, folder=tmp_path)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

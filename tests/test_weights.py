@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from models import CASES, HUGGING_FACE, Mlp, build
-from reference import full, same_on_all_ranks
+from reference import full, resident, same_on_all_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -32,8 +33,9 @@ from fsdp2_strategy import (
     shard_model,
 )
 from fsdp2_strategy.errors import FSDP2StrategyError
-from fsdp2_strategy.hf import load
+from fsdp2_strategy.hf import load, read
 from fsdp2_strategy.hf.read import Reader
+from fsdp2_strategy.hf.tape import note_of
 
 WORLDS = (1, 2, 3)
 
@@ -179,13 +181,6 @@ def load_in_little_memory(folder):
     shard = sum(p.to_local().nbytes for p in model.parameters())
     assert shard > 90e6
     assert resident("VmHWM") - before < shard + 64e6
-
-
-def resident(which):
-    return (
-        int(dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())[which].split()[0])
-        * 1024
-    )
 
 
 def test_a_rank_holds_its_shard_and_little_more_while_it_loads(tmp_path, run_on):
@@ -648,6 +643,37 @@ def test_a_model_goes_with_its_last_reference(folder, tmp_path):
     assert not [part for part in alive if part() is not None]
 
 
+@pytest.mark.ranks(1)
+def test_what_constructors_did_is_forgotten_once_it_is_done(folder):
+    with init_on_meta():
+        critic = Critic(folder)
+    [tape] = {id(note.tape): weakref.ref(note.tape) for note in notes_of(critic)}.values()
+    load_weights(critic, strict=False)
+    gc.collect()
+    assert tape() is None
+
+
+def notes_of(model):
+    found = (note_of(module, key) for module in model.modules() for key in (*module._parameters, *module._buffers))
+    return [note for note in found if note]
+
+
+@pytest.mark.ranks(1)
+def test_a_progress_bar_counts_the_bytes(folder, monkeypatch):
+    bars = []
+
+    class Bar(read.tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
+            bars.append(self)
+
+    monkeypatch.setattr(read, "tqdm", Bar)
+    model = shard_model(build("llama"), bf16=False)
+    load_weights(model, folder)
+    needed = sum(p.to_local().nbytes for p in model.parameters())
+    assert [(bar.desc, bar.n, bar.total) for bar in bars if bar.total] == [("loading LlamaForCausalLM", needed, needed)]
+
+
 # --- strictness and errors --------------------------------------------------------------------------------------------
 
 
@@ -785,6 +811,30 @@ def test_what_has_no_safetensors_or_is_no_folder_is_an_error(folder, tmp_path):
             load_weights(model, path)
     with init_on_meta(), pytest.raises(FSDP2StrategyError, match="state_dict"):
         LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(), state_dict={})
+
+
+@pytest.mark.ranks(1)
+def test_quantised_folders_and_resized_models_are_errors(folder):
+    with init_on_meta():
+        resized = AutoModelForCausalLM.from_pretrained(folder)
+        resized.resize_token_embeddings(100, mean_resizing=False)
+    shard_model(resized, bf16=False)
+    with pytest.raises(CheckpointError, match="resized after from_pretrained"):
+        load_weights(resized)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with init_on_meta(), pytest.raises(CheckpointError, match="is quantised"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.ranks(1)
+def test_an_adapter_on_meta_is_an_error(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(folder))
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(tmp_path / "adapter")
+    with init_on_meta(), pytest.raises(CheckpointError, match="an adapter is to be loaded"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.ranks(1)

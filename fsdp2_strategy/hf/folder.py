@@ -88,19 +88,22 @@ def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
     def no_device_map(device_map: Any) -> None:
         """Accept any: where parameters lie is the mesh's affair."""
 
-    def remember(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any) -> tuple[Any, None]:
+    def remember(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> tuple[Any, None]:
+        if expected_keys is not None:
+            raise CheckpointError(
+                f"cannot build {type(model).__name__} on meta: an adapter is to be loaded into it, expected a model's "
+                "own weights. Build it outside of init_on_meta."
+            )
         if state_dict is not None:
             raise CheckpointError(
                 f"cannot build {type(model).__name__} on meta: from_pretrained was given a state_dict, expected a "
                 "folder or hub id. Build it outside of init_on_meta."
             )
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise CheckpointError(
-                f"cannot build {type(model).__name__} on meta: {load_config.pretrained_model_name_or_path} holds an "
-                "adapter, expected a model's own weights. Build it outside of init_on_meta."
-            )
         _keep_dtypes(model, load_config.dtype_plan)
-        _remember(model, checkpoint_files, load_config)
+        with tape.paused():
+            _remember(model, checkpoint_files, load_config)
         tape.settle(model)
         return _nothing_loaded(), None
 

@@ -53,6 +53,17 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """For each storage the position after the last operation that wrote to it."""
         self.settled: dict[int, int] = {}
         """For each storage the position when transformers was done with it."""
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let what is built inside pass by the tape, and by the block's device."""
+        self.is_paused = True
+        try:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                yield
+        finally:
+            self.is_paused = False
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self  # a copied module was made by the same operations
@@ -81,8 +92,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        inputs = _meta_tensors((args, kwargs))
-        known = {storage_of(tensor) for tensor in inputs}
+        known = {storage_of(tensor) for tensor in _meta_tensors((args, tuple(kwargs.values())))}
         made = tuple(tensor for tensor in _meta_tensors(result) if storage_of(tensor) not in known)
         written = {storage_of(tensor) for tensor in _written(function, args, kwargs)}
         changes = frozenset(written.union(map(storage_of, made)))
@@ -171,8 +181,13 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _meta_tensors(values: Any) -> list[torch.Tensor]:
-    return [v for v in tree_flatten(values)[0] if isinstance(v, torch.Tensor) and v.is_meta]
+def _meta_tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        if values.is_meta:
+            yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _meta_tensors(value)
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -213,7 +228,8 @@ def recording() -> Iterator[Tape]:
     def built_here(function: Callable[..., None]) -> Callable[..., None]:
         def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             function(self, *args, **kwargs)
-            built.add(self)
+            if not tape.is_paused:
+                built.add(self)
 
         return build
 
