@@ -7,6 +7,7 @@
     ├── OptimizerError   (ValueError)    parameter groups, schedules
     ├── StepError        (RuntimeError)  backward and optimizer steps
     └── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
+        └── DamageError                  files that are not what was written
 
 Each message says what cannot be done, what the subject is, what it should be, and what to do. An error that one
 rank alone meets inside a collective call is raised on every rank, naming that rank.
@@ -47,6 +48,10 @@ class StepError(FSDP2StrategyError, RuntimeError):
 
 class CheckpointError(FSDP2StrategyError, RuntimeError):
     """A checkpoint that cannot be saved, found or loaded."""
+
+
+class DamageError(CheckpointError):
+    """A checkpoint whose files are not what was written."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

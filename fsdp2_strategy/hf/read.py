@@ -1,9 +1,10 @@
-"""Carry out reads: boxes of regions into memory, in parallel, each byte once, with the cast on the way.
+"""Carry out reads: boxes of regions into memory, in parallel, checked, with the cast on the way.
 
 Input: wishes, which name a region, a box of it, and the memory to fill. Output: filled memory. Knows nothing of models.
 
-What is dense on both sides and of one dtype is read straight into place. The rest passes through a scratch buffer of a
-few MiB a thread, so that the memory needed does not grow with the model.
+What is one range of a file and of one dtype is read straight into place. The rest passes through a scratch buffer a
+thread, so that the memory needed does not grow with the model. Where there are checksums, ranges are read by their
+blocks: a block of which only a part is wanted is read whole, once for each tensor that it ends in.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import xxhash
 from tqdm import tqdm
 
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.hf.checksum import BLOCK_BYTES, IN_CACHE_BYTES, Block, Checksums, check
 from fsdp2_strategy.hf.container import Entry, memory_of, read_into
 from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, target_of, value_of
 from fsdp2_strategy.ranks import adopt_device, current_device, is_rank_0
 
 SCRATCH_BYTES = 8 << 20
-_DIRECT_BYTES = 16 << 20
 _SMALL_READ = 64 << 10
 _THREADS = 4
 
@@ -44,7 +46,7 @@ class Wish:
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
+class _View:
     """One piece of one wish: a strided view of one entry of a file, and where it goes."""
 
     entry: Entry
@@ -53,8 +55,30 @@ class _Read:
     dtype: torch.dtype
 
     @property
+    def begin(self) -> int:
+        """Where it begins in the file."""
+        return self.entry.offset + self.piece.offset * self.entry.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.piece.shape) * self.entry.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class _Range:
+    """Consecutive elements of one entry of a file, and where they go: at most one block."""
+
+    entry: Entry
+    begin: int
+    """Where it begins in the file, in bytes."""
+    target: torch.Tensor
+    """Consecutive, too."""
+    dtype: torch.dtype
+    block: Block | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.entry.dtype.itemsize
 
 
 class Reader:
@@ -62,10 +86,13 @@ class Reader:
 
     Args:
         what: label of rank 0's progress bar.
+        checksums: what the files' bytes are compared with, where there are any.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, checksums: Checksums | None = None) -> None:
         self._what = what
+        self._checksums = checksums
+        self._checked: set[tuple[Path, int]] = set()
         self._files: dict[Path, int] = {}
         self._scratch = threading.local()
         self._computed: tuple[Computed, torch.Tensor] | None = None
@@ -88,8 +115,9 @@ class Reader:
 
         Raises:
             CheckpointError: a file cannot be read; the message names tensor and file.
+            DamageError: bytes do not match their checksum.
         """
-        reads: list[_Read] = []
+        reads: list[_View | _Range] = []
         computed: list[tuple[Wish, Piece]] = []
         for wish in wishes:
             for piece in wish.region.pieces:
@@ -100,10 +128,8 @@ class Reader:
                     computed.append((wish, part))
                 else:
                     target = target_of(wish.tensor, part)
-                    reads += _cut(_Read(part.source, part, target, wish.region.dtype))
-        reads.sort(
-            key=lambda read: (read.entry.path, read.entry.offset + read.piece.offset * read.entry.dtype.itemsize)
-        )
+                    reads += self._cut(_View(part.source, part, target, wish.region.dtype))
+        reads.sort(key=lambda read: (read.entry.path, read.begin))
         for read in reads:
             self._open(read.entry.path)
         self._carry_out_all(reads)
@@ -112,7 +138,37 @@ class Reader:
             view = value.as_strided(part.shape, part.strides, part.offset)
             target_of(wish.tensor, part).copy_(view.to(wish.region.dtype))
 
-    def _carry_out_all(self, reads: Sequence[_Read]) -> None:
+    def read_whole(self, entry: Entry) -> torch.Tensor:
+        """Return a whole tensor of a file."""
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._open(entry.path)
+        region = Region.of(entry, entry.shape, entry.dtype)
+        for read in self._cut(_View(entry, region.pieces[0], tensor, entry.dtype)):
+            self._carry_out(read)
+        return tensor
+
+    def _cut(self, view: _View) -> Iterator[_View | _Range]:
+        """Cut what is one range of the file into parts that are checked and read by themselves."""
+        if not view.nbytes:
+            return
+        if not (_is_dense(view.piece) and view.target.is_contiguous()):
+            yield from _rows(view)
+            return
+        entry, target = view.entry, view.target.view(-1)
+        begin, end, itemsize = view.begin, view.begin + view.nbytes, entry.dtype.itemsize
+        blocks: Sequence[Block | None] = self._checksums.covering(entry.path, begin, end) if self._checksums else ()
+        for block in blocks or [None] * -(-view.nbytes // BLOCK_BYTES):
+            stop = min(end, block.end if block else begin + BLOCK_BYTES)
+            if (stop - view.begin) % itemsize:
+                raise DamageError(
+                    f"cannot check {entry.name}: a checksum ends at byte {stop} of {entry.path}, expected at the end "
+                    f"of an element of {itemsize} bytes. The lists of checksums do not belong to this file."
+                )
+            part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
+            yield _Range(entry, begin, part, view.dtype, block)
+            begin = stop
+
+    def _carry_out_all(self, reads: Sequence[_View | _Range]) -> None:
         """Let a few threads take one read after the other, until all are done or one fails."""
         waiting = deque(reads)
         total = sum(read.nbytes for read in reads)
@@ -137,15 +193,6 @@ class Reader:
             for worker in workers:
                 worker.result()
 
-    def read_whole(self, entry: Entry) -> torch.Tensor:
-        """Return a whole tensor of a file."""
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        self._open(entry.path)
-        region = Region.of(entry, entry.shape, entry.dtype)
-        for read in _cut(_Read(entry, region.pieces[0], tensor, entry.dtype)):
-            self._carry_out(read)
-        return tensor
-
     def _value(self, piece: Piece) -> torch.Tensor:
         """Return the value of a computed source; the last one is kept, since several tensors may come from it."""
         if self._computed is None or self._computed[0] is not piece.source:
@@ -161,58 +208,90 @@ class Reader:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder.") from error
 
     @torch.no_grad()
-    def _carry_out(self, read: _Read) -> None:
+    def _carry_out(self, read: _View | _Range) -> None:
         try:
-            entry, piece = read.entry, read.piece
-            direct = read.dtype == entry.dtype == read.target.dtype and read.target.device.type == "cpu"
-            if direct and _is_dense(piece) and read.target.is_contiguous():
-                self._read_at(entry, piece.offset, memory_of(read.target))
+            if isinstance(read, _Range):
+                self._read_range(read)
             else:
-                order = sorted(range(len(piece.shape)), key=lambda d: -piece.strides[d])
-                self._through_scratch(read, _permuted(piece, order), read.target.permute(order))
+                self._check_around(read)
+                order = sorted(range(len(read.piece.shape)), key=lambda d: -read.piece.strides[d])
+                self._read_view(read, _permuted(read.piece, order), read.target.permute(order))
         except OSError as error:
             text = error.strerror or str(error)
             raise CheckpointError(
                 f"cannot read {read.entry.name} from {read.entry.path}: {text}. Check the disk, and the file's length."
             ) from error
 
-    def _read_at(self, entry: Entry, offset: int, memory: memoryview) -> None:
-        count = len(memory)
-        read_into(self._files[entry.path], entry.offset + offset * entry.dtype.itemsize, memory)
-        with self._counting:
-            self.bytes_read += count
+    def _read_range(self, read: _Range) -> None:
+        """Read into place, or by way of the scratch buffer where there is a cast, a device or a block to check."""
+        entry, block = read.entry, read.block
+        as_it_is = read.dtype == entry.dtype == read.target.dtype and read.target.device.type == "cpu"
+        if as_it_is and (block is None or (block.begin, block.end) == (read.begin, read.begin + read.nbytes)):
+            self._read_checked(entry, read.begin, memory_of(read.target), block)
+            return
+        begin, end = (block.begin, block.end) if block else (read.begin, read.begin + read.nbytes)
+        scratch = self._buffer()[: end - begin]
+        self._read_checked(entry, begin, memory_of(scratch), block)
+        values = scratch[read.begin - begin :][: read.nbytes].view(entry.dtype)
+        read.target.copy_(values if read.dtype in (entry.dtype, read.target.dtype) else values.to(read.dtype))
 
-    def _through_scratch(self, read: _Read, piece: Piece, target: torch.Tensor) -> None:
+    def _check_around(self, view: _View) -> None:
+        """Check all blocks that a strided view touches; its bytes are then read once more."""
+        if self._checksums is None:
+            return
+        end = view.begin + _span(view.piece) * view.entry.dtype.itemsize
+        for block in self._checksums.covering(view.entry.path, view.begin, end):
+            if (view.entry.path, block.begin) not in self._checked:
+                scratch = self._buffer()[: block.end - block.begin]
+                self._read_checked(view.entry, block.begin, memory_of(scratch), block)
+                self._checked.add((view.entry.path, block.begin))
+
+    def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view whose dimensions are in the file's order, as much at once as fits into the scratch buffer."""
         for part in _fitting(piece, read.entry.dtype.itemsize):
             span = _span(part)
             scratch = self._buffer()[: span * read.entry.dtype.itemsize]
-            self._read_at(read.entry, part.offset, memory_of(scratch))
+            begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
+            self._read_checked(read.entry, begin, memory_of(scratch), None)
             view = scratch.view(read.entry.dtype).as_strided(part.shape, part.strides)
             if read.dtype not in (read.entry.dtype, target.dtype):
                 view = view.to(read.dtype)
             target_of(target, part).copy_(view)
 
+    def _read_checked(self, entry: Entry, begin: int, memory: memoryview, block: Block | None) -> None:
+        """Read bytes of a file; hash them while they are in the processor's cache."""
+        fd = self._files[entry.path]
+        if block is None:
+            read_into(fd, begin, memory)
+        else:
+            digest = xxhash.xxh3_64()
+            for at in range(0, len(memory), IN_CACHE_BYTES):
+                part = memory[at : at + IN_CACHE_BYTES]
+                read_into(fd, begin + at, part)
+                digest.update(part)
+            check(entry.path, block, digest.hexdigest(), entry.name)
+        with self._counting:
+            self.bytes_read += len(memory)
+
     def _buffer(self) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._scratch, "buffer", None)
         if buffer is None:
-            buffer = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
             self._scratch.buffer = buffer
         return buffer
 
 
-def _cut(read: _Read) -> Iterator[_Read]:
-    """Cut a large read along its leading dimension, so that threads share it."""
-    piece = read.piece
-    rows = piece.shape[0] if piece.shape else 1
-    at_once = max(1, rows * _DIRECT_BYTES // max(1, read.nbytes))
-    if at_once >= rows:
-        if read.nbytes:
-            yield read
-        return
+def _rows(view: _View) -> Iterator[_View]:
+    """Cut a large view along its leading dimension, so that threads share it."""
+    rows = view.piece.shape[0] if view.piece.shape else 1
+    at_once = max(1, rows * BLOCK_BYTES // view.nbytes)
     for begin in range(0, rows, at_once):
-        length = min(at_once, rows - begin)
-        yield _Read(read.entry, piece.narrow(0, begin, length), read.target.narrow(0, begin, length), read.dtype)
+        if at_once >= rows:
+            yield view
+        else:
+            length = min(at_once, rows - begin)
+            part = view.piece.narrow(0, begin, length)
+            yield _View(view.entry, part, view.target.narrow(0, begin, length), view.dtype)
 
 
 def _fitting(piece: Piece, itemsize: int) -> Iterator[Piece]:

@@ -116,7 +116,7 @@ class Region:
     def of(cls, source: Any, shape: Sequence[int], dtype: torch.dtype) -> Region:
         """Describe a whole source, which lies in row-major order."""
         shape = tuple(shape)
-        return cls(shape, dtype, [Piece(source, (0,) * len(shape), shape, _row_major(shape), 0)])
+        return cls(shape, dtype, [Piece(source, (0,) * len(shape), shape, row_major(shape), 0)])
 
     @property
     def ndim(self) -> int:
@@ -353,7 +353,8 @@ def sources_of(region: Region) -> list[Any]:
     return found
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 

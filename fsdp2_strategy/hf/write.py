@@ -1,7 +1,7 @@
-"""Carry out writes: parts of tensors into their places in files, in parallel, with the cast on the way.
+"""Carry out writes: parts of tensors into their places in files, in parallel, hashed, with the cast on the way.
 
-Input: jobs, which name a part of a tensor and the box of a file's entry that it is. Output: bytes in files.
-Knows nothing of models.
+Input: jobs, which name a part of a tensor and the box of a file's entry that it is. Output: bytes in files, and their
+checksums. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
+from fsdp2_strategy.hf.checksum import BLOCK_BYTES, IN_CACHE_BYTES, Block
 from fsdp2_strategy.hf.container import Entry, memory_of, write_from
 from fsdp2_strategy.hf.region import Box
 from fsdp2_strategy.ranks import adopt_device, current_device
 
-_SCRATCH_BYTES = 8 << 20
 _THREADS = 4
 
 
@@ -44,8 +45,11 @@ class _Run:
     tensor: torch.Tensor
 
 
-def write_all(jobs: Sequence[Job]) -> None:
+def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[Block]]:
     """Write all jobs into files that exist in their full length.
+
+    Returns:
+        For each file the checksums of what was written to it; none unless ``hashed``.
 
     Raises:
         OSError: a file cannot be written; its name is in the error.
@@ -53,11 +57,14 @@ def write_all(jobs: Sequence[Job]) -> None:
     runs = sorted(itertools.chain.from_iterable(map(_runs, jobs)), key=lambda run: (run.path, run.offset))
     files = {path: os.open(path, os.O_WRONLY) for path in dict.fromkeys(run.path for run in runs)}
     scratch = threading.local()
+    written: dict[Path, list[Block]] = {path: [] for path in files}
     try:
         with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
             try:
-                for _ in pool.map(lambda run: _write(files[run.path], run, scratch), runs):
-                    pass
+                blocks = pool.map(lambda run: _write(files[run.path], run, scratch, hashed=hashed), runs)
+                for run, block in zip(runs, blocks, strict=True):
+                    if block is not None:
+                        written[run.path].append(block)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -66,6 +73,7 @@ def write_all(jobs: Sequence[Job]) -> None:
     finally:
         for fd in files.values():
             os.close(fd)
+    return written
 
 
 def force_to_disk(paths: Sequence[Path]) -> None:
@@ -83,7 +91,7 @@ def force_to_disk(paths: Sequence[Path]) -> None:
 
 
 def _runs(job: Job) -> Iterator[_Run]:
-    """Cut a job into parts that are consecutive in the file, and each fit into the scratch buffer."""
+    """Cut a job into parts that are consecutive in the file, and each fit into one block."""
     shape, itemsize = job.entry.shape, job.entry.dtype.itemsize
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     # Dimensions after `whole` are covered in full: a range of indices of `whole` is one run.
@@ -101,7 +109,7 @@ def _runs(job: Job) -> Iterator[_Run]:
             continue
         begin, length = job.box[whole]
         row = strides[whole] * itemsize
-        at_once = max(1, _SCRATCH_BYTES // max(1, row))
+        at_once = max(1, BLOCK_BYTES // max(1, row))
         for at in range(0, length, at_once):
             rows = part.narrow(0, at, min(at_once, length - at))
             yield from _small_enough(_Run(job.entry.path, offset + (begin + at) * row, job.entry.dtype, rows))
@@ -109,25 +117,34 @@ def _runs(job: Job) -> Iterator[_Run]:
 
 def _small_enough(run: _Run) -> Iterator[_Run]:
     """Cut a single row that is larger than the scratch buffer along its next dimensions."""
-    if run.tensor.numel() * run.dtype.itemsize <= _SCRATCH_BYTES or run.tensor.ndim < 2:
+    if run.tensor.numel() * run.dtype.itemsize <= BLOCK_BYTES or run.tensor.ndim < 2:
         if run.tensor.numel():
             yield run
         return
     inner = run.tensor[0]
     row = math.prod(inner.shape[1:]) * run.dtype.itemsize
-    at_once = max(1, _SCRATCH_BYTES // max(1, row))
+    at_once = max(1, BLOCK_BYTES // max(1, row))
     for at in range(0, len(inner), at_once):
         yield from _small_enough(_Run(run.path, run.offset + at * row, run.dtype, inner[at : at + at_once]))
 
 
 @torch.no_grad()
-def _write(fd: int, run: _Run, scratch: threading.local) -> None:
+def _write(fd: int, run: _Run, scratch: threading.local, *, hashed: bool) -> Block | None:
     tensor = run.tensor
     if tensor.device.type != "cpu" or tensor.dtype != run.dtype or not tensor.is_contiguous():
         size = tensor.numel() * run.dtype.itemsize
         buffer: torch.Tensor | None = getattr(scratch, "buffer", None)
-        if buffer is None or len(buffer) < size:
+        if buffer is None:
             pin = torch.cuda.is_available()
-            buffer = scratch.buffer = torch.empty(max(size, _SCRATCH_BYTES), dtype=torch.uint8, pin_memory=pin)
+            buffer = scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin)
         tensor = buffer[:size].view(run.dtype).view(tensor.shape).copy_(tensor)
-    write_from(fd, run.offset, memory_of(tensor))
+    memory = memory_of(tensor)
+    if not hashed:
+        write_from(fd, run.offset, memory)
+        return None
+    digest = xxhash.xxh3_64()
+    for at in range(0, len(memory), IN_CACHE_BYTES):
+        part = memory[at : at + IN_CACHE_BYTES]
+        digest.update(part)
+        write_from(fd, run.offset + at, part)
+    return Block(run.offset, run.offset + len(memory), digest.hexdigest())

@@ -1,0 +1,277 @@
+"""A model's tensors -> files: names, arrangement and offsets, and what of them this rank writes.
+
+Input: a model, sharded or not. Output: the files to be made, with their headers, and jobs for `write`. All of it
+follows from names, shapes and dtypes, which every rank knows, so ranks need not talk to each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.container import Entry, lay_out, total_bytes
+from fsdp2_strategy.hf.conversions import hub_regions
+from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.region import Computed, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.write import Job
+from fsdp2_strategy.names import named_parameters, persistent_buffers
+from fsdp2_strategy.residency import local_box
+
+_SHORTEST_RUN_BYTES = 4096
+
+
+def tensors_to_write(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors to write, each once, under the name that loading expects for tied ones."""
+    if not is_transformers_model(copied):
+        found = {**named_parameters(root), **persistent_buffers(root)}
+    else:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: PLC0415
+
+        state = copied.state_dict()
+        for name in copied._keys_to_ignore_on_save or ():
+            state.pop(name, None)
+        real = root.state_dict(keep_vars=True)
+        found = {name: real[name] for name in remove_tied_weights_from_state_dict(state, copied)}
+    if lost := [name for name, tensor in found.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"cannot write a model: {lost[0]} and {len(lost) - 1} others are on the meta device, expected values. "
+            "Prepare the model, or load its weights, first."
+        )
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def regions_to_write(
+    copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
+) -> dict[str, Region]:
+    """Describe what goes to the files, by its name there.
+
+    Args:
+        copied: twin of the model.
+        tensors: its tensors by name, each once.
+        dtype: of the floating parameters in the files; by default their own.
+        hub_names: arrange what a transformers model has as the hub does.
+    """
+    transformers_model = is_transformers_model(copied)
+    if transformers_model and hub_names:
+        regions = hub_regions(copied, tensors)
+    else:
+        regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    if dtype is None:
+        return regions
+    kept = copied._get_dtype_plan(dtype) if transformers_model else {}
+    parameters = {name for name, _ in copied.named_parameters(remove_duplicate=False)}
+    written = {}
+    for name, region in regions.items():
+        sources = sources_of(region)
+        wider = [kept[pattern] for pattern in kept for source in sources if re.search(pattern, source)]
+        cast = region.dtype.is_floating_point and all(source in parameters for source in sources)
+        written[name] = region.to(wider[0] if wider else dtype) if cast else region
+    return written
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to be written."""
+
+    path: Path
+    name: str
+    """The name that it is to have in the end."""
+    header: bytes
+    entries: dict[str, Entry]
+
+
+def files_for(
+    folder: Path,
+    stem: str,
+    regions: Mapping[str, Region],
+    most_bytes: int,
+    *,
+    partial: bool = False,
+) -> list[File]:
+    """Fill files up to a limit in the order of names; a tensor above it gets a file of its own.
+
+    Args:
+        folder: where they go.
+        stem: how their names begin.
+        regions: what goes to them.
+        most_bytes: of tensors in one file.
+        partial: write under names that nothing loads.
+    """
+    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for name, region in regions.items():
+        nbytes = region.numel() * region.dtype.itemsize
+        if groups[-1] and size + nbytes > most_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = (region.dtype, tuple(region.shape))
+        size += nbytes
+    files = []
+    for i, group in enumerate(groups, 1):
+        number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        name = f"{stem}{number}.safetensors"
+        path = folder / (f".{name}.partial" if partial else name)
+        files.append(File(path, name, *lay_out(path, group, {"format": "pt"})))
+    return files
+
+
+def index_of(files: Sequence[File]) -> dict[str, Any]:
+    """Return the content of the index that lists what lies in which file."""
+    entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
+    return {
+        "metadata": {
+            "total_parameters": sum(math.prod(entry.shape) for _, entry, _ in entries),
+            "total_size": sum(entry.nbytes for _, entry, _ in entries),
+        },
+        "weight_map": {name: file.name for name, _, file in sorted(entries, key=lambda e: e[0])},
+    }
+
+
+def create(files: Sequence[File]) -> None:
+    """Make the files in their full length, with their headers; one rank calls it."""
+    for file in files:
+        with file.path.open("wb") as new:
+            new.write(file.header)
+            new.flush()
+            # A full disk shows here, on one rank, before anybody writes.
+            os.posix_fallocate(new.fileno(), 0, total_bytes(file.header, file.entries.values()))
+
+
+def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Say whether ranks can write their shards' parts of a region as they are, in runs that are not tiny."""
+    if _is_identity(region, tensors):
+        return True
+    for piece in region.pieces:
+        if isinstance(piece.source, Computed) or not _is_in_rows(tensors[piece.source]):
+            return False
+        strides = [s for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1]
+        run = region.dtype.itemsize
+        for length, whole in zip(reversed(piece.shape), reversed(region.shape), strict=True):
+            run *= length
+            if length != whole:
+                break
+        in_order = strides == sorted(strides, reverse=True)
+        if not in_order or run < min(_SHORTEST_RUN_BYTES, math.prod(piece.shape) * region.dtype.itemsize):
+            return False
+    return True
+
+
+def _is_in_rows(tensor: torch.Tensor) -> bool:
+    """Say whether a rank's shard is rows of the whole, one range of its elements."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def _is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Say whether a region is a tensor as it is, so that any shard of the one is the same box of the other."""
+    if len(region.pieces) != 1 or isinstance(region.pieces[0].source, Computed):
+        return False
+    [piece] = region.pieces
+    whole = tuple(tensors[piece.source].shape)
+    return tuple(region.shape) == whole == piece.shape and not piece.offset and piece.strides == row_major(whole)
+
+
+def own_jobs(
+    regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+) -> Iterator[Job]:
+    """Return what this rank writes of the regions: its shards' parts, shared fairly among replicas."""
+    held = {name: _Held(tensor) for name, tensor in tensors.items()}
+    total = sum(region.numel() for region in regions.values())
+    before = 0
+    for name, region in regions.items():
+        share = before / max(1, total)
+        before += region.numel()
+        for piece in region.pieces:
+            own = held[piece.source]
+            if int(share * own.replicas) != own.replica:
+                continue
+            if _is_identity(region, tensors):
+                yield Job(entries[name], own.box, own.local)
+                continue
+            low, high = own.rows()
+            flat = own.local.reshape(-1)
+            for part in piece.clip(low, high):
+                view = flat.as_strided(part.shape, part.strides, flat.storage_offset() + part.offset - low)
+                box = tuple(zip(part.start, part.shape, strict=True))
+                yield Job(entries[name], box, view)
+
+
+class _Held:
+    """What this rank holds of a tensor, and which of how many replicas of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.box, self.local = local_box(tensor), tensor.detach()
+        self.replica, self.replicas = 0, 1
+        if isinstance(tensor, DTensor):
+            self.local = tensor.to_local().detach()
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate():
+                    size = tensor.device_mesh.size(axis)
+                    self.replica = self.replica * size + tensor.device_mesh.get_local_rank(axis)
+                    self.replicas *= size
+        else:
+            # Buffers may differ between ranks (batch-norm statistics): all of them are rank 0's.
+            self.replica = dist.get_rank()
+            self.replicas = dist.get_world_size() if isinstance(tensor, nn.Parameter) else 1
+
+    def rows(self) -> tuple[int, int]:
+        """Return which elements of the tensor these are, which is sharded by rows if at all."""
+        row = math.prod(n for _, n in self.box[1:])
+        begin, rows = self.box[0] if self.box else (0, 1)
+        return begin * row, (begin + rows) * row
+
+
+def gathered_job(
+    region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
+) -> Job:
+    """Return what this rank writes of a region that is gathered: an equal part of the whole; collective.
+
+    Args:
+        region: what to write.
+        tensors: the sources.
+        gathered: whole sources of the region before; kept where this one needs them, since several come from one.
+        entry: where it goes.
+    """
+    needed = sources_of(region)
+    for source in [source for source in gathered if source not in needed]:
+        del gathered[source]
+    for source in needed:
+        if source not in gathered:
+            tensor = tensors[source]
+            gathered[source] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+    stored = Region(region.shape, tensors[needed[0]].dtype, region.pieces)
+    flat = assemble(stored, gathered.__getitem__).reshape(-1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    begin, end = rank * len(flat) // ranks, (rank + 1) * len(flat) // ranks
+    line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
+    return Job(line, ((begin, end - begin),), flat[begin:end])
+
+
+def write_configuration(folder: Path, copied: Any, regions: Mapping[str, Region]) -> None:
+    """Write what ``from_pretrained`` reads beside the weights; nothing for a model that is not transformers'."""
+    if not is_transformers_model(copied):
+        return
+    config = copy.deepcopy(copied.config)
+    floating = [region.dtype for region in regions.values() if region.dtype.is_floating_point]
+    config.dtype = str(floating[0]).removeprefix("torch.") if floating else config.dtype
+    config.architectures = [type(copied).__name__]
+    if copied.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
+
+        custom_object_save(copied, folder, config=config)
+    config.save_pretrained(folder)
+    if copied.can_generate():
+        copied.generation_config.save_pretrained(folder)
