@@ -15,7 +15,8 @@ from fsdp2_strategy.errors import (
 from fsdp2_strategy.explain import explain
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
-from fsdp2_strategy.hf.load import LoadReport, load_weights
+from fsdp2_strategy.hf.load import load_weights
+from fsdp2_strategy.hf.match import LoadReport
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.optimizer import build_optimizer
 from fsdp2_strategy.schedule import build_scheduler

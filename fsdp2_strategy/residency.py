@@ -24,8 +24,8 @@ _wrapper_of: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the module that is sharded as a whole: the inner model of an actor wrapper, else the model itself.
 
-    A wrapper that says ``is_actor`` holds the model as ``.model``. It is peeled off where it owns no parameter of its
-    own; one that does (a fresh value head) is sharded as a whole, and its inner model then stands for it.
+    A wrapper that says ``is_actor`` holds the model as ``.model``. It is peeled off where it owns no parameter or
+    buffer of its own; one that does (a fresh value head) is sharded as a whole, and its inner model then stands for it.
     """
     wrapper = _wrapper_of[model]() if model in _wrapper_of else None
     if wrapper is not None:
@@ -33,8 +33,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     inner = getattr(model, "model", None)
     if not getattr(model, "is_actor", False) or not isinstance(inner, nn.Module):
         return model
-    inside = {id(p) for p in inner.parameters()}
-    if any(id(p) not in inside for p in model.parameters()):
+    inside = {id(t) for t in (*inner.parameters(), *inner.buffers())}
+    if any(id(t) not in inside for t in (*model.parameters(), *model.buffers())):
         return model
     return unwrap_model(inner)
 
@@ -134,8 +134,8 @@ def average_gradient(parameter: nn.Parameter) -> None:
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give memory, but no values, to all parameters and buffers on the meta device; ties are kept; not collective.
 
-    A sharded model gets the memory of its shards alone, in host memory where they are offloaded; FSDP2 pads and pins
-    them as it needs.
+    They count as empty until `has_values_now` says otherwise. A sharded model gets the memory of its shards alone, in
+    host memory where they are offloaded; FSDP2 pads and pins them as it needs.
     """
     sharded = is_sharded(model)
     offloaded = {
@@ -146,6 +146,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in new:
             new[id(tensor)] = _with_memory(tensor, torch.device("cpu") if id(tensor) in offloaded else device)
+            new[id(tensor)]._has_no_values = True  # type: ignore[attr-defined]
             if sharded and isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
                 average_gradient(new[id(tensor)])  # type: ignore[arg-type]
         return new[id(tensor)]
@@ -158,6 +159,23 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         for parameter in group.fsdp_params:
             if parameter._sharded_param_data.is_meta:
                 parameter.reset_sharded_param()
+
+
+def lacks_values(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is on meta, or got memory from `materialize` and nothing else yet."""
+    return tensor.is_meta or getattr(tensor, "_has_no_values", False)
+
+
+def is_unreal(model: nn.Module) -> bool:
+    """Say whether any parameter or buffer of the model has no values yet."""
+    return any(lacks_values(tensor) for module in model.modules() for _, tensor in _own_tensors(module))
+
+
+def has_values_now(model: nn.Module) -> None:
+    """Note that all parameters and buffers got their values."""
+    for module in model.modules():
+        for _, tensor in _own_tensors(module):
+            tensor.__dict__.pop("_has_no_values", None)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

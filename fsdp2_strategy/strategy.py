@@ -27,7 +27,7 @@ from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
-from fsdp2_strategy.hf.load import is_on_meta, load_remembered
+from fsdp2_strategy.hf.load import load_remembered
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.optimizer import build_optimizer
 from fsdp2_strategy.schedule import build_scheduler
@@ -224,7 +224,7 @@ class FSDPV2Strategy:
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
         )
-        if is_on_meta(model):
+        if residency.is_unreal(model):
             load_remembered(model)
         return model
 

@@ -152,3 +152,8 @@ def test_a_region_has_no_values_and_says_so():
         region.tolist()
     with pytest.raises(ValueError, match="cannot concatenate"):
         torch.cat([region, described((4, 5))[0][0]])
+
+
+def test_a_slice_over_two_sources_is_computed_from_where_it_begins():
+    [a, b], tensors = described((4,), (4,))
+    assert_equal(torch.cat([a, b])[1:], tensors, torch.cat(tensors)[1:])

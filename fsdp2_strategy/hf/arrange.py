@@ -27,7 +27,7 @@ from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.region import Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
-from fsdp2_strategy.residency import local_box
+from fsdp2_strategy.residency import lacks_values, local_box
 
 _SHORTEST_RUN_BYTES = 4096
 
@@ -44,9 +44,9 @@ def tensors_to_write(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
             state.pop(name, None)
         real = root.state_dict(keep_vars=True)
         found = {name: real[name] for name in remove_tied_weights_from_state_dict(state, copied)}
-    if lost := [name for name, tensor in found.items() if tensor.is_meta]:
+    if lost := [name for name, tensor in found.items() if lacks_values(tensor)]:
         raise CheckpointError(
-            f"cannot write a model: {lost[0]} and {len(lost) - 1} others are on the meta device, expected values. "
+            f"cannot write a model: {lost[0]} and {len(lost) - 1} others have no values yet, expected a real model. "
             "Prepare the model, or load its weights, first."
         )
     return {name: tensor.detach() for name, tensor in found.items()}

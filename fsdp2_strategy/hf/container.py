@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(start - 8))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder, or name another.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header is no JSON ({error})") from error
     if not isinstance(header, dict):
         raise _broken(path, "its header is no JSON object")
@@ -96,7 +96,7 @@ def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"the header's entry of {name} is {facts!r}")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
             f"cannot read {path}: {name} has the dtype {dtype!r}, expected one of {', '.join(DTYPES)}. Convert the "
             "file, or load it with the library that wrote it."

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry, read_header
-from fsdp2_strategy.hf.tape import Tape, recording
+from fsdp2_strategy.hf.tape import Tape, is_recording, recording
 from fsdp2_strategy.hf.twin import twin
 
 WEIGHTS = "model.safetensors"
@@ -68,6 +68,9 @@ def init_on_meta() -> Iterator[None]:
     Raises:
         CheckpointError: from ``from_pretrained``, where a folder has no safetensors files, or quantised ones.
     """
+    if is_recording():
+        yield  # nested: the outer block does it all
+        return
     with ExitStack() as stack:
         tape = stack.enter_context(recording())
         for target, name, value in _stand_ins(tape):
@@ -104,11 +107,11 @@ def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
         _keep_dtypes(model, load_config.dtype_plan)
         with tape.paused():
             _remember(model, checkpoint_files, load_config)
-        tape.settle(model)
         return _nothing_loaded(), None
 
     def tie(model: Any, _load_config: Any, loading_info: Any) -> Any:
         model.tie_weights(recompute_mapping=False)
+        tape.settle(model, in_files=True)
         return loading_info
 
     def initialize(model: Any) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.folder import is_transformers_model
-from fsdp2_strategy.hf.tape import Note, Tape, note_of, storage_of
+from fsdp2_strategy.hf.tape import Note, Tape, note_of, seen_as, storage_of
 from fsdp2_strategy.hf.twin import twin
 from fsdp2_strategy.ranks import all_or_none, from_rank_0
 from fsdp2_strategy.residency import local_box
@@ -42,6 +42,8 @@ class Empty:
     name: str
     tensor: torch.Tensor
     places: Sequence[tuple[nn.Module, str]]
+    dtype: torch.dtype | None
+    """In which transformers draws the values: what the model asked for, where masters are wider."""
 
     @property
     def note(self) -> Note | None:
@@ -72,20 +74,38 @@ def initialize(model: nn.Module, empty: Sequence[Empty], device: torch.device) -
     return [e.name for e in waiting if e.note is not None or not slots.of(e.tensor).written]
 
 
+def recorded_for(empty: Sequence[Empty]) -> list[str]:
+    """Return what tells apart what ranks have recorded for tensors without values."""
+    wanted: dict[Tape, set[int]] = {}
+    for e in empty:
+        if e.note is not None:
+            wanted.setdefault(e.note.tape, set()).add(storage_of(e.note.meta))
+    return [tape.digest(storages) for tape, storages in wanted.items()]
+
+
 def _slotted(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> nn.Module:
     """Return a twin with slots for some tensors, all others marked as initialised."""
-    names = {id(e.tensor) for e in empty}
+    drawn_in = {id(e.tensor): e.dtype for e in empty}
+
+    def known(tensor: torch.Tensor) -> torch.Tensor:
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        new = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+        new._is_hf_initialized = True  # type: ignore[attr-defined]
+        return new
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in names:
-            return slots.of(tensor)
-        known = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
+        return slots.of(tensor, drawn_in[id(tensor)]) if id(tensor) in drawn_in else known(tensor)
 
     copy = twin(model, stand_in)
-    for tensor in (*copy.parameters(), *copy.buffers()):
-        if not isinstance(tensor, _Slot):
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    seen: set[int] = set()
+    for module in copy.modules():
+        both: tuple[Any, Any] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, tensor in tensors.items():
+                if isinstance(tensor, _Slot) and id(tensor) in seen:
+                    # Tied: transformers initialises every place, and then ties all to the first.
+                    tensors[name] = _Slot(tensor.original, slots, tensor.dtype, is_kept=False)
+                seen.add(id(tensor))
     return copy
 
 
@@ -130,7 +150,7 @@ def _by_constructors(empty: Sequence[Empty], device: torch.device) -> set[int]:
     def taker(wanting: list[tuple[Empty, Note]]) -> Callable[[torch.Tensor], None]:
         def take(memory: torch.Tensor) -> None:
             for e, note in wanting:
-                _local(e.tensor).copy_(_own_part(note.value(memory), e.tensor))
+                _local(e.tensor).copy_(_own_part(seen_as(note.meta, memory), e.tensor))
                 filled.add(id(e.tensor))
 
         return take
@@ -191,10 +211,10 @@ class _Slots:
         self.all: dict[int, _Slot] = {}
         self.open: dict[int, tuple[_Slot, torch.Tensor]] = {}
 
-    def of(self, original: torch.Tensor) -> _Slot:
+    def of(self, original: torch.Tensor, dtype: torch.dtype | None = None) -> _Slot:
         """Return the slot that stands for a tensor."""
         if id(original) not in self.all:
-            self.all[id(original)] = _Slot(original, self)
+            self.all[id(original)] = _Slot(original, self, dtype or original.dtype)
         return self.all[id(original)]
 
     def full(self, slot: _Slot) -> torch.Tensor:
@@ -203,21 +223,26 @@ class _Slots:
             if slot.written:
                 with all_or_none("initialise", CheckpointError):
                     """Gather only where no rank has failed on the way here."""
-                full = _gathered(slot.original, self.device)
+                full = _gathered(slot.original, self.device).to(slot.dtype)
             else:
-                # What is left of the filling was not initialised.
-                filling = float("nan") if slot.dtype.is_floating_point else 0
-                full = torch.full(slot.shape, filling, dtype=slot.dtype, device=self.device)
+                full = torch.full(slot.shape, _filling(slot.dtype), dtype=slot.dtype, device=self.device)
             self.open[id(slot)] = (slot, full)
         return self.open[id(slot)][1]
 
     def keep(self) -> None:
         """Let each rank keep its part of what was written, and drop the rest."""
         for slot, full in self.open.values():
-            if not slot.changed or full.isnan().any():
-                continue
-            slot.fill(full)
+            only_seen = not slot.changed and bool((full == _filling(slot.dtype)).all())
+            if not (only_seen or full.isnan().any()):
+                slot.fill(full)
         self.open.clear()
+
+
+def _filling(dtype: torch.dtype) -> float:
+    """Return what a full tensor holds before it is initialised: what is left of it was not."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,23 +272,25 @@ class _Slot(torch.Tensor):
     original: torch.Tensor
     slots: _Slots
     changed: bool
-    """Whether an operation wrote to it, or returned a view of it that others may write to."""
+    """Whether an operation wrote to it; one may have written to a view of it, too."""
     written: bool
     """Whether all of it has values."""
+    is_kept: bool
+    """Whether its values become the tensor's; else they are drawn and dropped."""
     _is_param: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, original: torch.Tensor, slots: _Slots) -> _Slot:
+    def __new__(cls, original: torch.Tensor, slots: _Slots, dtype: torch.dtype, *, is_kept: bool = True) -> _Slot:
         slot: _Slot = torch.Tensor._make_wrapper_subclass(
-            cls, original.shape, dtype=original.dtype, device=slots.device, requires_grad=False
+            cls, original.shape, dtype=dtype, device=slots.device, requires_grad=False
         )
         slot.original, slot.slots, slot.changed, slot.written = original, slots, False, False
-        slot._is_param = isinstance(original, nn.Parameter)
+        slot._is_param, slot.is_kept = isinstance(original, nn.Parameter), is_kept
         return slot
 
-    def __init__(self, original: torch.Tensor, slots: _Slots) -> None:
+    def __init__(self, original: torch.Tensor, slots: _Slots, dtype: torch.dtype, *, is_kept: bool = True) -> None:
         """Leave all to ``__new__``."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -271,21 +298,25 @@ class _Slot(torch.Tensor):
 
     def fill(self, value: torch.Tensor) -> None:
         """Keep this rank's part of a full value."""
-        _local(self.original).copy_(_own_part(value, self.original))
-        self.written = True
+        if self.is_kept:
+            _local(self.original).copy_(_own_part(value, self.original))
+        self.written = self.is_kept
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         slot_of: dict[int, _Slot] = {}
-        changes = any(argument.alias_info is not None for argument in function._schema.arguments)
+        kwargs = kwargs or {}
 
         def full(value: Any) -> Any:
             if not isinstance(value, _Slot):
                 return value
             tensor = value.slots.full(value)
             slot_of[id(tensor)] = value
-            value.changed |= changes
             return tensor
 
-        result = function(*tree_map(full, args), **tree_map(full, kwargs or {}))
+        for i, argument in enumerate(function._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if isinstance(value, _Slot) and argument.alias_info is not None and argument.alias_info.is_write:
+                value.changed = True
+        result = function(*tree_map(full, args), **tree_map(full, kwargs))
         return tree_map(lambda value: slot_of.get(id(value), value), result)

@@ -99,7 +99,7 @@ class Computed:
     def compute(self, tensor_of: Callable[[Region], torch.Tensor]) -> torch.Tensor:
         """Return the value, from the values of its regions; contiguous."""
         args, kwargs = _map(self.args, tensor_of), _map(dict(self.kwargs), tensor_of)
-        return self.function(*args, **kwargs).contiguous()
+        return self.function(*args, **kwargs).clone(memory_format=torch.contiguous_format)
 
 
 class Region:

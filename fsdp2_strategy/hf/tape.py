@@ -8,29 +8,45 @@ parameter and buffer of those modules the operations that make its values, which
 meta all of it runs without effect. The tape notes each operation that makes or changes a meta tensor. Tensors are told
 apart by their storage, so that views, ``.data`` and a parameter around a tensor mean the same memory. A replay carries
 out what the wanted tensors need, in the order of the recording, once, and hands each tensor on (and drops it) after the
-last operation that touches it.
+last operation that touches it. A tensor of whose operations only some can be carried out is not handed on at all: one
+of them reads what only files hold, or what was built elsewhere.
 """
 
 from __future__ import annotations
 
+import hashlib
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
+import torch.utils._device
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fsdp2_strategy.errors import CheckpointError
+
 _NOTE = "_values_on_tape"
+_manual_seed, _get_rng_state, _set_rng_state = torch.manual_seed, torch.get_rng_state, torch.set_rng_state
 _NO_OPERATIONS_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
+_COPIES = {"aten::_to_copy", "aten::clone"}
+_WITHOUT_VALUES = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Operation:
     function: Any
     args: tuple[Any, ...]
@@ -41,6 +57,19 @@ class _Operation:
     """Storages that it wrote to, those that it made among them."""
     reads: frozenset[int]
     """Storages of its arguments."""
+    seeds: bool = False
+    """Whether it changes the random state, for all that follows."""
+
+    def __post_init__(self) -> None:
+        self.default_dtype = torch.get_default_dtype()
+        self.random_state: torch.Tensor | None = None
+        """The random state in which it was carried out, where it drew: tensors copied from what it made draw alike."""
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        schema = getattr(self.function, "_schema", None)
+        return str(schema.name if schema else getattr(self.function, "__name__", self.function))
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,7 +82,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """For each storage the position after the last operation that wrote to it."""
         self.settled: dict[int, int] = {}
         """For each storage the position when transformers was done with it."""
+        self.in_files: set[int] = set()
+        """Storages whose values files hold."""
         self.is_paused = False
+        self.thread = threading.get_ident()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -75,78 +107,187 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not tensor.is_meta:
                 return init(tensor, *args, **kwargs)
             storage = frozenset({storage_of(tensor)})
-            self._add(_Operation(init, (tensor, *args), kwargs, (), storage, storage))
+            self._add(_Operation(init, (tensor.detach(), *args), kwargs, (), storage, storage))
             return tensor
 
         return record
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        """Stand in for ``torch.manual_seed``."""
+        self._seed(_manual_seed, seed)
+        return _manual_seed(seed)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Stand in for ``torch.get_rng_state``: the state that a replay has reached may be wanted again."""
+        state = _get_rng_state()
+        replayed: list[torch.Tensor] = []
+        state._as_replayed = replayed  # type: ignore[attr-defined]
+        self._seed(lambda: replayed.append(_get_rng_state()))
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor) -> None:
+        """Stand in for ``torch.set_rng_state``."""
+        replayed = getattr(new_state, "_as_replayed", None)
+        self._seed(lambda: _set_rng_state(replayed.pop() if replayed else new_state))
+        _set_rng_state(new_state)
+
+    def _seed(self, function: Callable[..., Any], *args: Any) -> None:
+        self._add(_Operation(function, args, {}, (), frozenset(), frozenset(), seeds=True))
 
     def _add(self, operation: _Operation) -> None:
         self.operations.append(operation)
         self.last_change |= dict.fromkeys(operation.changes, len(self.operations))
 
-    def settle(self, model: nn.Module) -> None:
-        """Note that transformers is done with a model's tensors: what changes them from here on is somebody's wish."""
+    def settle(self, model: nn.Module, *, in_files: bool = False) -> None:
+        """Note that transformers is done with a model's tensors: what changes them from here on is somebody's wish.
+
+        Args:
+            model: on meta.
+            in_files: its parameters and persistent buffers have their values in files.
+        """
         tensors = (*model.parameters(), *model.buffers())
         self.settled |= {storage_of(tensor): len(self.operations) for tensor in tensors if tensor.is_meta}
+        if in_files:
+            self.in_files |= {storage_of(t) for t in model.state_dict(keep_vars=True).values() if t.is_meta}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
         known = {storage_of(tensor) for tensor in _meta_tensors((args, tuple(kwargs.values())))}
-        made = tuple(tensor for tensor in _meta_tensors(result) if storage_of(tensor) not in known)
         written = {storage_of(tensor) for tensor in _written(function, args, kwargs)}
+        for tape in _tapes:
+            if tape is not self and not written.isdisjoint(tape.last_change):
+                raise CheckpointError(
+                    f"cannot build on meta: {function} changes a tensor of a module that was built in an earlier "
+                    "init_on_meta block, which would be lost. Build both in one block."
+                )
+        kept_args, kept_kwargs = tree_map(_kept, (tuple(args), kwargs))
+        result = function(*args, **kwargs)
+        made = tuple(tensor for tensor in _meta_tensors(result) if storage_of(tensor) not in known)
         changes = frozenset(written.union(map(storage_of, made)))
         if changes:
-            self._add(_Operation(function, args, kwargs, made, changes, frozenset(known)))
+            # Aliases: what a parameter's ``.data`` is replaced by later is other memory.
+            aliases = tuple(tensor.detach() for tensor in made)
+            operation = _Operation(function, kept_args, kept_kwargs, aliases, changes, frozenset(known))
+            self._add(operation)
+            if operation.name in _COPIES and all(self.is_settled(storage) for storage in known):
+                self.settled |= dict.fromkeys(changes, len(self.operations))
         return result
+
+    def is_settled(self, storage: int) -> bool:
+        """Whether nothing changed it after transformers was done with it."""
+        return self.last_change.get(storage, 0) <= self.settled.get(storage, -1)
 
     @torch.no_grad()
     def replay(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
-        """Carry out what the wanted storages need; what depends on tensors made elsewhere is left out.
+        """Carry out what the wanted storages need; those that need what is not on the tape are left out.
 
         Args:
             wanted: for each storage what takes its memory, as a flat tensor of bytes.
             device: where values are computed.
         """
-        operations = self._needed_for(set(wanted))
+        operations, lost = self._needed_for(set(wanted))
         last = {storage: i for i, op in enumerate(operations) for storage in op.changes | op.reads}
         memory: dict[int, torch.Tensor] = {}
 
         def real(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.is_meta:
-                bytes_ = memory[storage_of(value)]
-                return bytes_.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+                return seen_as(value, memory[storage_of(value)])
             return device if isinstance(value, torch.device) and value.type == "meta" else value
 
         for i, operation in enumerate(operations):
-            result = operation.function(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
+            args, kwargs = tree_map(real, operation.args), tree_map(real, operation.kwargs)
+            with _as_recorded(operation, device):
+                result = operation.function(*args, **kwargs)
             outputs = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, torch.Tensor)]
             for meta in operation.makes:
-                value = next(o for o in outputs if o.shape == meta.shape and o.dtype == meta.dtype)
+                value = next((o for o in outputs if o.shape == meta.shape and o.dtype == meta.dtype), None)
+                if value is None:
+                    raise CheckpointError(
+                        f"cannot repeat what a constructor did: {operation.name} gave no tensor of {list(meta.shape)} "
+                        f"and {meta.dtype} this time, which it did on meta. Build that module outside of init_on_meta."
+                    )
                 outputs = [o for o in outputs if o is not value]
                 memory[storage_of(meta)] = _as_bytes(value, meta)
             for storage in operation.changes | operation.reads:
                 if last[storage] == i:
                     bytes_ = memory.pop(storage, None)
-                    if storage in wanted and bytes_ is not None:
+                    if storage in wanted and bytes_ is not None and storage not in lost:
                         wanted[storage](bytes_)
 
-    def _needed_for(self, wanted: set[int]) -> list[_Operation]:
-        """Return the operations that wanted storages need and that can be carried out, in order."""
+    def _needed_for(self, wanted: set[int]) -> tuple[list[_Operation], set[int]]:
+        """Return the operations that wanted storages need and that can be carried out, in order.
+
+        And the storages of which not all operations can be, or none gives them values.
+        """
         needed, operations = set(wanted), []
         for operation in reversed(self.operations):
-            if operation.changes & needed:
+            if operation.changes & needed or operation.seeds:
                 needed |= operation.reads
                 operations.append(operation)
         possible: list[_Operation] = []
         made: set[int] = set()
+        lost = self.in_files - wanted
+        with_values: set[int] = set()
         for operation in reversed(operations):
-            if operation.reads <= made:
+            if operation.reads <= made and lost.isdisjoint(operation.reads):
                 made |= operation.changes
                 possible.append(operation)
+                if operation.name not in _WITHOUT_VALUES:
+                    with_values |= operation.changes
             else:
-                made -= operation.changes
-        return possible
+                lost |= operation.changes
+        return possible, lost | (made - with_values)
+
+    def makes(self, tensor: torch.Tensor) -> bool:
+        """Say whether a replay gives values to a meta tensor."""
+        wanted = storage_of(tensor)
+        return wanted in self.last_change and wanted not in self._needed_for({wanted})[1]
+
+    def digest(self, wanted: set[int]) -> str:
+        """Return what tells apart what ranks have recorded for some storages, constants included."""
+        numbers: dict[int, int] = {}
+
+        def told(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return repr(value)
+            if value.is_meta:
+                storage = numbers.setdefault(storage_of(value), len(numbers))
+                return (storage, value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
+            return (value.dtype, tuple(value.shape), value.flatten().tolist())
+
+        sums = hashlib.sha256()
+        for operation in self._needed_for(wanted)[0]:
+            facts = (operation.name, tree_map(told, operation.args), tree_map(told, operation.kwargs))
+            sums.update(repr(("seed",) if operation.seeds else facts).encode())
+        return sums.hexdigest()
+
+
+@contextmanager
+def _as_recorded(operation: _Operation, device: torch.device) -> Iterator[None]:
+    """Carry an operation out under the default dtype of its time, and draw as it drew before, if it did."""
+    default, before = torch.get_default_dtype(), _random_state(device)
+    torch.set_default_dtype(operation.default_dtype)
+    if operation.random_state is not None and not operation.seeds:
+        _set_random_state(device, operation.random_state)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        if operation.random_state is not None and not operation.seeds:
+            _set_random_state(device, before)
+        elif not torch.equal(before, _random_state(device)):
+            operation.random_state = before
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 class _Constants(TorchFunctionMode):
@@ -154,7 +295,10 @@ class _Constants(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        from_numbers = function in (torch.tensor, torch.as_tensor) and not _hold_tensors(args)
+        from_numbers = function in (torch.tensor, torch.as_tensor, torch.asarray) and not _hold_tensors(args)
+        if function is torch.Tensor.new_tensor and args[0].is_meta and not _hold_tensors(args[1:]):
+            kwargs = {"dtype": args[0].dtype} | kwargs
+            function, args, from_numbers = torch.tensor, args[1:], True
         if not from_numbers or torch.device(kwargs.get("device") or "meta").type != "meta":
             return function(*args, **kwargs)
         grad = kwargs.pop("requires_grad", False)
@@ -174,6 +318,20 @@ def _as_bytes(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     if size:
         memory.view(meta.dtype).as_strided(meta.shape, meta.stride(), meta.storage_offset()).copy_(value)
     return memory
+
+
+def _kept(value: Any) -> Any:
+    """Return an argument as it is now: a constructor may change its constants later."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if value.is_meta else value.detach().clone()
+
+
+def seen_as(meta: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Return what a meta tensor is of its storage's bytes."""
+    view = memory.view(meta.dtype).as_strided(meta.shape, meta.stride(), meta.storage_offset())
+    view = view.conj() if meta.is_conj() else view
+    return torch._neg_view(view) if meta.is_neg() else view
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -211,19 +369,28 @@ class Note:
     def was_changed_later(self) -> bool:
         """Whether anything changed it after transformers was done with it."""
         storage = storage_of(self.meta)
-        return self.tape.last_change.get(storage, 0) > self.tape.settled.get(storage, 0)
+        return storage in self.tape.last_change and not self.tape.is_settled(storage)
 
-    def value(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, from the bytes of its storage."""
-        return memory.view(self.meta.dtype).as_strided(self.meta.shape, self.meta.stride(), self.meta.storage_offset())
+
+_tapes: WeakSet[Tape] = WeakSet()
+_recording = threading.Lock()
+_active: list[Tape] = []
 
 
 @contextmanager
 def recording() -> Iterator[Tape]:
-    """Build on meta inside, record what is done to tensors there, and leave a note on each module that is built."""
+    """Build on meta inside, record what is done to tensors there, and leave a note on each module that is built.
+
+    Raises:
+        CheckpointError: another thread is in such a block; torch's functions can stand aside for one only.
+    """
+    if not _recording.acquire(blocking=False):
+        raise CheckpointError(
+            "cannot build on meta: another thread is in an init_on_meta block, expected one at a time. Build in turns."
+        )
     tape = Tape()
+    _active.append(tape)
     built: WeakSet[nn.Module] = WeakSet()
-    construct, restore = nn.Module.__init__, nn.Module.__setstate__
 
     def built_here(function: Callable[..., None]) -> Callable[..., None]:
         def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -233,25 +400,54 @@ def recording() -> Iterator[Tape]:
 
         return build
 
-    no_operations_on_meta: Any = {name: tape.recorded(getattr(nn.init, name)) for name in _NO_OPERATIONS_ON_META}
-    with (
-        patch.multiple(nn.init, **no_operations_on_meta),
-        patch.object(nn.Module, "__init__", built_here(construct)),
-        patch.object(nn.Module, "__setstate__", built_here(restore)),
-        tape,
-        torch.device("meta"),
-        _Constants(),
-    ):
-        yield tape
-    for module in built:
-        tensors = {**module._parameters, **module._buffers}
-        notes = {
-            name: Note(tape, tensor.detach())
-            for name, tensor in tensors.items()
-            if tensor is not None and tensor.is_meta
-        }
-        if notes:
-            module.__dict__[_NOTE] = notes
+    try:
+        torch.utils._device._device_constructors()  # cached at first use, which must not see transformers' stand-ins
+        with ExitStack() as stack:
+            for target, name, value in _stand_ins(tape):
+                stack.enter_context(patch.object(target, name, value))
+            for name in ("__init__", "__setstate__"):
+                stack.enter_context(patch.object(nn.Module, name, built_here(getattr(nn.Module, name))))
+            for mode in (tape, torch.device("meta"), _Constants()):
+                stack.enter_context(mode)
+            yield tape
+        _tapes.add(tape)
+        for part in {part for module in built for part in module.modules()}:
+            _leave_notes(part, tape)
+    finally:
+        _active.clear()
+        _recording.release()
+
+
+def is_recording() -> bool:
+    """Say whether this thread is in such a block."""
+    return any(tape.thread == threading.get_ident() for tape in _active)
+
+
+def _stand_ins(tape: Tape) -> Iterator[tuple[Any, str, Any]]:
+    """Return what stands in for functions that no mode sees: seeds, and init functions that do nothing on meta.
+
+    Those may be known by their names in any module that imported them.
+    """
+    for function in (tape.manual_seed, tape.get_rng_state, tape.set_rng_state):
+        yield torch, function.__name__, function
+    for name in _NO_OPERATIONS_ON_META:
+        init = getattr(nn.init, name)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is init:
+                yield module, name, tape.recorded(init)  # type: ignore[arg-type]
+
+
+def _leave_notes(module: nn.Module, tape: Tape) -> None:
+    """Note how a module's tensors were made; one that was copied from an earlier block keeps what it knows."""
+    earlier: dict[str, Note] = module.__dict__.get(_NOTE, {})
+    notes = {}
+    for name, tensor in {**module._parameters, **module._buffers}.items():
+        if tensor is not None and tensor.is_meta:
+            note = Note(tape, tensor.detach())
+            old = earlier.get(name)
+            notes[name] = old if old is not None and old.tape is not tape and not tape.makes(note.meta) else note
+    if notes:
+        module.__dict__[_NOTE] = notes
 
 
 def forget(model: nn.Module) -> None:
