@@ -1,7 +1,14 @@
 """The FSDP2 layer that an RLHF or VLA trainer drops in: shard, train with right numbers, save, resume."""
 
 from fsdp2_strategy.blocks import find_blocks, manual_transformer_cls_names_to_wrap
-from fsdp2_strategy.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from fsdp2_strategy.checkpoint import (
+    Checkpoint,
+    VerifyReport,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import (
     CheckpointError,
@@ -39,6 +46,7 @@ __all__ = [
     "StepError",
     "StepResult",
     "StrategyConfig",
+    "VerifyReport",
     "build_mesh",
     "build_optimizer",
     "build_scheduler",
@@ -53,4 +61,5 @@ __all__ = [
     "save_checkpoint",
     "save_model",
     "shard_model",
+    "verify_checkpoint",
 ]

@@ -134,7 +134,7 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     if not flag.item():
         return
     texts: list[str | None] = [None] * dist.get_world_size()
-    own = None if cause is None else str(cause) if isinstance(cause, error) else f"{type(cause).__name__}: {cause}"
+    own = None if cause is None else _text(cause)
     dist.all_gather_object(texts, own)
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     rank, text = next(iter(failed.items()))
@@ -143,6 +143,10 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     agreed = error(text if same else f"cannot {action}: failed on rank {rank}{others}: {text}")
     agreed.is_agreed = True
     raise agreed from cause
+
+
+def _text(cause: Exception) -> str:
+    return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
 
 def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:

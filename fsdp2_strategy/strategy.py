@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import ranks, residency
-from fsdp2_strategy.checkpoint import load_checkpoint, save_checkpoint
+from fsdp2_strategy.checkpoint import end_saving, load_checkpoint, save_checkpoint
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
@@ -157,8 +157,12 @@ class FSDPV2Strategy:
         ranks.seed_everything(seed + dist.get_rank() if per_rank else seed)
 
     def close(self) -> None:
-        """End the process group if this strategy started it; collective, and harmless when called again."""
+        """End the process group if this strategy started it; collective, and harmless when called again.
+
+        Directories that this process saved into are free for other runs from then on.
+        """
         self._runs.clear()
+        end_saving()
         if self._owns_process_group and dist.is_initialized():
             forget_meshes()
             dist.destroy_process_group()
@@ -368,6 +372,11 @@ class FSDPV2Strategy:
         save_latest: bool = True,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
+        *,
+        tokenizer: Any = None,
+        protect: bool = False,
+        metric: float | None = None,
+        higher_is_better: bool = True,
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then rotate; collective.
 
@@ -381,6 +390,10 @@ class FSDPV2Strategy:
             save_latest: let the file ``latest`` name this checkpoint.
             optimizer: by default the one that ``create_optimizer`` made for this model.
             scheduler: by default the one last used with it.
+            tokenizer: tokenizer or processor to save into ``model/``, by default that of the model's own folder.
+            protect: never let rotation remove it.
+            metric: how good it is; rotation never removes the best.
+            higher_is_better: what is good of ``metric``.
 
         Returns:
             The checkpoint's directory.
@@ -400,10 +413,14 @@ class FSDPV2Strategy:
             optimizer=optimizer or run.optimizer,
             scheduler=scheduler or run.scheduler,
             client_state=dict(client_state or {}),
+            tokenizer=tokenizer,
             seed=self.config.seed,
             max_num=max_num,
             max_mem=max_mem,
             save_latest=save_latest,
+            protect=protect,
+            metric=metric,
+            higher_is_better=higher_is_better,
         )
         return str(path)
 
@@ -418,6 +435,8 @@ class FSDPV2Strategy:
         load_lr_scheduler_states: bool = True,
         *,
         tag: str | None = None,
+        verify: bool = True,
+        fallback: bool = False,
         **kwargs: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, one by tag, or one directory; collective.
@@ -431,6 +450,8 @@ class FSDPV2Strategy:
             load_optimizer_states: load them, where there is an optimizer.
             load_lr_scheduler_states: load them, where there is a schedule.
             tag: the checkpoint to load instead of the newest.
+            verify: compare what is read with its checksums.
+            fallback: where the newest is damaged, load the newest that is not, and say so.
             **kwargs: accepted for trainers that pass more.
 
         Returns:
@@ -447,6 +468,8 @@ class FSDPV2Strategy:
             optimizer=(optimizer or run.optimizer) if load_optimizer_states else None,
             scheduler=(scheduler or run.scheduler) if load_lr_scheduler_states else None,
             strict=load_module_strict,
+            verify=verify,
+            fallback=fallback,
         )
         if loaded is None:
             return None, {}

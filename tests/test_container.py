@@ -92,6 +92,12 @@ def change_header(path, change):
         (lambda p: change_header(p, lambda h: h["long"].update(shape=[-2, -3])), "entry of long"),
         (lambda p: change_header(p, lambda h: h["long"].pop("shape")), "entry of long"),
         (lambda p: change_header(p, lambda h: h.pop("half")), "expected"),
+        (lambda p: p.write_bytes((2**63).to_bytes(8, "little") + p.read_bytes()[8:]), "header would end"),
+        (lambda p: p.write_bytes(p.read_bytes().replace(b'"half"', b'"long"')), "a name occurs twice"),
+        (lambda p: p.write_bytes((9000).to_bytes(8, "little") + b"[" * 9000), "no JSON"),
+        (lambda p: change_header(p, lambda h: h["long"].update(dtype=["I64"])), "['I64']"),
+        (lambda p: change_header(p, lambda h: h["long"].update(data_offsets=[2**62, 2**62 + 48])), "begins at byte"),
+        (lambda p: change_header(p, lambda h: h["half"].update(data_offsets=[0, 30])), "expected"),
     ],
 )
 def test_a_broken_file_is_an_error_that_names_it_and_what_is_wrong(damage, said, tmp_path):

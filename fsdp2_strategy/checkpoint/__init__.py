@@ -1,10 +1,21 @@
-"""Checkpoints: `layout` (names, manifest, commit), `storage` (tensors), `state` and `rng` (what is saved), `rotation`.
+"""Checkpoints: `layout` (names, manifest, commit, `lock`), `parts` and `state` (what is saved, with `rng`), `storage`
+(tensors in files, under torch's driver), `rotation`, and `verify`.
 
 `save` and `load` tie them together; both are collective, and end alike on every rank.
 """
 
 from fsdp2_strategy.checkpoint.layout import Checkpoint, list_checkpoints
 from fsdp2_strategy.checkpoint.load import LoadedCheckpoint, load_checkpoint
-from fsdp2_strategy.checkpoint.save import save_checkpoint
+from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint
+from fsdp2_strategy.checkpoint.verify import VerifyReport, verify_checkpoint
 
-__all__ = ["Checkpoint", "LoadedCheckpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "LoadedCheckpoint",
+    "VerifyReport",
+    "end_saving",
+    "list_checkpoints",
+    "load_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

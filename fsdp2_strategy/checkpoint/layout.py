@@ -2,11 +2,15 @@
 
     <save_dir>/
       global_step100/            committed: final name and a valid manifest
-        model/  optimizer/       tensors
+        model/                   a Hugging Face folder, or plain safetensors
+        wrapper/                 what a wrapper around that model has beside it
+        optimizer/               the optimizer's state, in the same container
         trainer_state.json       step, schedule, hyper-parameters, client state
         rng/                     generator states, one file a rank
-        manifest.json            sequence number and every file with its bytes; written last
+        checksums/               one list a rank of what it wrote, block by block
+        manifest.json            sequence number, every file with its bytes, digests of the lists; written last
       latest                     names the newest committed checkpoint: a hint for people and scripts
+      .lock                      held by the run that saves here
       .global_step110.partial/   a save in flight, or what a crash left of one
       .global_step100.replaced/  the old checkpoint of a tag that is being saved again
       .global_step90.removed/    a checkpoint that rotation is deleting
@@ -21,23 +25,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.hf.checksum import ALGORITHM, BLOCK_BYTES, Block, digest_of
+from fsdp2_strategy.ranks import logger
 
 MODEL = "model"
+WRAPPER = "wrapper"
 OPTIMIZER = "optimizer"
 RNG = "rng"
+CHECKSUMS = "checksums"
 TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
-_PARTS = {MODEL, OPTIMIZER, RNG, TRAINER_STATE, MANIFEST}
+_PARTS = {MODEL, WRAPPER, OPTIMIZER, RNG, CHECKSUMS, TRAINER_STATE, MANIFEST}
 
 FORMAT = "fsdp2_strategy"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -54,6 +64,11 @@ class Checkpoint:
     """Position in the order of commits."""
     step: int
     total_bytes: int
+    protected: bool = False
+    """Whether rotation leaves it alone."""
+    metric: float | None = None
+    """What it was measured at, the best of which rotation leaves alone."""
+    higher_is_better: bool = True
 
 
 def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
@@ -72,20 +87,53 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """Return the committed checkpoint at ``path``, or None where there is none."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT or manifest["format_version"] != FORMAT_VERSION:
-            return None
+        manifest = read_manifest(path)
         if any((path / name).stat().st_size != size for name, size in manifest["files"].items()):
             return None
-        return Checkpoint(
-            path=path,
-            tag=path.name,
-            sequence=int(manifest["sequence"]),
-            step=int(manifest["step"]),
-            total_bytes=sum(manifest["files"].values()),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, DamageError):
         return None
+    return Checkpoint(
+        path=path,
+        tag=path.name,
+        sequence=manifest["sequence"],
+        step=manifest["step"],
+        total_bytes=sum(manifest["files"].values()),
+        protected=manifest["protected"],
+        metric=manifest["metric"],
+        higher_is_better=manifest["higher_is_better"],
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at ``path``, whole and of our format.
+
+    Raises:
+        DamageError: it is missing, damaged, or of another format.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except OSError as error:
+        raise _bad_manifest(path, error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _bad_manifest(path, f"it is no JSON ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise _bad_manifest(path, "it is not ours")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise _bad_manifest(path, f"its format is version {version!r}, expected {FORMAT_VERSION}")
+    if manifest.get("digest") != _digest(manifest):
+        raise _bad_manifest(path, "its digest is not that of its content")
+    return manifest
+
+
+def _bad_manifest(path: Path, what: str) -> DamageError:
+    return DamageError(f"cannot read {path / MANIFEST}: {what}. Load another checkpoint.")
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Return the digest of a manifest, of all but its own entry."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return digest_of(json.dumps(content, sort_keys=True).encode())
 
 
 def check_tag(tag: str) -> str:
@@ -137,26 +185,58 @@ def sweep(save_dir: Path) -> None:
             shutil.rmtree(path)
 
 
-def commit(save_dir: Path, tag: str, *, step: int) -> Checkpoint:
+def write_checksums(partial: Path, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> None:
+    """Write one rank's list of what it wrote under ``.partial``, and force it to disk."""
+    content = {
+        "algorithm": ALGORITHM,
+        "blocks": {
+            path.relative_to(partial).as_posix(): [[b.begin, b.end, b.digest] for b in sorted(of_file)]
+            for path, of_file in sorted(blocks.items())
+        },
+    }
+    path = partial / CHECKSUMS / f"rank{rank:05d}.json"
+    path.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    _fsync(path)
+
+
+def blocks_of_files(paths: Iterable[Path]) -> dict[Path, list[Block]]:
+    """Return the checksums of files that are on disk."""
+    found: dict[Path, list[Block]] = {}
+    for path in paths:
+        content = memoryview(path.read_bytes())
+        found[path] = [
+            Block(at, min(at + BLOCK_BYTES, len(content)), digest_of(content[at : at + BLOCK_BYTES]))
+            for at in range(0, len(content), BLOCK_BYTES)
+        ]
+    return found
+
+
+def commit(save_dir: Path, tag: str, facts: Mapping[str, Any]) -> None:
     """Turn the files under ``.partial`` into a checkpoint; rank 0 calls it once all ranks have written.
 
     See [Note: commit].
+
+    Args:
+        save_dir: directory of all checkpoints.
+        tag: name of this one.
+        facts: what else the manifest says.
     """
     partial, final = partial_path(save_dir, tag), save_dir / tag
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         _fsync(path)
     sequence = max((c.sequence for c in list_checkpoints(save_dir)), default=0) + 1
-    sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
+    lists = [path for path in files if path.parent.name == CHECKSUMS]
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "sequence": sequence,
         "tag": tag,
-        "step": step,
-        "files": sizes,
+        **facts,
+        "files": {path.relative_to(partial).as_posix(): path.stat().st_size for path in files},
+        "checksums": {path.relative_to(partial).as_posix(): digest_of(path.read_bytes()) for path in lists},
     }
-    write_json(partial / MANIFEST, manifest)
+    write_json(partial / MANIFEST, manifest | {"digest": _digest(manifest)})
     for directory in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
         _fsync(directory)
     aside = save_dir / f".{tag}{_REPLACED}"
@@ -166,7 +246,6 @@ def commit(save_dir: Path, tag: str, *, step: int) -> Checkpoint:
     _fsync(save_dir)
     if aside.exists():
         shutil.rmtree(aside)
-    return Checkpoint(path=final, tag=tag, sequence=sequence, step=step, total_bytes=sum(sizes.values()))
 
 
 def point_latest(save_dir: Path, tag: str) -> None:
@@ -186,11 +265,33 @@ def named_latest(save_dir: Path) -> str | None:
         return None
 
 
-def remove(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint: renamed first, so that a crash leaves nothing that looks whole."""
-    aside = checkpoint.path.with_name(f".{checkpoint.tag}{_REMOVED}")
-    checkpoint.path.rename(aside)
-    shutil.rmtree(aside)
+def remove(checkpoints: Sequence[Checkpoint]) -> None:
+    """Delete checkpoints: renamed at once, so that nothing looks whole, and removed on a thread of their own."""
+    aside = []
+    for checkpoint in checkpoints:
+        aside.append(checkpoint.path.with_name(f".{checkpoint.tag}{_REMOVED}"))
+        checkpoint.path.rename(aside[-1])
+    if aside:
+        thread = Thread(target=_remove, args=(aside,), name="remove checkpoints")
+        _removals.append(thread)
+        thread.start()
+
+
+_removals: list[Thread] = []
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s; the next save tries again", path, error)
+
+
+def finish_removals() -> None:
+    """Wait until checkpoints that were deleted are gone."""
+    while _removals:
+        _removals.pop().join()
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""Load a checkpoint: find it, compare its structure with the model's, then copy.
+"""Load a checkpoint: find it, check its structure and compare it with the model's, then copy.
 
 Input: a directory, and optionally a tag. Output: a model, optimizer, schedule and generators as they were saved. Each
 phase ends alike on all ranks; see [Note: one decision] in `ranks`.
@@ -6,8 +6,8 @@ phase ends alike on all ranks; see [Note: one decision] in `ranks`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.parts import match_model
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.state import (
     allocate_optimizer_state,
     check_optimizer,
-    model_tensors,
+    prepared,
     restore_optimizer,
     restore_scheduler,
+    settings_by_group,
 )
-from fsdp2_strategy.checkpoint.storage import check_shapes, read_layout, read_tensors
-from fsdp2_strategy.errors import CheckpointError, did_you_mean
+from fsdp2_strategy.checkpoint.storage import check_shapes, read_wishes, stored_in
+from fsdp2_strategy.checkpoint.verify import Opened, open_checkpoint
+from fsdp2_strategy.damage import mark_unusable, mark_usable
+from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.hf.region import Region
+from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
 from fsdp2_strategy.residency import clear_gradients
+
+Wanted = Sequence[tuple[str, Region, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +65,8 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     strict: bool = True,
+    verify: bool = True,
+    fallback: bool = False,
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint into a sharded model, saved on any number of ranks and at any shard size; collective.
 
@@ -69,6 +79,8 @@ def load_checkpoint(
         scheduler: gets its state back.
         strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
             reported. Shapes must agree either way.
+        verify: compare what is read with its checksums.
+        fallback: where the newest checkpoint is damaged, load the newest that is not, and say so in the log.
 
     Returns:
         What was loaded; None where the directory is missing or holds no committed checkpoint.
@@ -76,97 +88,117 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank: no such tag, other names or shapes, no state for the optimizer or scheduler. It
             is raised before the model is touched where the structure tells.
+        DamageError: on every rank: files are not what was written. Where that shows only while they are read, model and
+            optimizer refuse to be used until a load succeeds.
     """
-    asked = (str(load_dir), tag, optimizer is None, scheduler is None, strict)
+    load_dir = Path(load_dir)
+    asked = (str(load_dir), tag, optimizer is None, scheduler is None, strict, verify, fallback)
     agree("load", asked, CheckpointError, "the same directory, tag and objects to load everywhere.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        found = _find(Path(load_dir), tag) if is_rank_0() else None
-    path = from_rank_0(found)
-    if path is None:
+        found = _find(load_dir, tag, fallback=fallback) if is_rank_0() else []
+    paths = from_rank_0(found)
+    if not paths:
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
+    for path, older in zip(paths, [*paths[1:], None], strict=True):
+        try:
+            return _load(model, path, optimizer, scheduler, strict=strict, verify=verify)
+        except DamageError as error:
+            if older is None:
+                raise
+            log("%s is damaged: trying %s instead. %s", path, older, error, level=logging.WARNING)
+    return None
+
+
+def _load(
+    model: nn.Module,
+    path: Path,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+    *,
+    strict: bool,
+    verify: bool,
+) -> LoadedCheckpoint:
+    with all_or_none(f"load {path}", DamageError):
+        opened = open_checkpoint(path)
+        opened.check_headers()
+        state = opened.read_json(layout.TRAINER_STATE)
+        same_ranks = state["world_size"] == dist.get_world_size()
+        rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors") if same_ranks else None
     with all_or_none(f"load {path}", CheckpointError):
-        state = json.loads((path / layout.TRAINER_STATE).read_text(encoding="utf-8"))
-        tensors, missing, unexpected, cast = _match_model(model, path, strict=strict)
+        root = prepared(model)
+        targets, report = match_model(root, path, strict=strict)
         slots: dict[str, dict[str, torch.Tensor]] = {}
-        flat: dict[str, torch.Tensor] = {}
+        settings: list[dict[str, Any]] = []
+        of_optimizer: Wanted = []
         if optimizer is not None:
             _require(state["optimizer"], "optimizer", "load_optimizer_states=False", path)
-            stored = read_layout(path / layout.OPTIMIZER)
             check_optimizer(model, optimizer, state["optimizer"], strict=strict)
-            slots, flat = allocate_optimizer_state(model, optimizer, stored, strict=strict)
-            check_shapes("optimizer", flat, stored)
+            settings = settings_by_group(model, optimizer, state["optimizer"])
+            stored = stored_in(path / layout.OPTIMIZER)
+            described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
+            slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
+            check_shapes("optimizer", flat, described)
+            of_optimizer = [
+                (name, Region.of(stored[name], stored[name].shape, stored[name].dtype), tensor)
+                for name, tensor in flat.items()
+            ]
         if scheduler is not None:
             _require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
-    with all_or_none(f"load the model from {path}", CheckpointError), torch.no_grad():
-        clear_gradients(model)
-        read_tensors(tensors, path / layout.MODEL)
-    if optimizer is not None:
-        with all_or_none(f"load the optimizer from {path}", CheckpointError):
-            read_tensors(flat, path / layout.OPTIMIZER)
-            restore_optimizer(model, optimizer, slots, state["optimizer"])
-    with all_or_none(f"load the run's state from {path}", CheckpointError):
-        if scheduler is not None:
-            restore_scheduler(scheduler, state["scheduler"])
-        if optimizer is not None:
-            _restore_rng(path, state)
+    of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
+    touched: list[nn.Module | Optimizer] = [root] if optimizer is None else [root, optimizer]
+    try:
+        with torch.no_grad():
+            clear_gradients(model)
+            _read(opened, [*of_model, *of_optimizer], verify=verify)
+        with all_or_none(f"load the run's state from {path}", CheckpointError):
+            if optimizer is not None:
+                restore_optimizer(model, optimizer, slots, settings, state["optimizer"]["values"])
+            if scheduler is not None:
+                restore_scheduler(scheduler, state["scheduler"])
+            if optimizer is not None:
+                _restore_rng(rng, state)
+    except CheckpointError as error:
+        for subject in touched:
+            mark_unusable(subject, str(error))
+        raise
+    for subject in touched:
+        mark_usable(subject)
     log("loaded %s (step %d)", path, state["step"])
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
         client_state=state["client_state"],
-        missing=missing,
-        unexpected=unexpected,
-        cast=cast,
+        missing=tuple(report.missing),
+        unexpected=tuple(report.unexpected),
+        cast=tuple(report.cast),
     )
 
 
-def _find(load_dir: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint meant, None where there is none at all."""
+def _read(opened: Opened, wanted: Wanted, *, verify: bool) -> None:
+    """Fill memory from a checkpoint's files; collective."""
+    wishes, broadcasts = shares(wanted)
+    read_wishes(opened.path, wishes, opened.checksums if verify else None, f"loading {opened.path.name}")
+    for shared in broadcasts:
+        shared.carry_out()
+
+
+def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
+    """Return the checkpoint meant, and where to fall back on; none where there is none at all."""
     if tag is None and (load_dir / layout.MANIFEST).exists():
-        if layout.read_checkpoint(load_dir) is None:
-            raise CheckpointError(
-                f"cannot load: {load_dir} is no whole checkpoint: files of its manifest are missing or cut off, or it "
-                "is of another format. Load another one."
-            )
-        return load_dir
+        return [load_dir]
     layout.recover(load_dir)
-    committed = layout.list_checkpoints(load_dir)
+    committed = layout.list_checkpoints(load_dir)[::-1]
     if tag is None:
-        return committed[-1].path if committed else None
+        return [c.path for c in committed][: None if fallback else 1]
     tags = [c.tag for c in committed]
     if tag not in tags:
         raise CheckpointError(
-            f"cannot load: {tag!r} is no committed checkpoint in {load_dir}, expected one of {tags}."
+            f"cannot load: {tag!r} is no committed checkpoint in {load_dir}, expected one of {tags[::-1]}."
             f"{did_you_mean(tag, tags)}"
         )
-    return load_dir / tag
-
-
-def _match_model(
-    model: nn.Module, path: Path, *, strict: bool
-) -> tuple[dict[str, torch.Tensor], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the tensors to fill, and the names that are missing, unexpected and cast."""
-    tensors = model_tensors(model)
-    stored = read_layout(path / layout.MODEL)
-    missing = tuple(name for name in tensors if name not in stored)
-    unexpected = tuple(name for name in stored if name not in tensors)
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"cannot load the model: the checkpoint lacks {_some(missing)} and holds {_some(unexpected)} that the "
-            "model does not have, expected the same names. Build the same model, or pass load_module_strict=False."
-        )
-    shared = {name: tensor for name, tensor in tensors.items() if name in stored}
-    check_shapes("model", shared, stored)
-    cast = tuple(name for name, tensor in shared.items() if stored[name][1] != tensor.dtype)
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("cast to the model's dtype", cast)):
-        if names:
-            log("%s: %s", what, _some(names))
-    return shared, missing, unexpected, cast
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return f"{len(names)} names ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "no name"
+    after = committed[tags.index(tag) :]
+    return [c.path for c in after][: None if fallback else 1]
 
 
 def _require(content: object, what: str, switch: str, path: Path) -> None:
@@ -177,9 +209,8 @@ def _require(content: object, what: str, switch: str, path: Path) -> None:
         )
 
 
-def _restore_rng(path: Path, state: Mapping[str, Any]) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if state["world_size"] == world_size:
-        load_rng(path / layout.RNG / f"rank{rank:05d}.safetensors")
+def _restore_rng(saved: bytes | None, state: Mapping[str, Any]) -> None:
+    if saved is not None:
+        load_rng(saved)
     else:
-        derive_rng(state["seed"], step=state["step"], rank=rank, world_size=world_size)
+        derive_rng(state["seed"], step=state["step"], rank=dist.get_rank(), world_size=dist.get_world_size())

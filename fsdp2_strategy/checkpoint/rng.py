@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from fsdp2_strategy.ranks import seed_everything
 
@@ -33,9 +33,9 @@ def save_rng(path: Path) -> None:
     save_file(tensors, path, metadata={"python.version": str(version)})
 
 
-def load_rng(path: Path) -> None:
-    """Put the generators of this rank into the states that were saved."""
-    tensors = load_file(path)
+def load_rng(content: bytes) -> None:
+    """Put the generators of this rank into the states that were saved in a file of this content."""
+    tensors = load(content)
     torch.set_rng_state(tensors["torch.cpu"])
     if "torch.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["torch.cuda"])

@@ -16,21 +16,36 @@ GB = 10**9
 
 
 def surplus(checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None) -> list[Checkpoint]:
-    """Return the oldest checkpoints that must go for the rest to fit both limits.
+    """Return the checkpoints that must go, oldest first, for the rest to fit both limits.
+
+    The newest, protected ones, and the best by metric stay. Protected ones do not count in ``max_num``; everything
+    counts in ``max_mem``.
 
     Args:
         checkpoints: oldest first.
         max_num: most checkpoints to keep, at least 1; None for no limit.
         max_mem: most GB (10^9 bytes) that all checkpoints together may take; None for no limit.
     """
-    kept = list(checkpoints)
-    while len(kept) > 1:
-        too_many = max_num is not None and len(kept) > max_num
-        too_large = max_mem is not None and sum(c.total_bytes for c in kept) > max_mem * GB
-        if not (too_many or too_large):
-            break
-        kept.pop(0)
-    return list(checkpoints[: len(checkpoints) - len(kept)])
+    best = _best(checkpoints)
+    unprotected = [c for c in checkpoints if not c.protected]
+    too_many = [] if max_num is None else unprotected[:-max_num]
+    total = sum(c.total_bytes for c in checkpoints)
+    gone: list[Checkpoint] = []
+    for oldest in unprotected:
+        too_large = max_mem is not None and total > max_mem * GB
+        if oldest not in (best, checkpoints[-1]) and (oldest in too_many or too_large):
+            gone.append(oldest)
+            total -= oldest.total_bytes
+    return gone
+
+
+def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the best checkpoint of those with a metric, as the newest of them reads it; the later of equals."""
+    measured = [c for c in checkpoints if c.metric is not None]
+    if not measured:
+        return None
+    sign = 1 if measured[-1].higher_is_better else -1
+    return max(measured, key=lambda c: (sign * (c.metric or 0.0), c.sequence))
 
 
 def check_limits(max_num: int | None, max_mem: float | None) -> None:

@@ -7,7 +7,10 @@ phase ends alike on all ranks; see [Note: one decision] in `ranks`.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.lock import hold, let_go
+from fsdp2_strategy.checkpoint.parts import model_parts, write_beside
 from fsdp2_strategy.checkpoint.rng import save_rng
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
-from fsdp2_strategy.checkpoint.state import check_json, model_tensors, optimizer_hyper, optimizer_tensors
-from fsdp2_strategy.checkpoint.storage import total_bytes, write_tensors
+from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimizer_tensors, prepared
+from fsdp2_strategy.checkpoint.storage import Part, write_parts
+from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
 
@@ -36,10 +42,14 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     client_state: dict[str, Any] | None = None,
+    tokenizer: Any = None,
     seed: int = 0,
     max_num: int | None = 3,
     max_mem: float | None = 1000,
     save_latest: bool = True,
+    protect: bool = False,
+    metric: float | None = None,
+    higher_is_better: bool = True,
 ) -> Path:
     """Save a sharded model and what belongs to it as one committed checkpoint; collective.
 
@@ -51,75 +61,143 @@ def save_checkpoint(
         optimizer: saved by parameter name.
         scheduler: its state is saved as JSON.
         client_state: anything that JSON holds; rank 0's is kept.
+        tokenizer: tokenizer or processor to save into ``model/``; by default the files of the folder that the model
+            came from, where that is known.
         seed: from which a run on another number of ranks derives its random state.
         max_num: checkpoints to keep; older ones go once this one is committed. None for no limit.
         max_mem: GB (10^9 bytes) that all checkpoints may take together; None for no limit.
         save_latest: let the file ``latest`` name this checkpoint.
+        protect: never let rotation remove it.
+        metric: how good it is; rotation never removes the best of those that have one.
+        higher_is_better: what is good of ``metric``.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: on every rank; nothing that was committed before is lost.
+        CheckpointError: on every rank; nothing that was committed before is lost. Another run that saves into the same
+            directory is one reason.
     """
     save_dir = Path(save_dir)
-    asked = (str(save_dir), tag, step, optimizer is None, scheduler is None, max_num, max_mem, save_latest)
+    tag = f"global_step{step}" if tag is None else tag
+    limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better)
+    asked = (str(save_dir), tag, step, optimizer is None, scheduler is None, *limits)
     expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
     agree("save", asked, CheckpointError, expected)
     with all_or_none("save", CheckpointError):
-        tag = layout.check_tag(f"global_step{step}" if tag is None else tag)
+        layout.check_tag(tag)
         check_limits(max_num, max_mem)
-        check_json(client_state or {}, "client_state")
-        tensors = {layout.MODEL: model_tensors(model)}
-        hyper = None
-        if optimizer is not None:
-            tensors[layout.OPTIMIZER] = optimizer_tensors(model, optimizer)
-            hyper = optimizer_hyper(model, optimizer)
-            check_json(hyper, "optimizer")
-        schedule = scheduler.state_dict() if scheduler is not None else None
-        check_json(schedule, "scheduler")
-    partial = layout.partial_path(save_dir, tag)
-    with _removed_on_failure(partial):
-        with all_or_none(f"save into {save_dir}", CheckpointError):
-            if is_rank_0():
-                save_dir.mkdir(parents=True, exist_ok=True)
-                layout.check_replaceable(save_dir, tag)
-                layout.sweep(save_dir)
-                check_room(save_dir, sum(map(total_bytes, tensors.values())), max_mem)
-                (partial / layout.RNG).mkdir(parents=True)
-        for name, part in tensors.items():
-            with all_or_none(f"write {name} of {tag}", CheckpointError):
-                write_tensors(part, partial / name)
-        with all_or_none(f"write the random state of {tag}", CheckpointError):
-            save_rng(partial / layout.RNG / f"rank{dist.get_rank():05d}.safetensors")
+        if metric is not None and not math.isfinite(metric):
+            raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
+        state = _State.of(model, optimizer, scheduler, client_state or {}, layout.partial_path(save_dir, tag))
+    facts = {"step": step, "protected": protect, "metric": metric, "higher_is_better": higher_is_better}
+    with _removed_on_failure(layout.partial_path(save_dir, tag)):
+        _write(state, save_dir, tag, step=step, seed=seed, max_mem=max_mem, tokenizer=tokenizer)
         with all_or_none(f"commit {tag}", CheckpointError):
             if is_rank_0():
-                state = {
-                    "step": step,
-                    "seed": seed,
-                    "world_size": dist.get_world_size(),
-                    "client_state": client_state or {},
-                    "scheduler": schedule,
-                    "optimizer": hyper,
-                    "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                }
-                layout.write_json(partial / layout.TRAINER_STATE, state)
-                layout.commit(save_dir, tag, step=step)
+                layout.commit(save_dir, tag, facts)
                 if save_latest:
                     layout.point_latest(save_dir, tag)
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
-            for old in surplus(layout.list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem):
-                layout.remove(old)
-                if layout.named_latest(save_dir) == old.tag:  # it was left behind with save_latest=False
-                    layout.point_latest(save_dir, tag)
-                log("removed %s: the limits are max_num %s, max_mem %s GB", old.path, max_num, max_mem)
+            old = surplus(layout.list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
+            layout.remove(old)
+            if layout.named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
+                layout.point_latest(save_dir, tag)
+            for gone in old:
+                log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, max_num, max_mem)
     log("saved %s", save_dir / tag)
     return save_dir / tag
 
 
+@dataclass(frozen=True)
+class _State:
+    """What is saved."""
+
+    root: nn.Module
+    parts: list[Part]
+    hyper: dict[str, Any] | None
+    schedule: dict[str, Any] | None
+    client_state: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        client_state: dict[str, Any],
+        partial: Path,
+    ) -> _State:
+        """Collect it, and check that it can be saved.
+
+        Raises:
+            CheckpointError: something cannot.
+        """
+        check_json(client_state, "client_state")
+        root = prepared(model)
+        check_usable(root)
+        parts = model_parts(root, partial)
+        hyper = None
+        if optimizer is not None:
+            check_usable(optimizer)
+            parts.append(
+                Part.of(partial / layout.OPTIMIZER, optimizer_tensors(model, optimizer), stem=layout.OPTIMIZER)
+            )
+            hyper = optimizer_hyper(model, optimizer)
+            check_json(hyper, "optimizer")
+        schedule = scheduler.state_dict() if scheduler is not None else None
+        check_json(schedule, "scheduler")
+        return cls(root, parts, hyper, schedule, client_state)
+
+
+def _write(
+    state: _State, save_dir: Path, tag: str, *, step: int, seed: int, max_mem: float | None, tokenizer: Any
+) -> None:
+    """Write everything but the manifest; collective."""
+    partial = layout.partial_path(save_dir, tag)
+    with all_or_none(f"save into {save_dir}", CheckpointError):
+        if is_rank_0():
+            save_dir.mkdir(parents=True, exist_ok=True)
+            hold(save_dir)
+            layout.check_replaceable(save_dir, tag)
+            layout.finish_removals()
+            layout.sweep(save_dir)
+            check_room(save_dir, sum(part.total_bytes for part in state.parts), max_mem)
+            for folder in (layout.RNG, layout.CHECKSUMS):
+                (partial / folder).mkdir(parents=True)
+    with all_or_none(f"write {tag}", CheckpointError):
+        blocks = write_parts(partial, state.parts)
+    with all_or_none(f"write the random state of {tag}", CheckpointError):
+        save_rng(partial / layout.RNG / f"rank{dist.get_rank():05d}.safetensors")
+        if is_rank_0():
+            write_beside(state.root, partial, tokenizer)
+            content = {
+                "step": step,
+                "seed": seed,
+                "world_size": dist.get_world_size(),
+                "client_state": state.client_state,
+                "scheduler": state.schedule,
+                "optimizer": state.hyper,
+                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            }
+            layout.write_json(partial / layout.TRAINER_STATE, content)
+    with all_or_none(f"write the checksums of {tag}", CheckpointError):
+        if is_rank_0():
+            tensors = {file.path for part in state.parts for file in part.files}
+            small = [path for path in partial.rglob("*") if path.is_file() and path not in tensors]
+            blocks |= layout.blocks_of_files(path for path in small if path.parent.name != layout.CHECKSUMS)
+        layout.write_checksums(partial, dist.get_rank(), blocks)
+
+
+def end_saving() -> None:
+    """Wait until rotated checkpoints are gone, and let other runs save where this process did; not collective."""
+    layout.finish_removals()
+    let_go()
+
+
 @contextlib.contextmanager
-def _removed_on_failure(partial: Path) -> Any:
+def _removed_on_failure(partial: Path) -> Iterator[None]:
     """Give the disk back at once when a save fails; what cannot be removed now the next save sweeps."""
     try:
         yield

@@ -1,6 +1,6 @@
-"""What a checkpoint holds: tensors by parameter name, everything else as JSON.
+"""What a checkpoint holds beside the model: tensors by parameter name, everything else as JSON.
 
-Input: a sharded model, its optimizer, its schedule. Output: flat mappings of tensors, and JSON; and the way back.
+Input: an optimizer over a sharded model, its schedule. Output: flat mappings of tensors, and JSON; and the way back.
 
 [Note: optimizer by name] Optimizer state is keyed ``state.<parameter name>.<key>`` and hyper-parameters are kept for
 each parameter, never by position. So a checkpoint loads into an optimizer that groups its parameters otherwise, state
@@ -10,7 +10,7 @@ of parameters that are frozen now is kept, and a parameter that never had a grad
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.names import named_parameters, persistent_buffers
+from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.residency import is_sharded, reshard, unwrap_model
 
 # How a kernel is chosen is this run's affair, not the checkpoint's.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters, each once, and persistent buffers by name; loading writes into these very tensors.
+def prepared(model: nn.Module) -> nn.Module:
+    """Return the sharded module that a model is, its parameters in sharded form.
 
     Raises:
         CheckpointError: the model was not prepared, or a module keeps a state that is no tensor of its own.
@@ -46,7 +46,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 "buffers alone. Register what it keeps as a buffer, or store it in client_state."
             )
     reshard(inner)
-    return {**named_parameters(inner), **persistent_buffers(inner)}
+    return inner
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -153,16 +153,14 @@ def allocate_optimizer_state(
     return state, flat
 
 
-def restore_optimizer(
-    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Mapping[str, torch.Tensor]], hyper: Mapping[str, Any]
-) -> None:
-    """Put loaded state and hyper-parameters into the optimizer.
+def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return for each group of an optimizer the settings that its parameters were saved with.
 
     Raises:
-        CheckpointError: one group of this optimizer spans parameters that were saved with different settings.
+        CheckpointError: one group spans parameters that were saved with different settings.
     """
     names = _names_by_identity(model)
-    restored = []
+    found = []
     for group in optimizer.param_groups:
         indices = {hyper["of_parameter"].get(names[id(p)]) for p in group["params"]} - {None}
         if len(indices) > 1:
@@ -172,13 +170,33 @@ def restore_optimizer(
                 f"different settings, {hyper['settings'][first]} and {hyper['settings'][second]}. Group them "
                 "as they were saved."
             )
-        restored.append(hyper["settings"][indices.pop()] if indices else {})
-    for group, settings in zip(optimizer.param_groups, restored, strict=True):
+        found.append(hyper["settings"][indices.pop()] if indices else {})
+    return found
+
+
+def restore_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Mapping[str, torch.Tensor]],
+    settings: Sequence[Mapping[str, Any]],
+    plain: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Put loaded state and hyper-parameters into the optimizer.
+
+    Args:
+        model: the model that it steps.
+        optimizer: the optimizer.
+        state: tensors by parameter name and key.
+        settings: hyper-parameters of each group.
+        plain: what of the state is no tensor, by parameter name and key.
+    """
+    names = _names_by_identity(model)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
         # JSON has no tuples: betas come back as what they were.
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
         for parameter in group["params"]:
             name = names[id(parameter)]
-            values = {**state.get(name, {}), **hyper["values"].get(name, {})}
+            values = {**state.get(name, {}), **plain.get(name, {})}
             if values:
                 optimizer.state[parameter] = dict(values)
             else:

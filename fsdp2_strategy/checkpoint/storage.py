@@ -1,86 +1,427 @@
-"""Tensors by name -> a directory, and back, through `torch.distributed.checkpoint`.
+"""Tensors by name -> safetensors files at their final places, and back, driven by `torch.distributed.checkpoint`.
 
-Input: a flat mapping of names to DTensors and plain tensors. Output: the files of one directory. Plain tensors are
-taken from one rank; sharded ones are written by the ranks that hold them, and read back under any other sharding.
+Input: `Part`s, each a folder of files with the tensors that fill it, or a state dict. Output: the files, the checksums
+of what this rank wrote; or filled memory.
+
+[Note: local plans] torch's planners gather every rank's plan on one rank, which grows with ranks times tensors. Here
+names, shapes and dtypes, which all ranks know, say where everything goes, so each rank plans for itself: what travels
+is an empty plan with a digest of the headers, which the coordinator compares. torch drives the phases and carries
+errors to all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
+from fsdp2_strategy.hf.arrange import File, create, files_for, gathered_job, index_of, is_direct, own_jobs
+from fsdp2_strategy.hf.checksum import Block, Checksums, digest_of
+from fsdp2_strategy.hf.container import Entry, read_header
+from fsdp2_strategy.hf.read import Reader, Wish
+from fsdp2_strategy.hf.region import Region
+from fsdp2_strategy.hf.share import wish_for
+from fsdp2_strategy.hf.write import force_to_disk, write_all
+from fsdp2_strategy.ranks import all_or_none
+
+MOST_BYTES = 5 * 10**9
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write tensors and force them to disk; collective.
+@dataclass(frozen=True)
+class Part:
+    """One folder: its files, and how tensors fill them."""
 
-    One thread a rank: with more, torch swallows their errors. Plain tensors are the lowest rank's: by default torch
-    takes each from the rank that has least to write, and batch-norm statistics of several ranks get mixed.
+    folder: Path
+    stem: str
+    tensors: Mapping[str, torch.Tensor]
+    regions: Mapping[str, Region]
+    """What goes to the files, by its name there; the sources are names of tensors."""
+    files: Sequence[File]
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        regions: Mapping[str, Region] | None = None,
+        *,
+        stem: str = "model",
+    ) -> Part:
+        """Lay out a folder: what is in which file follows from names and full sizes alone."""
+        if regions is None:
+            regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        regions = dict(sorted(regions.items()))
+        return cls(folder, stem, tensors, regions, files_for(folder, stem, regions, MOST_BYTES))
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Where everything lies."""
+        return {name: entry for file in self.files for name, entry in file.entries.items()}
+
+    @property
+    def direct(self) -> dict[str, Region]:
+        """What ranks write without a gather."""
+        return {name: region for name, region in self.regions.items() if is_direct(region, self.tensors)}
+
+    @property
+    def gathered(self) -> dict[str, Region]:
+        """What needs whole tensors."""
+        direct = self.direct
+        return {name: region for name, region in self.regions.items() if name not in direct}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self.files)
+
+    def header_blocks(self) -> dict[Path, list[Block]]:
+        """Return the checksums of what `create` writes."""
+        return {file.path: [Block(0, len(file.header), digest_of(file.header))] for file in self.files}
+
+
+class LocalSavePlanner(SavePlanner):
+    """Plan a save without the other ranks; see [Note: local plans]."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the tensors.
+
+        Raises:
+            CheckpointError: something is no tensor, which would have to be pickled.
+        """
+        for name, value in state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"cannot save {name}: it is a {type(value).__name__}, expected a tensor. Checkpoints hold no "
+                    "pickled objects: keep it in client_state."
+                )
+        self.tensors = dict(state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return a plan without items, and the tensors for this rank's writer."""
+        return SavePlan([], planner_data=self.tensors)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plans as they are."""
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Return the tensor of an item."""
+        return self.tensors[write_item.index.fqn]
+
+
+class SafetensorsWriter(StorageWriter):
+    """Write safetensors files, each rank its own ranges at their final places.
+
+    Args:
+        folder: where a state dict goes.
+        parts: folders to write instead of the state dict.
     """
-    writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
+
+    def __init__(self, folder: str | Path, parts: Sequence[Part] = ()) -> None:
+        self.parts = parts
+        self.blocks: dict[Path, list[Block]] = {}
+        """Checksums of what this rank wrote."""
+        self._folder = Path(folder)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take another folder."""
+        self._folder = Path(checkpoint_id) if checkpoint_id is not None else self._folder
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Forget what was written before."""
+        self.blocks = {}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Lay out the files; what goes on to the coordinator is a digest of their headers."""
+        self.parts = self.parts or [Part.of(self._folder, plan.planner_data or {})]
+        headers = hashlib.sha256()
+        for part in self.parts:
+            for file in part.files:
+                headers.update(str(file.path).encode() + file.header)
+        return SavePlan([], storage_data=headers.hexdigest())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Compare the ranks' digests, and make the files; the coordinator calls it.
+
+        Raises:
+            CheckpointError: ranks are to write different things.
+        """
+        odd = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
+        if odd:
+            raise CheckpointError(
+                f"cannot save: ranks {odd} hold other names, shapes or dtypes than rank 0, expected the same "
+                "everywhere. Save the same model and optimizer on all ranks."
+            )
+        for part in self.parts:
+            part.folder.mkdir(parents=True, exist_ok=True)
+            create(part.files)
+            self.blocks |= part.header_blocks()
+            if len(part.files) > 1:
+                index = part.folder / f"{part.stem}.safetensors.index.json"
+                index.write_text(json.dumps(index_of(part.files), indent=2) + "\n")
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what is this rank's, and return when it is on disk."""
+        jobs = [job for part in self.parts for job in own_jobs(part.direct, part.tensors, part.entries)]
+        self.keep(write_all(jobs, hashed=True))
+        force_to_disk([file.path for part in self.parts for file in part.files])
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def keep(self, blocks: Mapping[Path, Sequence[Block]]) -> None:
+        """Add checksums of what this rank wrote."""
+        for path, written in blocks.items():
+            self.blocks.setdefault(path, []).extend(written)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Have nothing left to write: the headers say it all."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Say whether it names a folder."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class LocalLoadPlanner(LoadPlanner):
+    """Plan a load without the other ranks; see [Note: local plans].
+
+    Args:
+        wishes: what this rank reads, in place of a state dict: torch gathers a state dict's names from all ranks.
+    """
+
+    def __init__(self, wishes: Sequence[Wish] | None = None) -> None:
+        self._wishes = wishes
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the tensors."""
+        self._tensors = dict(state_dict)
+
+    def wishes(self, stored: Mapping[str, Entry]) -> Sequence[Wish]:
+        """Return what this rank reads of the stored tensors.
+
+        Raises:
+            CheckpointError: a tensor is not stored, or has another shape there.
+        """
+        if self._wishes is not None:
+            return self._wishes
+        check_shapes("state", self._tensors, {name: (entry.shape, entry.dtype) for name, entry in stored.items()})
+        return [
+            wish_for(name, Region.of(stored[name], stored[name].shape, stored[name].dtype), tensor)
+            for name, tensor in self._tensors.items()
+        ]
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return a plan without items."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse: checkpoints hold tensors alone."""
+        raise CheckpointError("cannot load bytes: checkpoints hold tensors alone. Load it with the planner it is of.")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the tensor of an item."""
+        return self._tensors[read_item.dest_index.fqn]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Have nothing to do: tensors are read in place."""
+
+
+class SafetensorsReader(StorageReader):
+    """Read safetensors files, each rank its own ranges, into the memory of its shards.
+
+    Args:
+        folder: what holds the files.
+        checksums: what is read is compared with, where there are any.
+        what: label of the progress bar.
+    """
+
+    def __init__(self, folder: str | Path, checksums: Checksums | None = None, what: str = "loading") -> None:
+        self._folder = Path(folder)
+        self._checksums, self._what = checksums, what
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take another folder."""
+        self._folder = Path(checkpoint_id) if checkpoint_id is not None else self._folder
+
+    def read_metadata(self) -> Metadata:
+        """Return what the headers say: every tensor is one chunk."""
+        entries = stored_in(self._folder)
+        described = {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=entry.dtype),
+                size=torch.Size(entry.shape),
+                chunks=[ChunkStorageMetadata(torch.Size([0] * len(entry.shape)), torch.Size(entry.shape))],
+            )
+            for name, entry in entries.items()
+        }
+        return Metadata(dict(described), storage_data={MetadataIndex(name): e for name, e in entries.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keep where everything lies."""
+        self._entries: dict[str, Entry] = {index.fqn: entry for index, entry in metadata.storage_data.items()}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is this rank's.
+
+        Raises:
+            CheckpointError: the planner is another than ours, or a file cannot be read.
+        """
+        if not isinstance(planner, LocalLoadPlanner):
+            raise CheckpointError(
+                f"cannot load: the planner is a {type(planner).__name__}, expected a LocalLoadPlanner. Pass "
+                "planner=LocalLoadPlanner()."
+            )
+        with Reader(self._what, self._checksums) as reader:
+            reader.read(planner.wishes(self._entries))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Say whether it names a folder."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def stored_in(folder: Path) -> dict[str, Entry]:
+    """Return where every tensor of a folder lies, whatever its files are called; not collective.
+
+    Raises:
+        CheckpointError: a file is broken, or two files hold the same name.
+    """
+    entries: dict[str, Entry] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_header(path).items():
+            if name in entries:
+                raise CheckpointError(
+                    f"cannot read {folder}: {entries[name].path.name} and {path.name} both hold {name}, expected it "
+                    "once. Remove the file that does not belong there."
+                )
+            entries[name] = entry
+    return entries
+
+
+def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
+    """Write folders of tensors and force them to disk; collective.
+
+    Returns:
+        The checksums of what this rank wrote.
+    """
+    writer = SafetensorsWriter(folder, parts)
     with _one_error():
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+        save({}, storage_writer=writer, planner=LocalSavePlanner(), no_dist=not dist.is_initialized())
+    for part in parts:
+        gathered: dict[str, torch.Tensor] = {}
+        for name, region in part.gathered.items():
+            # A phase each: the next gather needs every rank.
+            with all_or_none(f"write {name}", CheckpointError):
+                job = gathered_job(region, part.tensors, gathered, part.entries[name])
+                writer.keep(write_all([job], hashed=True))
+                force_to_disk([part.entries[name].path])
+    return writer.blocks
+
+
+def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | None, what: str) -> None:
+    """Fill memory from a folder's files; collective.
+
+    Raises:
+        DamageError: on every rank: a file cannot be read, or its bytes are not what was written.
+    """
+    with _one_error(DamageError):
+        reader = SafetensorsReader(folder, checksums, what)
+        load({}, storage_reader=reader, planner=LocalLoadPlanner(wishes), no_dist=not dist.is_initialized())
 
 
 @contextmanager
-def _one_error() -> Iterator[None]:
+def _one_error(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     """Turn torch's report of all failing ranks, a BaseException that it raises on every rank, into an error of ours."""
     try:
         yield
     except CheckpointException as report:
-        texts = [
-            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(report.failures.items())
-        ]
-        raise CheckpointError("cannot go on with the checkpoint: " + "; ".join(texts)) from report
+        texts = {rank: _text(cause) for rank, (cause, _) in sorted(report.failures.items())}
+        if len(set(texts.values())) == 1 and len(texts) == dist.get_world_size():
+            raise kind(texts[0]) from report
+        failed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+        raise kind(f"cannot go on with the checkpoint: {failed}") from report
 
 
-def read_layout(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every tensor in a directory; not collective."""
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def read_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill tensors in place from a directory that holds them all; collective."""
-    if not tensors:
-        return
-    with _one_error():
-        load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=not dist.is_initialized())
+def _text(cause: BaseException) -> str:
+    return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
 
 def check_shapes(
     what: str, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Compare shapes before a byte is copied.
+    """Compare names and shapes before a byte is copied.
 
     Raises:
-        CheckpointError: a tensor has another shape in the checkpoint.
+        CheckpointError: a tensor is not in the checkpoint, or has another shape there.
     """
     for name, tensor in tensors.items():
-        shape = layout[name][0]
+        shape = layout[name][0] if name in layout else None
         if tuple(tensor.shape) != shape:
+            there = "not" if shape is None else str(list(shape))
             raise CheckpointError(
-                f"cannot load the {what}: {name} is {list(shape)} in the checkpoint, expected {list(tensor.shape)}. "
+                f"cannot load the {what}: {name} is {there} in the checkpoint, expected {list(tensor.shape)}. "
                 "Build the model from the configuration that it was saved with."
             )
-
-
-def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of all tensors, unsharded."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry, lay_out, total_bytes
-from fsdp2_strategy.hf.conversions import hub_regions
-from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.conversions import hub_regions, recipe_for
+from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
 from fsdp2_strategy.hf.region import Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
@@ -79,6 +79,40 @@ def regions_to_write(
         cast = region.dtype.is_floating_point and all(source in parameters for source in sources)
         written[name] = region.to(wider[0] if wider else dtype) if cast else region
     return written
+
+
+def regions_in_place(copied: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+    """Describe what goes to the files so that ranks can write it without a gather, and ``from_pretrained`` loads it.
+
+    That is the hub's arrangement where bytes map in place, and the model's own names elsewhere, as long as transformers
+    takes them for what they are. Where it does not, the hub's arrangement stands, and needs a gather.
+    """
+    hub = regions_to_write(copied, tensors)
+    regions = dict(hub)
+    while indirect := {name for name, region in regions.items() if not is_direct(region, tensors)}:
+        own = {source for name in indirect for source in sources_of(regions[name])}
+        replaced = {name for name, region in regions.items() if own.intersection(sources_of(region))}
+        own |= {source for name in replaced for source in sources_of(regions[name])}
+        kept = {name: region for name, region in regions.items() if name not in replaced}
+        regions = kept | {n: Region.of(n, tensors[n].shape, tensors[n].dtype) for n in own}
+    own = {name for name in regions if name not in hub or regions[name] is not hub[name]}
+    return regions if own <= _taken_as_they_are(copied, regions) else hub
+
+
+def _taken_as_they_are(copied: Any, regions: Mapping[str, Region]) -> set[str]:
+    """Return the names in files that transformers loads as the parameter of that very name, unchanged."""
+    nowhere = Path()
+    entries = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
+    recipe = recipe_for(origin_for(copied), entries)
+    found = set()
+    for name, region in recipe.regions.items():
+        [piece, *more] = region.pieces
+        source = piece.source
+        whole = tuple(region.shape)
+        in_order = piece.strides == row_major(whole) and not piece.offset and piece.shape == whole
+        if isinstance(source, Entry) and source.name == name and source.shape == whole and in_order and not more:
+            found.add(name)
+    return found
 
 
 @dataclass(frozen=True)

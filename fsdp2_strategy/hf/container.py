@@ -27,6 +27,8 @@ DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -71,7 +73,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             start = 8 + int.from_bytes(file.read(8), "little")
             if not 10 <= start <= min(size, _LARGEST_HEADER_BYTES):
                 raise _broken(path, f"its header would end at byte {start} of {size}")
-            header = json.loads(file.read(start - 8))
+            header = json.loads(file.read(start - 8), object_pairs_hook=_once_each)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder, or name another.") from error
     except (ValueError, RecursionError) as error:
@@ -90,6 +92,13 @@ def read_header(path: Path) -> dict[str, Entry]:
     if end != size:
         raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
     return entries
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
 
 
 def _entry(path: Path, name: str, facts: object, start: int) -> Entry:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 from fsdp2_strategy.hf.arrange import (
     File,
@@ -86,6 +87,7 @@ def save_model(
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
+        check_usable(root)
         name = original_class(root).__name__
         folder = Path(output_dir)
         options = _options(kwargs)

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -206,14 +206,12 @@ def open_folder(model: nn.Module, path: str | Path) -> Origin:
         )
     is_index = chosen.name.endswith(".index.json")
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
-    copy = twin(model)
-    return Origin(
-        model=copy,
-        files=files,
-        index=chosen if is_index else None,
-        conversions=_conversions(copy),
-        where=str(path),
-    )
+    return replace(origin_for(twin(model)), files=files, index=chosen if is_index else None, where=str(path))
+
+
+def origin_for(copied: nn.Module) -> Origin:
+    """Return an origin without files for a twin of a model."""
+    return Origin(model=copied, files=(), conversions=_conversions(copied))
 
 
 def _conversions(model: Any) -> list[Any] | None:
@@ -231,6 +229,20 @@ def is_transformers_model(model: nn.Module) -> bool:
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     return isinstance(model, PreTrainedModel)
+
+
+def inner_model(root: nn.Module) -> nn.Module:
+    """Return the one transformers model within a wrapper; the model itself where there is none, or several."""
+    models = list(_outermost_models(root))
+    return models[0] if len(models) == 1 else root
+
+
+def _outermost_models(module: nn.Module) -> Iterator[nn.Module]:
+    if is_transformers_model(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_models(child)
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -10,14 +10,15 @@ before anything is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
+from fsdp2_strategy.damage import mark_usable
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.folder import CONFIG, Origin, is_transformers_model, open_folder, origin_of
+from fsdp2_strategy.hf.folder import CONFIG, Origin, inner_model, is_transformers_model, open_folder, origin_of
 from fsdp2_strategy.hf.initialize import Empty, initialize, recorded_for
 from fsdp2_strategy.hf.match import LoadReport, Target, check_ties, match, tensor_at
 from fsdp2_strategy.hf.read import Reader
@@ -114,6 +115,7 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
                 )
     forget(root)
     has_values_now(root)
+    mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
     log("%s: %d tensors from %s, %d initialised afresh", name, len(report.loaded), where, len(afresh))
     return report
@@ -158,15 +160,6 @@ def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[
         old = known[outermost[0]][0]
         new = open_folder(old.model, path)
         return {module: (new, name) for module, (own, name) in known.items() if own is old}
-    models = [] if whole else list(_outermost_models(root))
-    within = models[0] if len(models) == 1 else root
+    within = root if whole else inner_model(root)
     given = open_folder(within, path)
     return {module: (given, name) for name, module in within.named_modules()}
-
-
-def _outermost_models(module: nn.Module) -> Iterator[nn.Module]:
-    if is_transformers_model(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost_models(child)

@@ -9,11 +9,12 @@ blocks: a block of which only a part is wanted is read whole, once for each tens
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class _View:
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """Consecutive elements of one entry of a file, and where they go: at most one block."""
+    """Consecutive elements of one entry of a file, and where they go."""
 
     entry: Entry
     begin: int
@@ -74,11 +75,48 @@ class _Range:
     target: torch.Tensor
     """Consecutive, too."""
     dtype: torch.dtype
-    block: Block | None
 
     @property
     def nbytes(self) -> int:
         return self.target.numel() * self.entry.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.begin + self.nbytes
+
+    @property
+    def is_as_it_is(self) -> bool:
+        """Whether the file's bytes are the target's."""
+        return self.dtype == self.entry.dtype == self.target.dtype and self.target.device.type == "cpu"
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranges:
+    """All ranges that are wanted of one block, or one that no checksum covers."""
+
+    block: Block | None
+    ranges: list[_Range]
+
+    @property
+    def entry(self) -> Entry:
+        """The entry of the first one."""
+        return self.ranges[0].entry
+
+    @property
+    def begin(self) -> int:
+        """Where they begin in the file."""
+        return self.ranges[0].begin
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.nbytes for r in self.ranges)
+
+    def tile_it(self) -> bool:
+        """Say whether the ranges, one after the other, are the block, and can be read into place."""
+        ends = [self.block.begin if self.block else self.begin, *(r.end for r in self.ranges)]
+        in_a_row = all(r.begin == end and r.is_as_it_is for r, end in zip(self.ranges, ends, strict=False))
+        return in_a_row and (self.block is None or self.block.end == ends[-1])
 
 
 class Reader:
@@ -117,7 +155,7 @@ class Reader:
             CheckpointError: a file cannot be read; the message names tensor and file.
             DamageError: bytes do not match their checksum.
         """
-        reads: list[_View | _Range] = []
+        views: list[_View] = []
         computed: list[tuple[Wish, Piece]] = []
         for wish in wishes:
             for piece in wish.region.pieces:
@@ -127,9 +165,8 @@ class Reader:
                 if isinstance(part.source, Computed):
                     computed.append((wish, part))
                 else:
-                    target = target_of(wish.tensor, part)
-                    reads += self._cut(_View(part.source, part, target, wish.region.dtype))
-        reads.sort(key=lambda read: (read.entry.path, read.begin))
+                    views.append(_View(part.source, part, target_of(wish.tensor, part), wish.region.dtype))
+        reads = _by_block(itertools.chain.from_iterable(map(self._cut, views)))
         for read in reads:
             self._open(read.entry.path)
         self._carry_out_all(reads)
@@ -147,7 +184,7 @@ class Reader:
             self._carry_out(read)
         return tensor
 
-    def _cut(self, view: _View) -> Iterator[_View | _Range]:
+    def _cut(self, view: _View) -> Iterator[_View | _Ranges]:
         """Cut what is one range of the file into parts that are checked and read by themselves."""
         if not view.nbytes:
             return
@@ -165,10 +202,10 @@ class Reader:
                     f"of an element of {itemsize} bytes. The lists of checksums do not belong to this file."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
-            yield _Range(entry, begin, part, view.dtype, block)
+            yield _Ranges(block, [_Range(entry, begin, part, view.dtype)])
             begin = stop
 
-    def _carry_out_all(self, reads: Sequence[_View | _Range]) -> None:
+    def _carry_out_all(self, reads: Sequence[_View | _Ranges]) -> None:
         """Let a few threads take one read after the other, until all are done or one fails."""
         waiting = deque(reads)
         total = sum(read.nbytes for read in reads)
@@ -208,10 +245,10 @@ class Reader:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder.") from error
 
     @torch.no_grad()
-    def _carry_out(self, read: _View | _Range) -> None:
+    def _carry_out(self, read: _View | _Ranges) -> None:
         try:
-            if isinstance(read, _Range):
-                self._read_range(read)
+            if isinstance(read, _Ranges):
+                self._read_ranges(read)
             else:
                 self._check_around(read)
                 order = sorted(range(len(read.piece.shape)), key=lambda d: -read.piece.strides[d])
@@ -222,29 +259,34 @@ class Reader:
                 f"cannot read {read.entry.name} from {read.entry.path}: {text}. Check the disk, and the file's length."
             ) from error
 
-    def _read_range(self, read: _Range) -> None:
-        """Read into place, or by way of the scratch buffer where there is a cast, a device or a block to check."""
-        entry, block = read.entry, read.block
-        as_it_is = read.dtype == entry.dtype == read.target.dtype and read.target.device.type == "cpu"
-        if as_it_is and (block is None or (block.begin, block.end) == (read.begin, read.begin + read.nbytes)):
-            self._read_checked(entry, read.begin, memory_of(read.target), block)
+    def _read_ranges(self, reads: _Ranges) -> None:
+        """Read into place, or by way of the scratch buffer where there is a cast, a device, or a block in part."""
+        block, path = reads.block, reads.entry.path
+        if reads.tile_it():
+            digest = None if block is None else xxhash.xxh3_64()
+            for read in reads.ranges:
+                self._read_bytes(path, read.begin, memory_of(read.target), digest)
+            if block is not None and digest is not None:
+                self._check(reads, block, digest.hexdigest())
             return
-        begin, end = (block.begin, block.end) if block else (read.begin, read.begin + read.nbytes)
+        begin, end = (block.begin, block.end) if block else (reads.begin, reads.ranges[-1].end)
         scratch = self._buffer()[: end - begin]
-        self._read_checked(entry, begin, memory_of(scratch), block)
-        values = scratch[read.begin - begin :][: read.nbytes].view(entry.dtype)
-        read.target.copy_(values if read.dtype in (entry.dtype, read.target.dtype) else values.to(read.dtype))
+        self._read_block(reads, begin, scratch, block)
+        for read in reads.ranges:
+            part = scratch[read.begin - begin :][: read.nbytes]
+            aligned = part.storage_offset() % read.entry.dtype.itemsize == 0
+            values = (part if aligned else part.clone()).view(read.entry.dtype)
+            read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
 
     def _check_around(self, view: _View) -> None:
         """Check all blocks that a strided view touches; its bytes are then read once more."""
         if self._checksums is None:
             return
-        end = view.begin + _span(view.piece) * view.entry.dtype.itemsize
-        for block in self._checksums.covering(view.entry.path, view.begin, end):
-            if (view.entry.path, block.begin) not in self._checked:
-                scratch = self._buffer()[: block.end - block.begin]
-                self._read_checked(view.entry, block.begin, memory_of(scratch), block)
-                self._checked.add((view.entry.path, block.begin))
+        path, end = view.entry.path, view.begin + _span(view.piece) * view.entry.dtype.itemsize
+        for block in self._checksums.covering(path, view.begin, end):
+            if (path, block.begin) not in self._checked:
+                self._read_block(view, block.begin, self._buffer()[: block.end - block.begin], block)
+                self._checked.add((path, block.begin))
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view whose dimensions are in the file's order, as much at once as fits into the scratch buffer."""
@@ -252,26 +294,35 @@ class Reader:
             span = _span(part)
             scratch = self._buffer()[: span * read.entry.dtype.itemsize]
             begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
-            self._read_checked(read.entry, begin, memory_of(scratch), None)
+            self._read_bytes(read.entry.path, begin, memory_of(scratch), None)
             view = scratch.view(read.entry.dtype).as_strided(part.shape, part.strides)
             if read.dtype not in (read.entry.dtype, target.dtype):
                 view = view.to(read.dtype)
             target_of(target, part).copy_(view)
 
-    def _read_checked(self, entry: Entry, begin: int, memory: memoryview, block: Block | None) -> None:
+    def _read_block(self, read: _View | _Ranges, begin: int, scratch: torch.Tensor, block: Block | None) -> None:
+        digest = None if block is None else xxhash.xxh3_64()
+        self._read_bytes(read.entry.path, begin, memory_of(scratch), digest)
+        if block is not None and digest is not None:
+            self._check(read, block, digest.hexdigest())
+
+    def _read_bytes(self, path: Path, begin: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
         """Read bytes of a file; hash them while they are in the processor's cache."""
-        fd = self._files[entry.path]
-        if block is None:
+        fd = self._files[path]
+        if digest is None:
             read_into(fd, begin, memory)
         else:
-            digest = xxhash.xxh3_64()
             for at in range(0, len(memory), IN_CACHE_BYTES):
                 part = memory[at : at + IN_CACHE_BYTES]
                 read_into(fd, begin + at, part)
                 digest.update(part)
-            check(entry.path, block, digest.hexdigest(), entry.name)
         with self._counting:
             self.bytes_read += len(memory)
+
+    def _check(self, read: _View | _Ranges, block: Block, digest: str) -> None:
+        names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        check(read.entry.path, block, digest, f"{names[0]}{more}")
 
     def _buffer(self) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._scratch, "buffer", None)
@@ -279,6 +330,22 @@ class Reader:
             buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
             self._scratch.buffer = buffer
         return buffer
+
+
+def _by_block(reads: Iterable[_View | _Ranges]) -> list[_View | _Ranges]:
+    """Put together what is wanted of one block, and order all by where it lies."""
+    found: list[_View | _Ranges] = []
+    of_block: dict[tuple[Path, int], _Ranges] = {}
+    for read in reads:
+        if isinstance(read, _Ranges) and read.block is not None:
+            first = of_block.setdefault((read.entry.path, read.block.begin), read)
+            if first is not read:
+                first.ranges.extend(read.ranges)
+                continue
+        found.append(read)
+    for together in of_block.values():
+        together.ranges.sort(key=lambda r: r.begin)
+    return sorted(found, key=lambda read: (read.entry.path, read.begin))
 
 
 def _rows(view: _View) -> Iterator[_View]:

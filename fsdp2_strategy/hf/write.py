@@ -24,6 +24,7 @@ from fsdp2_strategy.hf.region import Box
 from fsdp2_strategy.ranks import adopt_device, current_device
 
 _THREADS = 4
+_SMALL_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,11 @@ class _Run:
     dtype: torch.dtype
     tensor: torch.Tensor
 
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.tensor.numel() * self.dtype.itemsize
+
 
 def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[Block]]:
     """Write all jobs into files that exist in their full length.
@@ -61,10 +67,11 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[B
     try:
         with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
             try:
-                blocks = pool.map(lambda run: _write(files[run.path], run, scratch, hashed=hashed), runs)
-                for run, block in zip(runs, blocks, strict=True):
+                groups = list(_together(runs))
+                blocks = pool.map(lambda group: _write(files[group[0].path], group, scratch, hashed=hashed), groups)
+                for group, block in zip(groups, blocks, strict=True):
                     if block is not None:
-                        written[run.path].append(block)
+                        written[group[0].path].append(block)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -74,6 +81,19 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[B
         for fd in files.values():
             os.close(fd)
     return written
+
+
+def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+    """Group runs, in the order of the file, that follow each other without a gap and fit into one block."""
+    group: list[_Run] = []
+    for run in runs:
+        follows = group and (run.path, run.offset) == (group[-1].path, group[-1].end)
+        if group and not (follows and run.end - group[0].offset <= BLOCK_BYTES):
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group
 
 
 def force_to_disk(paths: Sequence[Path]) -> None:
@@ -129,22 +149,43 @@ def _small_enough(run: _Run) -> Iterator[_Run]:
 
 
 @torch.no_grad()
-def _write(fd: int, run: _Run, scratch: threading.local, *, hashed: bool) -> Block | None:
-    tensor = run.tensor
-    if tensor.device.type != "cpu" or tensor.dtype != run.dtype or not tensor.is_contiguous():
-        size = tensor.numel() * run.dtype.itemsize
-        buffer: torch.Tensor | None = getattr(scratch, "buffer", None)
-        if buffer is None:
-            pin = torch.cuda.is_available()
-            buffer = scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin)
-        tensor = buffer[:size].view(run.dtype).view(tensor.shape).copy_(tensor)
-    memory = memory_of(tensor)
-    if not hashed:
-        write_from(fd, run.offset, memory)
-        return None
-    digest = xxhash.xxh3_64()
+def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
+    """Write runs that follow each other; small ones meet in the scratch buffer and are written at once."""
+    digest = xxhash.xxh3_64() if hashed else None
+    begin, filled = runs[0].offset, 0
+    for run in runs:
+        tensor, size = run.tensor, run.end - run.offset
+        as_it_is = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
+        if as_it_is and size > _SMALL_BYTES:
+            _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
+            _write_bytes(fd, run.offset, memory_of(tensor), digest)
+            begin, filled = run.end, 0
+        else:
+            room = _buffer(scratch)[filled : filled + size]
+            if as_it_is:
+                room.copy_(tensor.reshape(-1).view(torch.uint8))
+            elif filled % run.dtype.itemsize == 0:
+                room.view(run.dtype).view(tensor.shape).copy_(tensor)
+            else:
+                room.copy_(tensor.to(run.dtype).reshape(-1).view(torch.uint8))
+            filled += size
+    _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
+    return Block(runs[0].offset, runs[-1].end, digest.hexdigest()) if digest else None
+
+
+def _buffer(scratch: threading.local) -> torch.Tensor:
+    buffer: torch.Tensor | None = getattr(scratch, "buffer", None)
+    if buffer is None:
+        buffer = scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return buffer
+
+
+def _write_bytes(fd: int, offset: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
+    """Write bytes of a file; hash them while they are in the processor's cache."""
+    if digest is None:
+        write_from(fd, offset, memory)
+        return
     for at in range(0, len(memory), IN_CACHE_BYTES):
         part = memory[at : at + IN_CACHE_BYTES]
         digest.update(part)
-        write_from(fd, run.offset + at, part)
-    return Block(run.offset, run.offset + len(memory), digest.hexdigest())
+        write_from(fd, offset + at, part)

@@ -1,0 +1,60 @@
+"""One run a directory: the lock that the run which saves there holds until it ends.
+
+Input: a directory. Output: the lock, or an error that names who holds it. The operating system gives the lock back when
+the process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.ranks import logger
+
+LOCK = ".lock"
+
+_held: dict[Path, int] = {}
+
+
+def hold(save_dir: Path) -> None:
+    """Take the lock of a directory, or keep it; rank 0 calls it.
+
+    Raises:
+        CheckpointError: another run holds it.
+    """
+    path = save_dir.resolve() / LOCK
+    if path in _held:
+        if path.exists() and os.fstat(_held[path]).st_ino == path.stat().st_ino:
+            return
+        os.close(_held.pop(path))  # the directory was removed, and made again
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+        os.close(fd)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warning("cannot lock %s (%s): keep other runs out of it", save_dir, error.strerror)
+            return
+        raise CheckpointError(
+            f"cannot save into {save_dir}: another run holds its lock ({holder or 'unknown'}), expected to be the only "
+            "one. Stop that run, or give this one a directory of its own."
+        ) from error
+    facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(facts).encode() + b"\n", 0)
+    _held[path] = fd
+
+
+def let_go() -> None:
+    """Give back all locks that this process holds."""
+    while _held:
+        path, fd = _held.popitem()
+        path.unlink(missing_ok=True)
+        os.close(fd)

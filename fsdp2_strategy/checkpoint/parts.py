@@ -1,0 +1,105 @@
+"""What of a model lies in which folder: `model/` opens with ``from_pretrained``, `wrapper/` holds the rest.
+
+Input: a sharded model. Output: the parts to write; or, for a folder on disk, where each of the model's tensors is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.storage import Part
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.arrange import regions_in_place, tensors_to_write, write_configuration
+from fsdp2_strategy.hf.folder import Origin, inner_model, is_transformers_model, open_folder, origin_of
+from fsdp2_strategy.hf.match import LoadReport, Target, match
+from fsdp2_strategy.hf.twin import original_class, twin
+from fsdp2_strategy.names import named_parameters, persistent_buffers
+from fsdp2_strategy.ranks import log
+
+# What a tokenizer or processor is made of, in the folder that a model came from.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def model_parts(root: nn.Module, directory: Path) -> list[Part]:
+    """Return what a model is on disk: its folder, and where it is a wrapper, one for what else it has."""
+    inner = inner_model(root)
+    copied = twin(inner)
+    tensors = tensors_to_write(inner, copied)
+    parts = [Part.of(directory / layout.MODEL, tensors, regions_in_place(copied, tensors))]
+    if inner is not root:
+        inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        everything = {**named_parameters(root), **persistent_buffers(root)}
+        rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
+        if rest:
+            parts.append(Part.of(directory / layout.WRAPPER, rest))
+    return parts
+
+
+def write_beside(root: nn.Module, directory: Path, tokenizer: Any) -> None:
+    """Write what ``from_pretrained`` reads beside the weights: configuration, and tokenizer where there is one.
+
+    One rank calls it.
+    """
+    inner = inner_model(root)
+    folder = directory / layout.MODEL
+    copied = twin(inner)
+    write_configuration(folder, copied, regions_in_place(copied, tensors_to_write(inner, copied)))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    elif is_transformers_model(inner):
+        origin = origin_of(inner)
+        source = origin[0].files[0].parent if origin else Path(str(getattr(inner, "name_or_path", "") or "nowhere"))
+        for name in _TOKENIZER_FILES:
+            for file in source.glob(name) if source.is_dir() else ():
+                shutil.copyfile(file, folder / file.name)
+
+
+def match_model(root: nn.Module, directory: Path, *, strict: bool) -> tuple[list[Target], LoadReport]:
+    """Find each of a model's tensors in a checkpoint; headers are read, and nothing else.
+
+    Raises:
+        CheckpointError: shapes do not agree; or strict, and names do not.
+    """
+    inner = inner_model(root)
+    origin = open_folder(inner, directory / layout.MODEL)
+    known: dict[nn.Module, tuple[Origin, str]] = {m: (origin, name) for name, m in inner.named_modules()}
+    if inner is not root and (directory / layout.WRAPPER).is_dir():
+        rest = open_folder(root, directory / layout.WRAPPER)
+        known = {m: (rest, name) for name, m in root.named_modules()} | known
+    targets, report = match(root, known, "anything")
+    never_saved = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
+    missing = [t.name for t in targets if not (t.computed or t.regions or t.there in never_saved)]
+    unexpected = list(report.unexpected)
+    if inner is root and (directory / layout.WRAPPER).is_dir():
+        unexpected.append(f"{layout.WRAPPER}/")
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"cannot load {original_class(root).__name__}: the checkpoint lacks {_some(missing)} and holds "
+            f"{_some(unexpected)} that the model does not have, expected the same names. Build the same model, or pass "
+            "load_module_strict=False."
+        )
+    cast = sorted(report.cast)
+    for what, names in (("missing", missing), ("unexpected", unexpected), ("cast to the model's dtype", cast)):
+        if names:
+            log("%s: %s", what, _some(names))
+    return targets, LoadReport(report.loaded, missing, unexpected, report.cast)
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} names ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "no name"

@@ -1,0 +1,83 @@
+"""The command line: ``fsdp2-strategy ls | verify | export``; one process, no process group.
+
+Input: directories of checkpoints. Output: tables, reports, Hugging Face folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
+from fsdp2_strategy.checkpoint.layout import MODEL
+from fsdp2_strategy.checkpoint.verify import open_checkpoint
+from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
+from fsdp2_strategy.hf.copy import copy_folder
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0, 1 where a checkpoint is damaged, 2 where a command cannot be done."""
+    parser = argparse.ArgumentParser(prog="fsdp2-strategy", description="Look at, check and export checkpoints.")
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("ls", help="list the committed checkpoints of a directory, oldest first")
+    command.add_argument("directory", type=Path)
+    command.set_defaults(run=_ls)
+    command = commands.add_parser("verify", help="read every byte of a checkpoint and compare it with its checksums")
+    command.add_argument("checkpoint", type=Path, help="a checkpoint, or a directory: all of its checkpoints")
+    command.set_defaults(run=_verify)
+    command = commands.add_parser("export", help="make a Hugging Face folder from a checkpoint")
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("output", type=Path)
+    command.add_argument(
+        "--dtype", choices=list(_DTYPES), help="of the floating tensors, by default that of the checkpoint"
+    )
+    command.set_defaults(run=_export)
+    parsed = parser.parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except FSDP2StrategyError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return status
+
+
+def _ls(parsed: argparse.Namespace) -> int:
+    for checkpoint in list_checkpoints(parsed.directory):
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime((checkpoint.path / "manifest.json").stat().st_mtime))
+        notes = [*(["protected"] if checkpoint.protected else [])]
+        notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
+        size = f"{checkpoint.total_bytes / 1e9:.3f} GB"
+        sys.stdout.write(
+            f"{checkpoint.sequence:>4}  {checkpoint.tag:<24} step {checkpoint.step:<8} {size:>12}  {saved}"
+            f"{'  ' + ', '.join(notes) if notes else ''}\n"
+        )
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    path: Path = parsed.checkpoint
+    paths = [path] if (path / "manifest.json").exists() else [c.path for c in list_checkpoints(path)]
+    if not paths:
+        raise CheckpointError(f"cannot verify {path}: it is no checkpoint, and holds none. Name another directory.")
+    damaged = False
+    for each in paths:
+        report = verify_checkpoint(each)
+        damaged |= not report.ok
+        sys.stdout.write(f"{each}: {'ok' if report.ok else f'{len(report.problems)} problems'}\n")
+        for problem in report.problems:
+            sys.stdout.write(f"  {problem}\n")
+    return int(damaged)
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    opened = open_checkpoint(parsed.checkpoint)
+    copy_folder(opened.path / MODEL, parsed.output, _DTYPES.get(parsed.dtype), opened.checksums)
+    sys.stdout.write(f"exported {parsed.checkpoint} to {parsed.output}\n")
+    return 0

@@ -1,0 +1,515 @@
+"""What a checkpoint is on disk: a Hugging Face folder, the same bytes at every world size, verified to the last bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import CASES, HUGGING_FACE, batch_of, build, loss_of
+from reference import full, full_parameters
+from safetensors.torch import load_file
+from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
+from tokenizers import Tokenizer, models
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from fsdp2_strategy import CheckpointError, build_mesh, verify_checkpoint
+from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.storage import (
+    LocalLoadPlanner,
+    LocalSavePlanner,
+    SafetensorsReader,
+    SafetensorsWriter,
+    stored_in,
+)
+from fsdp2_strategy.cli import main
+from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf.container import DTYPES
+
+
+def files_under(path):
+    return {f.relative_to(path).as_posix(): f.read_bytes() for f in sorted(Path(path).rglob("*")) if f.is_file()}
+
+
+# --- the model folder ------------------------------------------------------------------------------------------------
+
+
+def saved_opens_with_from_pretrained(name, folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build(name), is_training=True)
+    strategy.save_ckpt(model, folder, "a")
+    expected = {n: full(t).clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    strategy.load_ckpt(model, folder)
+    assert_same({n: full(t) for n, t in (*model.named_parameters(), *model.named_buffers())}, expected)
+    if dist.get_rank() == 0:
+        opened = type(CASES[name].build()).from_pretrained(folder / "a" / "model", dtype=torch.float32)
+        actual = dict([*opened.named_parameters(), *opened.named_buffers()])
+        assert actual.keys() == expected.keys()
+        assert not [n for n in expected if not torch.equal(actual[n], expected[n])]
+        assert verify_checkpoint(folder / "a").ok
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_the_model_folder_opens_with_from_pretrained_for_an_architecture(name, tmp_path, run_on):
+    run_on(2, saved_opens_with_from_pretrained, name=name, folder=tmp_path)
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = build("llama")
+        self.value_head = nn.Linear(32, 1)
+        self.register_buffer("mean", torch.full((2,), 3.0))
+
+    def forward(self, **batch):
+        return self.value_head(self.backbone(**batch, output_hidden_states=True).hidden_states[-1])
+
+
+@pytest.mark.ranks(2)
+def test_a_wrapper_keeps_what_is_its_own_beside_the_model(tmp_path):
+    strategy = strategy_for()
+    torch.manual_seed(0)
+    critic = strategy.prepare_model(Critic(), is_training=True)
+    strategy.save_ckpt(critic, tmp_path, "a")
+    if dist.get_rank() == 0:
+        assert load_file(tmp_path / "a" / "wrapper" / "model.safetensors").keys() == {
+            "value_head.weight", "value_head.bias", "mean",
+        }  # fmt: skip
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
+    torch.manual_seed(1)
+    other = Critic()
+    other.mean.zero_()
+    strategy.prepare_model(other, is_training=True)
+    strategy.load_ckpt(other, tmp_path)
+    assert_same(full_parameters(other), full_parameters(critic))
+    assert other.mean.tolist() == [3.0, 3.0]
+    bare = strategy.prepare_model(build("llama", 5), is_training=True)
+    with pytest.raises(CheckpointError, match="holds 1 names \\(wrapper/\\)"):
+        strategy.load_ckpt(bare, tmp_path)
+    strategy.load_ckpt(bare, tmp_path, load_module_strict=False)
+    assert_same(full_parameters(bare), full_parameters(critic.backbone))
+
+
+def tokenizer():
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    )
+
+
+@pytest.mark.ranks(2)
+def test_the_tokenizer_comes_from_the_models_folder_or_is_given(tmp_path):
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(tmp_path / "base")
+        tokenizer().save_pretrained(tmp_path / "base")
+    dist.barrier()
+    strategy = strategy_for()
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    strategy.prepare_model(model, is_training=True)
+    strategy.save_ckpt(model, tmp_path / "ckpts", "known")
+    plain = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.save_ckpt(plain, tmp_path / "ckpts", "given", tokenizer=tokenizer())
+    strategy.save_ckpt(plain, tmp_path / "ckpts", "none")
+    for tag in ("known", "given"):
+        folder = tmp_path / "ckpts" / tag / "model"
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == {"a": 0, "[UNK]": 1}
+        assert (folder / "generation_config.json").is_file()
+        assert verify_checkpoint(folder.parent).ok
+    assert not (tmp_path / "ckpts" / "none" / "model" / "tokenizer.json").exists()
+
+
+# --- the same bytes on any ranks -------------------------------------------------------------------------------------
+
+
+def save_trained(folder):
+    """Save a state that does not depend on the number of ranks."""
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy, "llama_tied")
+    for index, parameter in enumerate(model.parameters()):
+        state = {"step": torch.tensor(3.0)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.empty_like(parameter)
+            state[key].to_local().copy_(parameter.detach().to_local() * (index + 2))
+        if index != 1:  # one parameter never had a gradient
+            optimizer.state[parameter] = state
+    strategy.save_ckpt(model, folder, f"world{dist.get_world_size()}", optimizer=optimizer, max_num=None)
+
+
+def load_as_saved(folder, tag):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy, "llama_tied")
+    strategy.load_ckpt(model, folder, tag=tag, load_lr_scheduler_states=False)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        state = optimizer.state[parameter]
+        assert state.keys() == (set() if index == 1 else {"step", "exp_avg", "exp_avg_sq"}), name
+        for key in state.keys() - {"step"}:
+            assert torch.equal(full(state[key]), full(parameter) * (index + 2)), (name, key)
+    assert_same(full_parameters(model), dict(build("llama_tied").named_parameters()))
+
+
+def test_files_do_not_depend_on_the_number_of_ranks_and_load_on_any(tmp_path, run_on):
+    for world_size in (1, 2, 3, 4):
+        run_on(world_size, save_trained, folder=tmp_path)
+    for part in ("model", "optimizer"):
+        expected = files_under(tmp_path / "world1" / part)
+        assert len(expected) >= 1
+        for world_size in (2, 3, 4):
+            assert files_under(tmp_path / f"world{world_size}" / part) == expected
+    assert verify_checkpoint(tmp_path / "world3").ok
+    for world_size in (1, 2):
+        run_on(world_size, load_as_saved, folder=tmp_path, tag="world3")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "world3" / "model")
+
+
+# --- the container under torch's driver ------------------------------------------------------------------------------
+
+
+def sharded(tensor, mesh, placements):
+    """Return a sharded tensor without a collective: not all of them know all dtypes."""
+    local = tensor
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            chunks = local.split(max(1, -(-local.shape[placement.dim] // mesh.size(axis))), placement.dim)
+            rank = mesh.get_local_rank(axis)
+            local = chunks[rank] if rank < len(chunks) else local.narrow(placement.dim, 0, 0)
+    return DTensor.from_local(
+        local.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def tensors_of_every_kind(mesh):
+    torch.manual_seed(0)
+    plain = {}
+    for name, dtype in DTYPES.items():
+        values = torch.randint(0, 2, (7, 3)) if dtype == torch.bool else torch.randn(7, 3).abs() * 10
+        plain[f"dtype.{name}"] = (values.to(dtype), [Replicate(), Shard(0)])
+    plain["columns"] = (torch.randn(5, 7, 3), [Replicate(), Shard(1)])
+    plain["last"] = (torch.randn(4, 3, 5), [Replicate(), Shard(2)])
+    plain["both"] = (torch.randn(6, 5), [Shard(1), Shard(0)])
+    plain["short"] = (torch.randn(1, 2), [Replicate(), Shard(0)])
+    plain["empty"] = (torch.empty(0, 4), [Replicate(), Shard(0)])
+    plain["scalar"] = (torch.tensor(3.5), [Replicate(), Replicate()])
+    plain["large"] = (torch.randn(5000, 1100), [Replicate(), Shard(0)])
+    state = {name: sharded(tensor, mesh, placements) for name, (tensor, placements) in plain.items()}
+    return {name: tensor for name, (tensor, _) in plain.items()}, state
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.ranks(4)
+def test_any_sharding_and_dtype_goes_through_torchs_driver(tmp_path):
+    mesh = build_mesh(2)
+    plain, state = tensors_of_every_kind(mesh)
+    everything = {**state, "buffer": torch.arange(5)}
+    dcp.save(everything, storage_writer=SafetensorsWriter(tmp_path), planner=LocalSavePlanner())
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == everything.keys()
+    assert not [n for n in plain if not torch.equal(bits(stored[n]), bits(plain[n]))]
+    other = {name: sharded(torch.zeros_like(tensor), mesh, state[name].placements) for name, tensor in plain.items()}
+    dcp.load(other, storage_reader=SafetensorsReader(tmp_path), planner=LocalLoadPlanner())
+    assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_tensor_is_refused_on_every_rank(tmp_path):
+    with pytest.raises(BaseException, match="expected a tensor"):
+        dcp.save({"a": 3}, storage_writer=SafetensorsWriter(tmp_path), planner=LocalSavePlanner())
+    with pytest.raises(BaseException, match="expected the same everywhere"):
+        state = {"a": torch.zeros(3 + dist.get_rank())}
+        dcp.save(state, storage_writer=SafetensorsWriter(tmp_path), planner=LocalSavePlanner())
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_flipped_bit_anywhere_is_found_and_named(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "mlp")
+    train(strategy, model, optimizer, scheduler, [0], "mlp")
+    strategy.save_ckpt(model, tmp_path, "a", client_state={"x": 1})
+    path = tmp_path / "a"
+    assert verify_checkpoint(path).ok
+    for name, content in files_under(path).items():
+        for at in {0, len(content) // 2, len(content) - 1}:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                damaged = bytearray(content)
+                damaged[at] ^= 4
+                (path / name).write_bytes(damaged)
+            dist.barrier()
+            report = verify_checkpoint(path)
+            assert not report.ok
+            assert any(name in problem for problem in report.problems), (name, at, report.problems)
+            with pytest.raises(CheckpointError):
+                strategy.load_ckpt(model, path)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                (path / name).write_bytes(content)
+    dist.barrier()
+    assert verify_checkpoint(path).ok
+    strategy.load_ckpt(model, path)
+
+
+@pytest.mark.ranks(2)
+def test_damage_names_tensor_file_and_bytes_and_what_it_left_is_unusable(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    strategy.save_ckpt(model, tmp_path, "good", client_state={"tag": "good"})
+    strategy.save_ckpt(model, tmp_path, "bad", client_state={"tag": "bad"})
+    expected = full_state(model, optimizer)
+    file = tmp_path / "bad" / "model" / "model.safetensors"
+    entry = stored_in(file.parent)["model.layers.1.mlp.up_proj.weight"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with file.open("r+b") as damaged:
+            damaged.seek(entry.offset)
+            damaged.write(b"\x7f")
+    dist.barrier()
+    [problem] = verify_checkpoint(tmp_path / "bad").problems
+    assert entry.name in problem and str(file) in problem and f"bytes {entry.offset} to" in problem
+    with pytest.raises(DamageError, match=rf"{entry.name}.*bytes {entry.offset} to .*model\.safetensors"):
+        strategy.load_ckpt(model, tmp_path)
+    batch = batch_of("llama", 0, dist.get_rank())
+    for use in (
+        lambda: loss_of("llama", model, batch),
+        optimizer.step,
+        lambda: strategy.save_ckpt(model, tmp_path, "next"),
+        lambda: strategy.save_model(model, None, tmp_path / "export"),
+    ):
+        with pytest.raises(CheckpointError, match="a load failed midway"):
+            use()
+    _, state = strategy.load_ckpt(model, tmp_path, fallback=True)
+    assert state == {"tag": "good"}
+    assert_same(full_state(model, optimizer), expected)
+    train(strategy, model, optimizer, scheduler, [1])
+    strategy.load_ckpt(model, tmp_path, tag="bad", verify=False)  # the user's own risk
+
+
+WEIGHTS = "model/model.safetensors"
+FAULTS = {
+    r"checksums/rank00000\.json": lambda a, b: shutil.copyfile(a / "manifest.json", b / "manifest.json"),
+    "No such file": lambda a, b: (b / WEIGHTS).unlink(),
+    "No such file or directory": lambda a, b: (b / "checksums" / "rank00001.json").unlink(),
+    "it is 100 bytes long": lambda a, b: os.truncate(b / WEIGHTS, 100),
+    "bytes long, expected": lambda a, b: (b / WEIGHTS).write_bytes((b / WEIGHTS).read_bytes() + b"0" * 8),
+    "does not belong to it": lambda a, b: shutil.copyfile(a / WEIGHTS, b / "model" / "model-2.safetensors"),
+}
+
+
+@pytest.mark.ranks(2)
+def test_structure_that_does_not_fit_is_found_before_anything_is_touched(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "mlp")
+    for tag in ("a", "b"):
+        strategy.save_ckpt(model, tmp_path, tag)
+        train(strategy, model, optimizer, scheduler, [0], "mlp")
+    before = full_parameters(model)
+    a, b = tmp_path / "a", tmp_path / "b"
+    keep = files_under(b)
+    for message, fault in FAULTS.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            fault(a, b)
+        dist.barrier()
+        report = verify_checkpoint(b)
+        assert not report.ok and re.search(message, report.problems[0]), (message, report.problems)
+        with pytest.raises(DamageError, match=message):
+            strategy.load_ckpt(model, b)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            put_back(b, keep)
+    dist.barrier()
+    assert verify_checkpoint(b).ok
+    assert_same(full_parameters(model), before)
+    loss_of("mlp", model, batch_of("mlp", 0, 0))  # still usable
+
+
+def put_back(path, files):
+    shutil.rmtree(path)
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+
+
+@pytest.mark.ranks(1)
+def test_verifying_never_raises_for_damage(tmp_path):
+    for content in ("", "[]", "{}", '{"format": "fsdp2_strategy", "format_version": 2}', "[" * 100_000):
+        (tmp_path / "manifest.json").write_text(content)
+        report = verify_checkpoint(tmp_path)
+        assert not report.ok and report.problems
+    manifest = {"format": layout.FORMAT, "format_version": layout.FORMAT_VERSION, "files": 3, "checksums": []}
+    layout.write_json(tmp_path / "manifest.json", manifest | {"digest": layout._digest(manifest)})
+    assert not verify_checkpoint(tmp_path).ok
+    assert not verify_checkpoint(tmp_path / "nowhere").ok
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "posix_fallocate", "write_text", "rename", "replace"])
+def test_a_call_that_fails_on_one_rank_raises_on_all_and_loses_nothing(tmp_path, owner, number):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
+    where = Path if owner in ("write_text", "rename", "replace") else os
+    original = getattr(where, owner)
+    one_rank = 0 if owner in ("posix_fallocate", "write_text", "rename", "replace") else 2
+
+    def failing(subject, *args, **kwargs):
+        if dist.get_rank() == one_rank and (owner != "open" or "partial" in str(subject)):
+            raise OSError(number, os.strerror(number), str(subject))
+        return original(subject, *args, **kwargs)
+
+    setattr(where, owner, failing)
+    try:
+        with pytest.raises(CheckpointError, match=rf"rank {one_rank}.*{os.strerror(number)}"):
+            strategy.save_ckpt(model, tmp_path, "new")
+    finally:
+        setattr(where, owner, original)
+    dist.barrier()
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"saved": 1} or (
+        owner == "replace" and tags(tmp_path)[1:] == ["new"]
+    )
+    strategy.save_ckpt(model, tmp_path, "new", client_state={"saved": 2})
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"saved": 2}
+    assert verify_checkpoint(tmp_path / "new").ok
+
+
+@pytest.mark.ranks(2)
+def test_short_writes_and_reads_are_gone_on_with(tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    pwritev, preadv = os.pwritev, os.preadv
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", lambda fd, buffers, at: pwritev(fd, [buffers[0][:1000]], at))
+        patched.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:1000]], at))
+        strategy.save_ckpt(model, tmp_path, "a")
+        expected = full_state(model, optimizer)
+        train(strategy, model, optimizer, scheduler, [1])
+        strategy.load_ckpt(model, tmp_path)
+    assert_same(full_state(model, optimizer), expected)
+    assert verify_checkpoint(tmp_path / "a").ok
+
+
+# --- runs and rotation -----------------------------------------------------------------------------------------------
+
+SECOND_RUN = """
+import sys, torch, os
+from fsdp2_strategy import CheckpointError, FSDPV2Strategy
+strategy = FSDPV2Strategy()
+model = strategy.prepare_model(torch.nn.Linear(2, 2), is_training=True)
+try:
+    strategy.save_ckpt(model, sys.argv[1], "second", max_num=1)
+    print("saved")
+except CheckpointError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def second_run(folder):
+    ran = subprocess.run([sys.executable, "-c", SECOND_RUN, folder], capture_output=True, text=True, check=True)
+    return ran.stdout
+
+
+@pytest.mark.ranks(1)
+def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "first")
+    assert 'another run holds its lock ({"host": ' in second_run(tmp_path)
+    assert tags(tmp_path) == ["first"]
+    strategy.close()
+    assert second_run(tmp_path) == "saved\n"
+    assert tags(tmp_path) == ["second"]
+
+
+@pytest.mark.ranks(2)
+def test_protected_and_best_checkpoints_stay(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    for step, (metric, protect) in enumerate([(0.5, False), (0.9, False), (0.7, True), (0.8, False), (0.6, False)]):
+        strategy.save_ckpt(model, tmp_path, f"s{step}", max_num=1, metric=metric, protect=protect)
+        dist.barrier()
+    assert tags(tmp_path) == ["s1", "s2", "s4"]
+    strategy.save_ckpt(model, tmp_path, "s5", max_num=1, metric=0.1, higher_is_better=False)
+    dist.barrier()
+    assert tags(tmp_path) == ["s2", "s5"]
+    with pytest.raises(CheckpointError, match="metric is nan"):
+        strategy.save_ckpt(model, tmp_path, "s6", metric=float("nan"))
+
+
+@pytest.mark.ranks(1)
+def test_removal_does_not_keep_training_waiting(tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "a", max_num=1)
+    waiting = threading.Event()
+    rmtree = shutil.rmtree
+
+    def slow(path):
+        waiting.wait(60)
+        rmtree(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layout.shutil, "rmtree", slow)
+        strategy.save_ckpt(model, tmp_path, "b", max_num=1)
+        assert tags(tmp_path) == ["b"]
+        assert (tmp_path / ".a.removed").exists()
+        waiting.set()
+        layout.finish_removals()
+    assert not (tmp_path / ".a.removed").exists()
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def save_two(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, folder, "a", metric=0.5)
+    strategy.save_ckpt(model, folder, "b", protect=True, tokenizer=tokenizer())
+
+
+def test_the_command_line_lists_verifies_and_exports(tmp_path, capsys, run_on):
+    run_on(2, save_two, folder=tmp_path / "ckpts")
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path / "ckpts")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:4] == ["1", "a", "step", "0"] and "metric 0.5" in first and "protected" in second
+    assert main(["verify", str(tmp_path / "ckpts")]) == 0
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "ckpts" / "b"), str(out), "--dtype", "bfloat16"]) == 0
+    opened = AutoModelForCausalLM.from_pretrained(out)
+    assert opened.dtype == torch.bfloat16
+    saved = load_file(tmp_path / "ckpts" / "b" / "model" / "model.safetensors")
+    assert_same(dict(opened.named_parameters()), {name: tensor.bfloat16() for name, tensor in saved.items()})
+    assert AutoTokenizer.from_pretrained(out).get_vocab()
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "ckpts" / "b"), str(out)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    file = tmp_path / "ckpts" / "a" / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert main(["verify", str(tmp_path / "ckpts")]) == 1
+    assert "1 problems" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "nothing")]) == 2
