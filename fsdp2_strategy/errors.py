@@ -16,7 +16,7 @@ rank alone meets inside a collective call is raised on every rank, naming that r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FSDP2StrategyError(Exception):
@@ -52,6 +52,11 @@ class CheckpointError(FSDP2StrategyError, RuntimeError):
 
 class DamageError(CheckpointError):
     """A checkpoint whose files are not what was written."""
+
+
+def some(names: Sequence[str]) -> str:
+    """Return how many names there are, and the first of them."""
+    return f"{len(names)} names ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "no name"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -435,8 +435,10 @@ class FSDPV2Strategy:
         load_lr_scheduler_states: bool = True,
         *,
         tag: str | None = None,
+        load_module: bool = True,
         verify: bool = True,
         fallback: bool = False,
+        trust: bool = False,
         **kwargs: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, one by tag, or one directory; collective.
@@ -450,8 +452,10 @@ class FSDPV2Strategy:
             load_optimizer_states: load them, where there is an optimizer.
             load_lr_scheduler_states: load them, where there is a schedule.
             tag: the checkpoint to load instead of the newest.
+            load_module: load the model; without it, the optimizer's state alone.
             verify: compare what is read with its checksums.
             fallback: where the newest is damaged, load the newest that is not, and say so.
+            trust: load what other systems wrote, whose pickles run code.
             **kwargs: accepted for trainers that pass more.
 
         Returns:
@@ -467,9 +471,11 @@ class FSDPV2Strategy:
             tag=tag,
             optimizer=(optimizer or run.optimizer) if load_optimizer_states else None,
             scheduler=(scheduler or run.scheduler) if load_lr_scheduler_states else None,
+            load_model=load_module,
             strict=load_module_strict,
             verify=verify,
             fallback=fallback,
+            trust=trust,
         )
         if loaded is None:
             return None, {}

@@ -21,6 +21,11 @@ from safetensors.torch import load_file
 from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
 from tokenizers import Tokenizer, models
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -479,6 +484,83 @@ def test_removal_does_not_keep_training_waiting(tmp_path, monkeypatch):
         waiting.set()
         layout.finish_removals()
     assert not (tmp_path / ".a.removed").exists()
+
+
+# --- what others wrote -----------------------------------------------------------------------------------------------
+
+
+def as_lightrft(folder, model, optimizer):
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder / "global_step7")
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / "global_step7" / "optim_states")
+    if dist.get_rank() == 0:
+        torch.save({"consumed": 3}, folder / "global_step7" / "client_state.pt")
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        schedule.last_epoch = 6
+        torch.save(schedule.state_dict(), folder / "global_step7" / "scheduler_state.pt")
+
+
+def as_accelerate(folder, model, optimizer):
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "step7" / "pytorch_model_fsdp_0")
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": state}, checkpoint_id=folder / "step7" / "optimizer_0")
+
+
+def as_whole_file(folder, model, optimizer):
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.save({"state_dict": state, "epoch": 3}, folder / "model.pt")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrote", ["lightrft", "accelerate", "whole_file"])
+def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrote):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "llama_tied")
+    train(strategy, model, optimizer, scheduler, [0], "llama_tied")
+    for parameter in model.parameters():
+        parameter.grad = None
+    {"lightrft": as_lightrft, "accelerate": as_accelerate, "whole_file": as_whole_file}[wrote](
+        tmp_path, model, optimizer
+    )
+    dist.barrier()
+    other, its_optimizer, _ = prepared(strategy, "llama_tied", seed=1)
+    whole = wrote == "whole_file"
+    options = {"load_lr_scheduler_states": False, "load_optimizer_states": not whole}
+    with pytest.raises(CheckpointError, match="Pass trust=True"):
+        strategy.load_ckpt(other, tmp_path, **options)
+    _, client_state = strategy.load_ckpt(other, tmp_path, trust=True, **options)
+    assert client_state == ({"consumed": 3} if wrote == "lightrft" else {})
+    assert_same(full_parameters(other), full_parameters(model))
+    if not whole:
+        assert_same(full_state(other, its_optimizer), full_state(model, optimizer))
+        assert strategy.global_step(other) == 7
+    else:
+        with pytest.raises(CheckpointError, match="was saved without one"):
+            strategy.load_ckpt(other, tmp_path, trust=True)
+    with pytest.raises(CheckpointError, match=r"lacks .* and holds"):
+        strategy.load_ckpt(strategy.prepare_model(build("mlp")), tmp_path, trust=True, load_optimizer_states=False)
+    schedule = torch.optim.lr_scheduler.StepLR(its_optimizer, 1)
+    if wrote == "lightrft":
+        strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
+        assert schedule.last_epoch == 6
+    else:
+        with pytest.raises(CheckpointError, match=r"load_lr_scheduler_states=False|was saved without one"):
+            strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
+    train(strategy, other, its_optimizer, schedule, [1], "llama_tied")
+
+
+@pytest.mark.ranks(2)
+def test_the_optimizer_can_be_loaded_alone(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    strategy.save_ckpt(model, tmp_path)
+    other, its_optimizer, _ = prepared(strategy, seed=1)
+    before = full_parameters(other)
+    strategy.load_ckpt(other, tmp_path, load_module=False)
+    assert_same(full_parameters(other), before)
+    state = {n: t for n, t in full_state(other, its_optimizer).items() if n.startswith("state.")}
+    assert_same(state, {n: t for n, t in full_state(model, optimizer).items() if n.startswith("state.")})
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

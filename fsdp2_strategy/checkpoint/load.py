@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.foreign import Foreign, find_foreign, match_model_tensors, match_optimizer_tensors
 from fsdp2_strategy.checkpoint.parts import match_model
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.state import (
@@ -33,6 +34,7 @@ from fsdp2_strategy.checkpoint.storage import check_shapes, read_wishes, stored_
 from fsdp2_strategy.checkpoint.verify import Opened, open_checkpoint
 from fsdp2_strategy.damage import mark_unusable, mark_usable
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.hf.match import LoadReport
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
@@ -64,9 +66,11 @@ def load_checkpoint(
     tag: str | None = None,
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
+    load_model: bool = True,
     strict: bool = True,
     verify: bool = True,
     fallback: bool = False,
+    trust: bool = False,
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint into a sharded model, saved on any number of ranks and at any shard size; collective.
 
@@ -77,10 +81,12 @@ def load_checkpoint(
         optimizer: gets its state and hyper-parameters back, by parameter name. With it the run goes on, so the random
             state is restored too; a model that is loaded alone leaves it as it is.
         scheduler: gets its state back.
+        load_model: load parameters and buffers; without them, the optimizer's state alone.
         strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
             reported. Shapes must agree either way.
         verify: compare what is read with its checksums.
         fallback: where the newest checkpoint is damaged, load the newest that is not, and say so in the log.
+        trust: load what other systems wrote (``.distcp`` folders, ``.pt`` and ``.bin`` files), whose pickles run code.
 
     Returns:
         What was loaded; None where the directory is missing or holds no committed checkpoint.
@@ -92,17 +98,22 @@ def load_checkpoint(
             optimizer refuse to be used until a load succeeds.
     """
     load_dir = Path(load_dir)
-    asked = (str(load_dir), tag, optimizer is None, scheduler is None, strict, verify, fallback)
+    asked = (str(load_dir), tag, optimizer is None, scheduler is None, load_model, strict, verify, fallback, trust)
     agree("load", asked, CheckpointError, "the same directory, tag and objects to load everywhere.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback) if is_rank_0() else []
     paths = from_rank_0(found)
     if not paths:
+        with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
+            foreign = _find_foreign(load_dir if tag is None else load_dir / tag, trust=trust) if is_rank_0() else None
+        foreign = from_rank_0(foreign)
+        if foreign is not None:
+            return _load_foreign(model, foreign, optimizer, scheduler, strict=strict)
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
-            return _load(model, path, optimizer, scheduler, strict=strict, verify=verify)
+            return _load(model, path, optimizer, scheduler, load_model=load_model, strict=strict, verify=verify)
         except DamageError as error:
             if older is None:
                 raise
@@ -116,6 +127,7 @@ def _load(
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
     *,
+    load_model: bool,
     strict: bool,
     verify: bool,
 ) -> LoadedCheckpoint:
@@ -127,7 +139,7 @@ def _load(
         rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors") if same_ranks else None
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
-        targets, report = match_model(root, path, strict=strict)
+        targets, report = match_model(root, path, strict=strict) if load_model else ([], LoadReport())
         slots: dict[str, dict[str, torch.Tensor]] = {}
         settings: list[dict[str, Any]] = []
         of_optimizer: Wanted = []
@@ -146,7 +158,7 @@ def _load(
         if scheduler is not None:
             _require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
     of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
-    touched: list[nn.Module | Optimizer] = [root] if optimizer is None else [root, optimizer]
+    touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     try:
         with torch.no_grad():
             clear_gradients(model)
@@ -187,11 +199,15 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
     """Return the checkpoint meant, and where to fall back on; none where there is none at all."""
     if tag is None and (load_dir / layout.MANIFEST).exists():
         return [load_dir]
+    if not load_dir.is_dir():
+        return []
     layout.recover(load_dir)
     committed = layout.list_checkpoints(load_dir)[::-1]
     if tag is None:
         return [c.path for c in committed][: None if fallback else 1]
     tags = [c.tag for c in committed]
+    if tag not in tags and find_foreign(load_dir / tag):
+        return []
     if tag not in tags:
         raise CheckpointError(
             f"cannot load: {tag!r} is no committed checkpoint in {load_dir}, expected one of {tags[::-1]}."
@@ -199,6 +215,55 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
         )
     after = committed[tags.index(tag) :]
     return [c.path for c in after][: None if fallback else 1]
+
+
+def _find_foreign(path: Path, *, trust: bool) -> Foreign | None:
+    foreign = find_foreign(path)
+    if foreign is not None and not trust:
+        raise CheckpointError(
+            f"cannot load {foreign.path}: another system wrote it, and reading it unpickles objects, which runs "
+            "code that it may hold. Pass trust=True if you know where it comes from."
+        )
+    return foreign
+
+
+def _load_foreign(
+    model: nn.Module, foreign: Foreign, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, strict: bool
+) -> LoadedCheckpoint:
+    """Load what another system wrote: weights, optimizer state by parameter name, and client state; collective."""
+    path = foreign.path
+    flat: dict[str, torch.Tensor] = {}
+    with all_or_none(f"load {path}", CheckpointError):
+        root = prepared(model)
+        weights, tensors, missing, unexpected = match_model_tensors(root, foreign, strict=strict)
+        if optimizer is not None:
+            _require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
+            state, slots, flat = match_optimizer_tensors(root, foreign, optimizer, strict=strict)
+        schedule = foreign.schedule() if scheduler is not None else None
+        if scheduler is not None:
+            _require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
+        client_state = foreign.client_state()
+    touched: list[nn.Module | Optimizer] = [root, *([optimizer] if optimizer else [])]
+    try:
+        with all_or_none(f"load {path}", CheckpointError), torch.no_grad():
+            clear_gradients(model)
+            weights.read(tensors)
+            if optimizer is not None:
+                state.read(flat)
+                restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
+            if scheduler is not None:
+                restore_scheduler(scheduler, schedule or {})
+    except CheckpointError as error:
+        for subject in touched:
+            mark_unusable(subject, str(error))
+        raise
+    for subject in touched:
+        mark_usable(subject)
+    log("loaded %s, which another system wrote (step %d)", path, foreign.step)
+    cast = tuple(name for name, tensor in tensors.items() if weights.described[name][1] != tensor.dtype)
+    return LoadedCheckpoint(
+        path=path, step=foreign.step, client_state=client_state, missing=missing, unexpected=unexpected, cast=cast
+    )
 
 
 def _require(content: object, what: str, switch: str, path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.storage import Part
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.arrange import regions_in_place, tensors_to_write, write_configuration
 from fsdp2_strategy.hf.folder import Origin, inner_model, is_transformers_model, open_folder, origin_of
 from fsdp2_strategy.hf.match import LoadReport, Target, match
@@ -90,16 +90,12 @@ def match_model(root: nn.Module, directory: Path, *, strict: bool) -> tuple[list
         unexpected.append(f"{layout.WRAPPER}/")
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"cannot load {original_class(root).__name__}: the checkpoint lacks {_some(missing)} and holds "
-            f"{_some(unexpected)} that the model does not have, expected the same names. Build the same model, or pass "
+            f"cannot load {original_class(root).__name__}: the checkpoint lacks {some(missing)} and holds "
+            f"{some(unexpected)} that the model does not have, expected the same names. Build the same model, or pass "
             "load_module_strict=False."
         )
     cast = sorted(report.cast)
     for what, names in (("missing", missing), ("unexpected", unexpected), ("cast to the model's dtype", cast)):
         if names:
-            log("%s: %s", what, _some(names))
+            log("%s: %s", what, some(names))
     return targets, LoadReport(report.loaded, missing, unexpected, report.cast)
-
-
-def _some(names: list[str]) -> str:
-    return f"{len(names)} names ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "no name"

@@ -368,7 +368,7 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
         The checksums of what this rank wrote.
     """
     writer = SafetensorsWriter(folder, parts)
-    with _one_error():
+    with one_error():
         save({}, storage_writer=writer, planner=LocalSavePlanner(), no_dist=not dist.is_initialized())
     for part in parts:
         gathered: dict[str, torch.Tensor] = {}
@@ -387,13 +387,13 @@ def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | Non
     Raises:
         DamageError: on every rank: a file cannot be read, or its bytes are not what was written.
     """
-    with _one_error(DamageError):
+    with one_error(DamageError):
         reader = SafetensorsReader(folder, checksums, what)
         load({}, storage_reader=reader, planner=LocalLoadPlanner(wishes), no_dist=not dist.is_initialized())
 
 
 @contextmanager
-def _one_error(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+def one_error(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     """Turn torch's report of all failing ranks, a BaseException that it raises on every rank, into an error of ours."""
     try:
         yield
