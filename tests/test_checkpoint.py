@@ -227,9 +227,13 @@ def test_damaged_checkpoints_are_never_loaded(tmp_path):
         (tmp_path / "c" / "manifest.json").unlink()
         os.truncate(tmp_path / "b" / "model" / "model.safetensors", 100)
     dist.barrier()
-    assert strategy.load_ckpt(model, tmp_path)[1] == {"tag": "a"}
-    with pytest.raises(CheckpointError, match="it is 100 bytes long"):
-        strategy.load_ckpt(model, tmp_path / "b")
+    for path in (tmp_path, tmp_path / "b"):  # never an older state without a word
+        with pytest.raises(CheckpointError, match="it is 100 bytes long"):
+            strategy.load_ckpt(model, path)
+    assert tags(tmp_path) == ["a"]
+    assert strategy.load_ckpt(model, tmp_path, fallback=True)[1] == {"tag": "a"}
+    strategy.save_ckpt(model, tmp_path, "d", client_state={"tag": "d"})
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"tag": "d"}
 
 
 @pytest.mark.ranks(2)

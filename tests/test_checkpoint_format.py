@@ -364,6 +364,10 @@ def test_verifying_never_raises_for_damage(tmp_path):
     manifest = {"format": layout.FORMAT, "format_version": layout.FORMAT_VERSION, "files": 3, "checksums": []}
     layout.write_json(tmp_path / "manifest.json", manifest | {"digest": layout._digest(manifest)})
     assert not verify_checkpoint(tmp_path).ok
+    manifest |= {"sequence": 1, "tag": "x", "step": 1, "protected": False, "metric": None, "higher_is_better": True}
+    layout.write_json(tmp_path / "manifest.json", manifest | {"digest": layout._digest(manifest)})
+    assert "not as they are written" in verify_checkpoint(tmp_path).problems[0]
+    assert tags(tmp_path.parent) == []
     assert not verify_checkpoint(tmp_path / "nowhere").ok
 
 

@@ -49,6 +49,8 @@ _PARTS = {MODEL, WRAPPER, OPTIMIZER, RNG, CHECKSUMS, TRAINER_STATE, MANIFEST}
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2
 
+_KEYS = {"sequence", "tag", "step", "protected", "metric", "higher_is_better", "files", "checksums"}
+
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
@@ -77,27 +79,36 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
     Committed means: final name, and a manifest whose files are all there with their sizes. Directories that this
     package did not make are never listed; a missing directory has none.
     """
-    save_dir = Path(save_dir)
+    return [checkpoint for checkpoint in with_manifest(Path(save_dir)) if _has_its_files(checkpoint.path)]
+
+
+def with_manifest(save_dir: Path) -> list[Checkpoint]:
+    """Return the checkpoints in a directory that were committed, also those that lost files since; oldest first."""
     if not save_dir.is_dir():
         return []
     found = [read_checkpoint(path) for path in save_dir.iterdir() if not path.name.startswith(".")]
     return sorted((c for c in found if c), key=lambda c: c.sequence)
 
 
+def _has_its_files(path: Path) -> bool:
+    try:
+        return all((path / name).stat().st_size == size for name, size in read_manifest(path)["files"].items())
+    except (OSError, DamageError, TypeError, AttributeError):
+        return False
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the committed checkpoint at ``path``, or None where there is none."""
+    """Return what the manifest at ``path`` says, or None where there is none, or none of ours."""
     try:
         manifest = read_manifest(path)
-        if any((path / name).stat().st_size != size for name, size in manifest["files"].items()):
-            return None
-    except (OSError, DamageError):
+    except DamageError:
         return None
     return Checkpoint(
         path=path,
         tag=path.name,
         sequence=manifest["sequence"],
         step=manifest["step"],
-        total_bytes=sum(manifest["files"].values()),
+        total_bytes=sum(manifest["files"].values()) if isinstance(manifest["files"], dict) else 0,
         protected=manifest["protected"],
         metric=manifest["metric"],
         higher_is_better=manifest["higher_is_better"],
@@ -123,6 +134,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _bad_manifest(path, f"its format is version {version!r}, expected {FORMAT_VERSION}")
     if manifest.get("digest") != _digest(manifest):
         raise _bad_manifest(path, "its digest is not that of its content")
+    if missing := _KEYS - manifest.keys():
+        raise _bad_manifest(path, f"it lacks {sorted(missing)[0]}")
     return manifest
 
 
@@ -225,7 +238,7 @@ def commit(save_dir: Path, tag: str, facts: Mapping[str, Any]) -> None:
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         _fsync(path)
-    sequence = max((c.sequence for c in list_checkpoints(save_dir)), default=0) + 1
+    sequence = max((c.sequence for c in with_manifest(save_dir)), default=0) + 1
     lists = [path for path in files if path.parent.name == CHECKSUMS]
     manifest = {
         "format": FORMAT,

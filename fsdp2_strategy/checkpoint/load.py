@@ -202,7 +202,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
     if not load_dir.is_dir():
         return []
     layout.recover(load_dir)
-    committed = layout.list_checkpoints(load_dir)[::-1]
+    committed = layout.with_manifest(load_dir)[::-1]
     if tag is None:
         return [c.path for c in committed][: None if fallback else 1]
     tags = [c.tag for c in committed]
