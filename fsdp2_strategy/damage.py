@@ -5,6 +5,8 @@ Input: a model, an optimizer. Output: the same, refusing to compute, to step and
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +46,19 @@ def check_usable(subject: nn.Module | Optimizer) -> None:
     """
     if subject in _marked:
         raise CheckpointError(_message(subject, _marked[subject][0]))
+
+
+@contextmanager
+def unusable_unless_done(subjects: Sequence[nn.Module | Optimizer]) -> Iterator[None]:
+    """Mark the subjects where the block fails, and take their marks away where it succeeds."""
+    try:
+        yield
+    except CheckpointError as error:
+        for subject in subjects:
+            mark_unusable(subject, str(error))
+        raise
+    for subject in subjects:
+        mark_usable(subject)
 
 
 def _message(subject: nn.Module | Optimizer, why: str) -> str:

@@ -32,7 +32,7 @@ from fsdp2_strategy.checkpoint.state import (
 )
 from fsdp2_strategy.checkpoint.storage import check_shapes, read_wishes, stored_in
 from fsdp2_strategy.checkpoint.verify import Opened, open_checkpoint
-from fsdp2_strategy.damage import mark_unusable, mark_usable
+from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.match import LoadReport
 from fsdp2_strategy.hf.region import Region
@@ -159,7 +159,7 @@ def _load(
             _require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
     of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
-    try:
+    with unusable_unless_done(touched):
         with torch.no_grad():
             clear_gradients(model)
             _read(opened, [*of_model, *of_optimizer], verify=verify)
@@ -170,12 +170,6 @@ def _load(
                 restore_scheduler(scheduler, state["scheduler"])
             if optimizer is not None:
                 _restore_rng(rng, state)
-    except CheckpointError as error:
-        for subject in touched:
-            mark_unusable(subject, str(error))
-        raise
-    for subject in touched:
-        mark_usable(subject)
     log("loaded %s (step %d)", path, state["step"])
     return LoadedCheckpoint(
         path=path,
@@ -244,21 +238,14 @@ def _load_foreign(
             _require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
         client_state = foreign.client_state()
     touched: list[nn.Module | Optimizer] = [root, *([optimizer] if optimizer else [])]
-    try:
-        with all_or_none(f"load {path}", CheckpointError), torch.no_grad():
-            clear_gradients(model)
-            weights.read(tensors)
-            if optimizer is not None:
-                state.read(flat)
-                restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
-            if scheduler is not None:
-                restore_scheduler(scheduler, schedule or {})
-    except CheckpointError as error:
-        for subject in touched:
-            mark_unusable(subject, str(error))
-        raise
-    for subject in touched:
-        mark_usable(subject)
+    with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
+        clear_gradients(model)
+        weights.read(tensors)
+        if optimizer is not None:
+            state.read(flat)
+            restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
+        if scheduler is not None:
+            restore_scheduler(scheduler, schedule or {})
     log("loaded %s, which another system wrote (step %d)", path, foreign.step)
     cast = tuple(name for name, tensor in tensors.items() if weights.described[name][1] != tensor.dtype)
     return LoadedCheckpoint(
