@@ -4,22 +4,15 @@
 
 Each contestant goes from nothing to a sharded model whose every page was written to, as a step would, or from a
 sharded model to files that are forced to disk; all of them take turns in one process group, in another order each
-round. Reads from disk begin with the files dropped from the page cache. Peak memory is the kernel's own (VmHWM, reset
-before each turn) above what the process held before; bytes read are those of its read calls. Writes weights.json and
-weights.png, prints tables; configurations that were measured before and not now stay in the file.
+round. Reads from disk begin with the files dropped from the page cache; bytes read are those of the read calls. Writes
+weights.json and weights.png, prints tables; configurations that were measured before and not now stay in the file.
 """
 
 import argparse
-import ctypes
-import gc
 import json
-import logging
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,19 +22,31 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-import transformers
+from harness import (
+    THREADS,
+    attempt,
+    become_rank,
+    circumstances,
+    draw,
+    drop_from_cache,
+    error_of,
+    in_turns,
+    local_of,
+    merge,
+    pieces_of,
+    ratio,
+    spread,
+    turn,
+)
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import init_on_meta, load_weights, save_model, shard_model
 from fsdp2_strategy.hf.container import memory_of, read_header, read_into, write_from
 
-THREADS = 4
-PIECE = 16 << 20
 CONFIGS = {
     "0.4": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22}, torch.float32),
     "1.5": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 29}, torch.bfloat16),
@@ -68,8 +73,7 @@ def raw_read(folder: Path, marks: dict) -> object:
         rows = entry.shape[0]
         a, b = (min(r * -(-rows // ranks), rows) for r in (rank, rank + 1))
         buffers.append(torch.empty((b - a) * (entry.nbytes // rows), dtype=torch.uint8))
-        memory, offset = memory_of(buffers[-1]), entry.offset + a * (entry.nbytes // rows)
-        jobs += [(offset + at, memory[at : at + PIECE]) for at in range(0, len(memory), PIECE)]
+        jobs += pieces_of(memory_of(buffers[-1]), entry.offset + a * (entry.nbytes // rows))
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda job: read_into(fd, *job), jobs))
     os.close(fd)
@@ -155,9 +159,8 @@ def raw_write(model: torch.nn.Module, folder: Path) -> None:
     fd = os.open(path, os.O_WRONLY)
     jobs, at = [], sum(sizes[: dist.get_rank()])
     for tensor in locals_:
-        memory = memory_of(tensor)
-        jobs += [(at + i, memory[i : i + PIECE]) for i in range(0, len(memory), PIECE)]
-        at += len(memory)
+        jobs += pieces_of(memory_of(tensor), at)
+        at += tensor.nbytes
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda job: write_from(fd, *job), jobs))
     os.fsync(fd)
@@ -199,16 +202,6 @@ EXPORTERS = {
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def status(name: str, file: str = "status") -> int:
-    lines = Path(f"/proc/self/{file}").read_text().splitlines()
-    value = dict(line.split(":", 1) for line in lines)[name].split()
-    return int(value[0]) * (1024 if value[-1] == "kB" else 1)
-
-
-def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 @torch.no_grad()
 def touch(result: object) -> None:
     """Write to every page of every shard, as the first optimizer step does."""
@@ -217,65 +210,42 @@ def touch(result: object) -> None:
         local[:: max(1, 4096 // local.element_size())] += 0
 
 
-def drop_from_cache(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+def load_turn(name: str, source: Path) -> dict:
+    marks: dict = {}
+    held: list[int] = []
+
+    def finish(result: object) -> None:
+        touch(result)
+        if isinstance(result, torch.nn.Module):
+            held.append(sum(local_of(p).nbytes for p in result.parameters()))
+
+    facts = turn(lambda: LOADERS[name](source, marks), finish)
+    return facts | {"core_seconds": facts["end"] - marks.get("start", facts["start"]), "held_bytes": sum(held)}
 
 
-def turn(call, marks: dict) -> dict:
-    """Run one contestant; return seconds, and this rank's memory and bytes read."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    resident, read = status("VmRSS"), status("rchar", "io")
-    dist.barrier()
-    start = time.perf_counter()
-    result = call()
-    touch(result)
-    dist.barrier()
-    end = time.perf_counter()
-    held = sum(local_of(p).nbytes for p in result.parameters()) if isinstance(result, torch.nn.Module) else 0
-    return {
-        "seconds": end - start,
-        "core_seconds": end - marks.get("start", start),
-        "peak_bytes": status("VmHWM") - resident,
-        "held_bytes": held,
-        "read_bytes": status("rchar", "io") - read,
-    }
+def export_turn(name: str, model: torch.nn.Module, out: Path) -> dict:
+    facts = turn(lambda: EXPORTERS[name](model, out))
+    return facts | {"core_seconds": facts["seconds"], "held_bytes": 0}
 
 
 def work(rank: int, ranks: int, options: dict) -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("fsdp2_strategy").setLevel(logging.ERROR)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  progress bars of all contestants
-    dist.init_process_group("gloo", store=dist.FileStore(options["store"], ranks), rank=rank, world_size=ranks)
+    become_rank(rank, ranks, options["store"])
     source, out = Path(options["source"]), Path(options["out"])
     results: dict = {}
     for kind in options["kinds"]:
-        names = list(LOADERS if kind == "load" else EXPORTERS)
         model = ours(source, {}) if kind == "export" else None
-        for round_ in range(options["rounds"]):
-            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-                if kind == "load":
-                    if options["cold"] and rank == 0:
-                        drop_from_cache(source)
-                    marks: dict = {}
-                    outcome = attempt(lambda n=name, m=marks: turn(lambda: LOADERS[n](source, m), m))
-                else:
-                    if rank == 0:
-                        shutil.rmtree(out, ignore_errors=True)
-                        out.mkdir(parents=True)
-                    dist.barrier()
-                    outcome = attempt(lambda n=name, m=model: turn(lambda: EXPORTERS[n](m, out), {}))
-                outcomes: list = [None] * ranks
-                dist.all_gather_object(outcomes, outcome)
-                results.setdefault(kind, {}).setdefault(name, []).append(outcomes)
+        for name in in_turns(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
+            if kind == "load":
+                if options["cold"] and rank == 0:
+                    drop_from_cache(source)
+                outcomes = attempt(lambda n=name: load_turn(n, source))
+            else:
+                if rank == 0:
+                    shutil.rmtree(out, ignore_errors=True)
+                    out.mkdir(parents=True)
+                dist.barrier()
+                outcomes = attempt(lambda n=name, m=model: export_turn(n, m, out))
+            results.setdefault(kind, {}).setdefault(name, []).append(outcomes)
         del model
     if rank == 0:
         shutil.rmtree(out, ignore_errors=True)
@@ -284,18 +254,10 @@ def work(rank: int, ranks: int, options: dict) -> None:
     os._exit(0)  # gloo can abort an interpreter that is on its way out
 
 
-def attempt(call) -> dict:
-    """Run a contestant; one that cannot do it says why."""
-    try:
-        return call()
-    except (RuntimeError, ValueError, ImportError, NotImplementedError, OSError) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
-
-
 def summary(turns: list) -> dict:
     """Sum up the rounds of one contestant."""
-    if errors := [rank["error"] for ranks in turns for rank in ranks if "error" in rank]:
-        return {"error": errors[0]}
+    if error := error_of(turns):
+        return {"error": error}
     return {
         "seconds": [ranks[0]["seconds"] for ranks in turns],
         "core_seconds": [ranks[0]["core_seconds"] for ranks in turns],
@@ -303,11 +265,6 @@ def summary(turns: list) -> dict:
         "extra_bytes": max(rank["peak_bytes"] - rank["held_bytes"] for ranks in turns for rank in ranks),
         "read_bytes": statistics.median(sum(rank["read_bytes"] for rank in ranks) for ranks in turns),
     }
-
-
-def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
-    ratios = sorted(a / b for a, b in zip(one, other, strict=True))
-    return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
 
 
 def table(entry: dict) -> str:
@@ -329,8 +286,9 @@ def table(entry: dict) -> str:
             continue
         s = facts["seconds"]
         middle, low, high = ratio(s, own["seconds"])
-        spread = f"{statistics.median(s):.2f} ({min(s):.2f} - {max(s):.2f})"
-        lines.append(f"| {name} | {spread} | {middle:.2f} ({low:.2f} - {high:.2f}) | {facts['peak_bytes'] / 1e9:.2f} |")
+        lines.append(
+            f"| {name} | {spread(s)} | {middle:.2f} ({low:.2f} - {high:.2f}) | {facts['peak_bytes'] / 1e9:.2f} |"
+        )
     middle, low, high = ratio(own["core_seconds"], bare["core_seconds"])
     lines += ["", f"ours / bare machine: {middle:.2f} ({low:.2f} - {high:.2f})"]
     if entry["kind"] == "load":
@@ -339,28 +297,16 @@ def table(entry: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(entries: list[dict], picture: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
+def panels(entries: list[dict]) -> list[tuple[str, dict[str, list[float]]]]:
     chosen = [e for e in entries if e["ranks"] == 2 and e["where"] == "tmpfs"] or entries[:2]
     chosen.sort(key=lambda e: (e["kind"] != "load", e["size"]))
-    rows = (len(chosen) + 1) // 2
-    figure, panels = plt.subplots(rows, 2, figsize=(9.5, 2.4 * rows), layout="constrained", squeeze=False)
-    for axes, entry in zip(panels.flat, chosen, strict=False):
-        shown = {n: f for n, f in entry["contestants"].items() if "error" not in f}
-        for row, (name, facts) in enumerate(shown.items()):
-            color = "#1f6fb4" if name == "ours" else "#c0392b" if name.startswith("raw") else "#999999"
-            axes.barh(row, statistics.median(facts["seconds"]), color=color)
-            axes.plot(facts["seconds"], [row] * len(facts["seconds"]), "k.", markersize=3)
-        axes.set_yticks(range(len(shown)), shown, fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xlabel("seconds", fontsize=8)
-        axes.set_title(f"{entry['kind']}, {entry['size']} B, {entry['ranks']} ranks, {entry['where']}", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=120)
+    return [
+        (
+            f"{e['kind']}, {e['size']} B, {e['ranks']} ranks, {e['where']}",
+            {name: facts["seconds"] for name, facts in e["contestants"].items() if "error" not in facts},
+        )
+        for e in chosen
+    ]
 
 
 def make(size: str, folder: Path) -> int:
@@ -385,18 +331,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    measured_now = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} CPU cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
     results = args.out / "weights.json"
-    entries = json.loads(results.read_text()) if results.exists() else []
+    entries = []
     for where in args.where:
         place = args.disk if where == "disk" else args.tmpfs
         for size in args.sizes:
@@ -416,17 +352,13 @@ def main() -> None:
                 mp.spawn(work, (ranks, options), nprocs=ranks)
                 for kind, contestants in json.loads(measured.read_text()).items():
                     entry = {"kind": kind, "size": size, "ranks": ranks, "where": where, "payload_bytes": payload}
-                    entries = [
-                        e for e in entries if any(e[key] != entry[key] for key in ("kind", "size", "ranks", "where"))
-                    ]
-                    entry |= measured_now
+                    entry |= circumstances()
                     entry["contestants"] = {name: summary(turns) for name, turns in contestants.items()}
-                    entries.append(entry)
+                    entries = merge(results, entry, ("kind", "size", "ranks", "where"))
                     print(table(entry), end="\n\n", flush=True)
-                    results.write_text(json.dumps(entries, indent=1) + "\n")
             shutil.rmtree(place / size)
         shutil.rmtree(place, ignore_errors=True)
-    draw(entries, args.out / "weights.png")
+    draw(panels(entries), args.out / "weights.png")
 
 
 if __name__ == "__main__":

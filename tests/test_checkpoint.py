@@ -609,6 +609,20 @@ def test_an_optimizer_that_is_not_the_saved_one_is_refused(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_loading_into_an_optimizer_that_has_state_fills_that_and_holds_nothing_twice(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(2))
+    strategy.save_ckpt(model, tmp_path)
+    expected = full_state(model, optimizer)
+    held = {n: t.to_local().data_ptr() for n, t in optimizer_tensors(model, optimizer).items() if t.ndim}
+    train(strategy, model, optimizer, scheduler, range(2))
+    strategy.load_ckpt(model, tmp_path)
+    assert_same(full_state(model, optimizer), expected)
+    assert {n: t.to_local().data_ptr() for n, t in optimizer_tensors(model, optimizer).items() if t.ndim} == held
+
+
+@pytest.mark.ranks(2)
 def test_a_schedule_loads_under_other_groups_and_without_the_optimizer(tmp_path):
     def start(**options):
         strategy = strategy_for()

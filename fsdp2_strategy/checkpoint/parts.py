@@ -6,6 +6,7 @@ Input: a sharded model. Output: the parts to write; or, for a folder on disk, wh
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +37,46 @@ _TOKENIZER_FILES = (
 )
 
 
-def model_parts(root: nn.Module, directory: Path) -> list[Part]:
-    """Return what a model is on disk: its folder, and where it is a wrapper, one for what else it has."""
-    inner = inner_model(root)
-    copied = twin(inner)
-    tensors = tensors_to_write(inner, copied)
-    parts = [Part.of(directory / layout.MODEL, tensors, regions_in_place(copied, tensors))]
-    if inner is not root:
-        inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
-        everything = {**named_parameters(root), **persistent_buffers(root)}
-        rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
-        if rest:
-            parts.append(Part.of(directory / layout.WRAPPER, rest))
-    return parts
+@dataclass(frozen=True)
+class ModelOnDisk:
+    """What a model is on disk: its folder, and where it is a wrapper, one for what else it has."""
 
+    parts: list[Part]
+    inner: nn.Module
+    copied: nn.Module
+    """Twin of ``inner``."""
 
-def write_beside(root: nn.Module, directory: Path, tokenizer: Any) -> None:
-    """Write what ``from_pretrained`` reads beside the weights: configuration, and tokenizer where there is one.
+    @classmethod
+    def of(cls, root: nn.Module, directory: Path) -> ModelOnDisk:
+        """Lay it out under a directory."""
+        inner = inner_model(root)
+        copied = twin(inner)
+        tensors = tensors_to_write(inner, copied)
+        parts = [Part.of(directory / layout.MODEL, tensors, regions_in_place(copied, tensors))]
+        if inner is not root:
+            inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+            everything = {**named_parameters(root), **persistent_buffers(root)}
+            rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
+            if rest:
+                parts.append(Part.of(directory / layout.WRAPPER, rest))
+        return cls(parts, inner, copied)
 
-    One rank calls it.
-    """
-    inner = inner_model(root)
-    folder = directory / layout.MODEL
-    copied = twin(inner)
-    write_configuration(folder, copied, regions_in_place(copied, tensors_to_write(inner, copied)))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    elif is_transformers_model(inner):
-        origin = origin_of(inner)
-        source = origin[0].files[0].parent if origin else Path(str(getattr(inner, "name_or_path", "") or "nowhere"))
-        for name in _TOKENIZER_FILES:
-            for file in source.glob(name) if source.is_dir() else ():
-                shutil.copyfile(file, folder / file.name)
+    def write_beside(self, tokenizer: Any) -> None:
+        """Write what ``from_pretrained`` reads beside the weights: configuration, and tokenizer where there is one.
+
+        One rank calls it.
+        """
+        model = self.parts[0]
+        write_configuration(model.folder, self.copied, model.regions)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(model.folder)
+        elif is_transformers_model(self.inner):
+            origin = origin_of(self.inner)
+            named = str(getattr(self.inner, "name_or_path", "") or "nowhere")
+            source = origin[0].files[0].parent if origin else Path(named)
+            for name in _TOKENIZER_FILES:
+                for file in source.glob(name) if source.is_dir() else ():
+                    shutil.copyfile(file, model.folder / file.name)
 
 
 def match_model(root: nn.Module, directory: Path, *, strict: bool) -> tuple[list[Target], LoadReport]:

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.lock import hold, let_go
-from fsdp2_strategy.checkpoint.parts import model_parts, write_beside
+from fsdp2_strategy.checkpoint.parts import ModelOnDisk
 from fsdp2_strategy.checkpoint.rng import save_rng
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
 from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimizer_tensors, prepared
@@ -114,7 +114,7 @@ def save_checkpoint(
 class _State:
     """What is saved."""
 
-    root: nn.Module
+    model: ModelOnDisk
     parts: list[Part]
     hyper: dict[str, Any] | None
     schedule: dict[str, Any] | None
@@ -137,7 +137,8 @@ class _State:
         check_json(client_state, "client_state")
         root = prepared(model)
         check_usable(root)
-        parts = model_parts(root, partial)
+        on_disk = ModelOnDisk.of(root, partial)
+        parts = list(on_disk.parts)
         hyper = None
         if optimizer is not None:
             check_usable(optimizer)
@@ -148,7 +149,7 @@ class _State:
             check_json(hyper, "optimizer")
         schedule = scheduler.state_dict() if scheduler is not None else None
         check_json(schedule, "scheduler")
-        return cls(root, parts, hyper, schedule, client_state)
+        return cls(on_disk, parts, hyper, schedule, client_state)
 
 
 def _write(
@@ -171,7 +172,7 @@ def _write(
     with all_or_none(f"write the random state of {tag}", CheckpointError):
         save_rng(partial / layout.RNG / f"rank{dist.get_rank():05d}.safetensors")
         if is_rank_0():
-            write_beside(state.root, partial, tokenizer)
+            state.model.write_beside(tokenizer)
             content = {
                 "step": step,
                 "seed": seed,

@@ -125,6 +125,8 @@ def allocate_optimizer_state(
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Make room for the stored state of every parameter that the optimizer has, sharded as the parameter is.
 
+    State that the optimizer has already is that room, so that a load never holds it twice.
+
     Returns:
         The new state by parameter name and key, and the same tensors under their stored names.
 
@@ -142,7 +144,9 @@ def allocate_optimizer_state(
             unexpected.append(name)
             continue
         parameter, group = of_optimizer[name]
-        state[name][key] = flat[stored] = _room(parameter, group, key, shape, dtype)
+        there = optimizer.state.get(parameter, {}).get(key)
+        fits = isinstance(there, torch.Tensor) and (tuple(there.shape), there.dtype) == (shape, dtype)
+        state[name][key] = flat[stored] = there if fits else _room(parameter, group, key, shape, dtype)
     if unexpected and strict:
         listed = sorted(set(unexpected))
         raise CheckpointError(

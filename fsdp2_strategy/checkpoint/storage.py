@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,17 @@ class Part:
         regions = dict(sorted(regions.items()))
         return cls(folder, stem, tensors, regions, files_for(folder, stem, regions, MOST_BYTES))
 
-    @property
+    @cached_property
     def entries(self) -> dict[str, Entry]:
         """Where everything lies."""
         return {name: entry for file in self.files for name, entry in file.entries.items()}
 
-    @property
+    @cached_property
     def direct(self) -> dict[str, Region]:
         """What ranks write without a gather."""
         return {name: region for name, region in self.regions.items() if is_direct(region, self.tensors)}
 
-    @property
+    @cached_property
     def gathered(self) -> dict[str, Region]:
         """What needs whole tensors."""
         direct = self.direct

@@ -247,10 +247,10 @@ class _Held:
     """What this rank holds of a tensor, and which of how many replicas of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.box, self.local = local_box(tensor), tensor.detach()
+        self.box, self.local = local_box(tensor), tensor
         self.replica, self.replicas = 0, 1
         if isinstance(tensor, DTensor):
-            self.local = tensor.to_local().detach()
+            self.local = tensor.to_local()
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     size = tensor.device_mesh.size(axis)

@@ -1,0 +1,167 @@
+"""What the benchmarks share: ranks, turns with seconds, memory and bytes, ratios, and panels of a chart.
+
+All contestants take turns in one process group, in another order each round, so that a machine that slows down slows
+them all. Peak memory is the kernel's own (VmHWM, reset before each turn) above what the process held before.
+"""
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+THREADS = 4
+PIECE = 16 << 20
+
+
+def become_rank(rank: int, ranks: int, store: str) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("fsdp2_strategy").setLevel(logging.ERROR)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  progress bars of all contestants
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pieces_of(memory: memoryview, offset: int) -> list[tuple[int, memoryview]]:
+    """Cut memory that lies at an offset of a file into parts that threads share."""
+    return [(offset + at, memory[at : at + PIECE]) for at in range(0, len(memory), PIECE)]
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def force_to_disk(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_WRONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+
+def status(name: str, file: str = "status") -> int:
+    lines = Path(f"/proc/self/{file}").read_text().splitlines()
+    value = dict(line.split(":", 1) for line in lines)[name].split()
+    return int(value[0]) * (1024 if value[-1] == "kB" else 1)
+
+
+def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> dict:
+    """Run one contestant on all ranks; return seconds, and this rank's memory and bytes read and written."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    resident, read, written = status("VmRSS"), status("rchar", "io"), status("wchar", "io")
+    dist.barrier()
+    start = time.perf_counter()
+    result = call()
+    finish(result)
+    dist.barrier()
+    end = time.perf_counter()
+    return {
+        "start": start,
+        "end": end,
+        "seconds": end - start,
+        "peak_bytes": status("VmHWM") - resident,
+        "read_bytes": status("rchar", "io") - read,
+        "written_bytes": status("wchar", "io") - written,
+    }
+
+
+def attempt(call: Callable[[], dict]) -> list[dict]:
+    """Run a contestant and return every rank's outcome; one that cannot do it says why."""
+    try:
+        outcome = call()
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  whatever it says is its result
+        outcome = {"error": f"{type(error).__name__}: {error}"[-600:]}
+    outcomes: list = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    return outcomes
+
+
+def in_turns(names: list[str], rounds: int) -> list[str]:
+    """Return the names in the order of their turns: in each round another one is the first."""
+    return [name for r in range(rounds) for name in names[r % len(names) :] + names[: r % len(names)]]
+
+
+def error_of(turns: list[list[dict]]) -> str | None:
+    return next((rank["error"] for ranks in turns for rank in ranks if "error" in rank), None)
+
+
+def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
+    """Return median and middle half of one contestant's times over another's, turn by turn."""
+    ratios = sorted(a / b for a, b in zip(one, other, strict=True))
+    return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f})"
+
+
+def circumstances() -> dict[str, str]:
+    """Return what a figure was measured with."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{os.cpu_count()} CPU cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def merge(results: Path, entry: dict, keys: tuple[str, ...]) -> list[dict]:
+    """Put an entry into a file of results, in place of the one with the same keys; return all."""
+    entries = json.loads(results.read_text()) if results.exists() else []
+    entries = [e for e in entries if any(e[key] != entry[key] for key in keys)]
+    entries.append(entry)
+    results.write_text(json.dumps(entries, indent=1) + "\n")
+    return entries
+
+
+def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path) -> None:
+    """Draw a panel of bars for each title: seconds by contestant, turn by turn."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    rows = (len(panels) + 1) // 2
+    figure, grid = plt.subplots(rows, 2, figsize=(9.5, 2.4 * rows), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, contestants) in zip(grid.flat, panels, strict=False):
+        for row, (name, seconds) in enumerate(contestants.items()):
+            color = "#1f6fb4" if name == "ours" else "#c0392b" if name.startswith("raw") else "#999999"
+            axes.barh(row, statistics.median(seconds), color=color)
+            axes.plot(seconds, [row] * len(seconds), "k.", markersize=3)
+        axes.set_yticks(range(len(contestants)), contestants, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds", fontsize=8)
+        axes.set_title(title, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=120)
