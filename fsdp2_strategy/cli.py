@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
-from fsdp2_strategy.checkpoint.layout import MODEL
+from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
+from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL
 from fsdp2_strategy.checkpoint.verify import open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.copy import copy_folder
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--dtype", choices=list(_DTYPES), help="of the floating tensors, by default that of the checkpoint"
     )
+    command.add_argument("--trust", action="store_true", help="unpickle what another system wrote (.distcp, .pt, .bin)")
+    command.add_argument("--beside", type=Path, help="folder whose configuration and tokenizer go beside such weights")
     command.set_defaults(run=_export)
     parsed = parser.parse_args(arguments)
     try:
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ls(parsed: argparse.Namespace) -> int:
     for checkpoint in list_checkpoints(parsed.directory):
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime((checkpoint.path / "manifest.json").stat().st_mtime))
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime((checkpoint.path / MANIFEST).stat().st_mtime))
         notes = [*(["protected"] if checkpoint.protected else [])]
         notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
         size = f"{checkpoint.total_bytes / 1e9:.3f} GB"
@@ -63,7 +66,7 @@ def _ls(parsed: argparse.Namespace) -> int:
 
 def _verify(parsed: argparse.Namespace) -> int:
     path: Path = parsed.checkpoint
-    paths = [path] if (path / "manifest.json").exists() else [c.path for c in list_checkpoints(path)]
+    paths = [path] if (path / MANIFEST).exists() else [c.path for c in list_checkpoints(path)]
     if not paths:
         raise CheckpointError(f"cannot verify {path}: it is no checkpoint, and holds none. Name another directory.")
     damaged = False
@@ -77,7 +80,12 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    opened = open_checkpoint(parsed.checkpoint)
-    copy_folder(opened.path / MODEL, parsed.output, _DTYPES.get(parsed.dtype), opened.checksums)
-    sys.stdout.write(f"exported {parsed.checkpoint} to {parsed.output}\n")
+    path, dtype = parsed.checkpoint, _DTYPES.get(parsed.dtype)
+    foreign = None if (path / MANIFEST).exists() else find_foreign(path, trust=parsed.trust)
+    if foreign is not None:
+        export_foreign(foreign, parsed.output, dtype, parsed.beside)
+    else:
+        opened = open_checkpoint(path)
+        copy_folder(opened.path / MODEL, parsed.output, dtype, opened.checksums)
+    sys.stdout.write(f"exported {foreign.path if foreign else path} to {parsed.output}\n")
     return 0

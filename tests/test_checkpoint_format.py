@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from fsdp2_strategy import CheckpointError, build_mesh, verify_checkpoint
-from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy import CheckpointError, build_mesh, list_checkpoints, load_checkpoint, verify_checkpoint
+from fsdp2_strategy.checkpoint import layout, storage
 from fsdp2_strategy.checkpoint.storage import (
     LocalLoadPlanner,
     LocalSavePlanner,
@@ -181,6 +182,32 @@ def test_files_do_not_depend_on_the_number_of_ranks_and_load_on_any(tmp_path, ru
     AutoModelForCausalLM.from_pretrained(tmp_path / "world3" / "model")
 
 
+@pytest.mark.ranks(2)
+def test_float32_loads_into_bfloat16_and_is_reported(tmp_path):
+    trained, *_ = prepared(strategy_for(), "llama")
+    strategy_for().save_ckpt(trained, tmp_path)
+    model = strategy_for(bf16=True).prepare_model(build("llama", seed=1), is_training=False)
+    loaded = load_checkpoint(model, tmp_path)
+    assert set(loaded.cast) == set(dict(model.named_parameters()))
+    expected = {name: tensor.bfloat16() for name, tensor in full_parameters(trained).items()}
+    assert_same(full_parameters(model), expected)
+
+
+@pytest.mark.ranks(2)
+def test_offloaded_state_saves_the_same_bytes_and_loads_without_offload(tmp_path):
+    for offload in (False, True):
+        strategy = strategy_for(cpu_offload=offload)
+        model, optimizer, scheduler = prepared(strategy)
+        train(strategy, model, optimizer, scheduler, range(2))
+        strategy.save_ckpt(model, tmp_path / str(offload), "t")
+        expected = full_state(model, optimizer)
+    for part in ("model", "optimizer"):
+        assert files_under(tmp_path / "True" / "t" / part) == files_under(tmp_path / "False" / "t" / part)
+    other, its_optimizer, _ = prepared(strategy_for(), seed=1)
+    strategy_for().load_ckpt(other, tmp_path / "True", optimizer=its_optimizer, load_lr_scheduler_states=False)
+    assert_same(full_state(other, its_optimizer), expected)
+
+
 # --- the container under torch's driver ------------------------------------------------------------------------------
 
 
@@ -230,6 +257,25 @@ def test_any_sharding_and_dtype_goes_through_torchs_driver(tmp_path):
     other = {name: sharded(torch.zeros_like(tensor), mesh, state[name].placements) for name, tensor in plain.items()}
     dcp.load(other, storage_reader=SafetensorsReader(tmp_path), planner=LocalLoadPlanner())
     assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_over_two_gibibytes_is_one_tensor_of_one_file(tmp_path, monkeypatch):
+    mesh, rows = dist.init_device_mesh("cpu", (2,)), 2**21 + 3
+    local = torch.zeros(2**20 + 2 if dist.get_rank() == 0 else 2**20 + 1, 1025, dtype=torch.uint8)
+    local[0, -1], local[-1, 0] = 1 + dist.get_rank(), 3 + dist.get_rank()
+    state = {"x": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(rows, 1025), stride=(1025, 1))}
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "force_to_disk", lambda paths: None)  # not what this is about
+        dcp.save(state, storage_writer=SafetensorsWriter(tmp_path), planner=LocalSavePlanner())
+    [entry] = stored_in(tmp_path).values()
+    assert entry.nbytes > 2**31 and entry.shape == (rows, 1025)
+    local[0, -1], local[-1, 0], local[7, 7] = 0, 0, 9
+    dcp.load(state, storage_reader=SafetensorsReader(tmp_path), planner=LocalLoadPlanner())
+    assert local[0, -1] == 1 + dist.get_rank() and local[-1, 0] == 3 + dist.get_rank() and local[7, 7] == 0
+    dist.barrier()
+    if dist.get_rank() == 0:
+        entry.path.unlink()
 
 
 @pytest.mark.ranks(2)
@@ -419,6 +465,40 @@ def test_short_writes_and_reads_are_gone_on_with(tmp_path, monkeypatch):
     assert verify_checkpoint(tmp_path / "a").ok
 
 
+SAVES_FOR_EVER = """
+import sys, itertools, torch
+from fsdp2_strategy import FSDPV2Strategy
+strategy = FSDPV2Strategy()
+model = strategy.prepare_model(torch.nn.Linear(2048, 2048), is_training=True)
+path, state = strategy.load_ckpt(model, sys.argv[1], load_optimizer_states=False)
+first = state.get("value", 0)
+assert all((p.full_tensor() == first).all() for p in model.parameters()) or path is None
+for value in itertools.count(first + 1):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    strategy.save_ckpt(model, sys.argv[1], f"value{value}", max_num=2, client_state={"value": value})
+"""
+
+
+def test_a_run_that_is_killed_while_it_saves_loses_nothing_that_was_committed(tmp_path):
+    committed = 0
+    for milliseconds in (0, 11):
+        run = subprocess.Popen([sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path)], stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 60
+        while len(saved := list_checkpoints(tmp_path)) < 2 or saved[-1].sequence < committed + 3:
+            assert run.poll() is None and time.monotonic() < deadline, run.communicate()[1].decode()[-2000:]
+        while not list(tmp_path.glob(".*.partial")) and time.monotonic() < deadline:
+            pass
+        time.sleep(milliseconds / 1000)
+        run.kill()
+        run.communicate()
+        whole = list_checkpoints(tmp_path)
+        assert len(whole) >= 2 and all(verify_checkpoint(c.path).ok for c in whole)
+        assert whole[-1].sequence > committed
+        committed = whole[-1].sequence
+
+
 # --- runs and rotation -----------------------------------------------------------------------------------------------
 
 SECOND_RUN = """
@@ -493,20 +573,26 @@ def test_removal_does_not_keep_training_waiting(tmp_path, monkeypatch):
 # --- what others wrote -----------------------------------------------------------------------------------------------
 
 
+def schedule_at_6(optimizer):
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule.last_epoch = 6
+    return schedule.state_dict()
+
+
 def as_lightrft(folder, model, optimizer):
     dcp.save(get_model_state_dict(model), checkpoint_id=folder / "global_step7")
     dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / "global_step7" / "optim_states")
     if dist.get_rank() == 0:
         torch.save({"consumed": 3}, folder / "global_step7" / "client_state.pt")
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        schedule.last_epoch = 6
-        torch.save(schedule.state_dict(), folder / "global_step7" / "scheduler_state.pt")
+        torch.save(schedule_at_6(optimizer), folder / "global_step7" / "scheduler_state.pt")
 
 
 def as_accelerate(folder, model, optimizer):
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "step7" / "pytorch_model_fsdp_0")
     state = get_optimizer_state_dict(model, optimizer)
     dcp.save({"optimizer": state}, checkpoint_id=folder / "step7" / "optimizer_0")
+    if dist.get_rank() == 0:
+        torch.save(schedule_at_6(optimizer), folder / "step7" / "scheduler.bin")
 
 
 def as_whole_file(folder, model, optimizer):
@@ -515,17 +601,18 @@ def as_whole_file(folder, model, optimizer):
         torch.save({"state_dict": state, "epoch": 3}, folder / "model.pt")
 
 
+WRITERS = {"lightrft": as_lightrft, "accelerate": as_accelerate, "whole_file": as_whole_file}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrote", ["lightrft", "accelerate", "whole_file"])
+@pytest.mark.parametrize("wrote", list(WRITERS))
 def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrote):
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy, "llama_tied")
     train(strategy, model, optimizer, scheduler, [0], "llama_tied")
     for parameter in model.parameters():
         parameter.grad = None
-    {"lightrft": as_lightrft, "accelerate": as_accelerate, "whole_file": as_whole_file}[wrote](
-        tmp_path, model, optimizer
-    )
+    WRITERS[wrote](tmp_path, model, optimizer)
     dist.barrier()
     other, its_optimizer, _ = prepared(strategy, "llama_tied", seed=1)
     whole = wrote == "whole_file"
@@ -538,13 +625,18 @@ def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrot
     if not whole:
         assert_same(full_state(other, its_optimizer), full_state(model, optimizer))
         assert strategy.global_step(other) == 7
+        third, its_own, _ = prepared(strategy, "llama_tied", seed=2)
+        before = full_parameters(third)
+        strategy.load_ckpt(third, tmp_path, trust=True, load_module=False, **options)
+        assert_same(full_parameters(third), before)
+        assert its_own.state
     else:
         with pytest.raises(CheckpointError, match="was saved without one"):
             strategy.load_ckpt(other, tmp_path, trust=True)
     with pytest.raises(CheckpointError, match=r"lacks .* and holds"):
         strategy.load_ckpt(strategy.prepare_model(build("mlp")), tmp_path, trust=True, load_optimizer_states=False)
     schedule = torch.optim.lr_scheduler.StepLR(its_optimizer, 1)
-    if wrote == "lightrft":
+    if not whole:
         strategy.load_ckpt(other, tmp_path, scheduler=schedule, trust=True)
         assert schedule.last_epoch == 6
     else:
@@ -599,3 +691,30 @@ def test_the_command_line_lists_verifies_and_exports(tmp_path, capsys, run_on):
     assert main(["verify", str(tmp_path / "ckpts")]) == 1
     assert "1 problems" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "nothing")]) == 2
+
+
+def write_foreign(folder, wrote):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "llama_tied")
+    train(strategy, model, optimizer, scheduler, [0], "llama_tied")
+    for parameter in model.parameters():
+        parameter.grad = None
+    WRITERS[wrote](folder / wrote, model, optimizer)
+    strategy.save_ckpt(model, folder / "ours", "a")
+
+
+def test_the_command_line_exports_what_other_systems_wrote(tmp_path, capsys, run_on):
+    for wrote in WRITERS:
+        (tmp_path / wrote).mkdir()
+        run_on(2, write_foreign, folder=tmp_path, wrote=wrote)
+        ours = tmp_path / "ours" / "a" / "model"
+        out = tmp_path / f"{wrote}.out"
+        capsys.readouterr()
+        assert main(["export", str(tmp_path / wrote), str(out)]) == 2
+        assert "trust" in capsys.readouterr().err
+        arguments = ["--trust", "--dtype", "bfloat16", "--beside", str(ours)]
+        assert main(["export", str(tmp_path / wrote), str(out), *arguments]) == 0
+        opened, expected = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, ours))
+        assert opened.dtype == torch.bfloat16
+        values = {name: tensor.bfloat16() for name, tensor in expected.named_parameters()}
+        assert_same(dict(opened.named_parameters()), values)

@@ -5,8 +5,9 @@
 """
 
 from fsdp2_strategy.checkpoint.layout import Checkpoint, list_checkpoints
-from fsdp2_strategy.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from fsdp2_strategy.checkpoint.load import load_checkpoint
 from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint
+from fsdp2_strategy.checkpoint.state import LoadedCheckpoint
 from fsdp2_strategy.checkpoint.verify import VerifyReport, verify_checkpoint
 
 __all__ = [

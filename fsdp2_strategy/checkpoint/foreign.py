@@ -1,7 +1,7 @@
 """Checkpoints that others wrote: torch's sharded ``.distcp`` folders, and whole ``.pt`` or ``.bin`` files.
 
-Input: a path. Output: tensors of a model and an optimizer, filled. Both forms are pickles, which run code as they are
-read, so the user has to say that they are to be trusted; nothing is read before that.
+Input: a path. Output: a model and an optimizer, filled, or a Hugging Face folder. Both forms are pickles, which run
+code as they are read, so the user has to say that they are to be trusted; nothing is read before that.
 
 Known are the folders of LightRFT (the model in the folder itself, ``optim_states``, ``client_state.pt``) and of
 accelerate and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``).
@@ -10,6 +10,7 @@ accelerate and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``).
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,12 +25,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint.state import allocate_optimizer_state
+from fsdp2_strategy.checkpoint.state import (
+    LoadedCheckpoint,
+    allocate_optimizer_state,
+    prepared,
+    require,
+    restore_optimizer,
+    restore_scheduler,
+)
 from fsdp2_strategy.checkpoint.storage import check_shapes, one_error
+from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.copy import NewFolder
 from fsdp2_strategy.names import named_parameters, persistent_buffers
-from fsdp2_strategy.residency import local_box
+from fsdp2_strategy.ranks import all_or_none, log
+from fsdp2_strategy.residency import clear_gradients, local_box
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -38,6 +50,7 @@ _OPTIMIZER_FOLDERS = ("optim_states", "optimizer_0", "optimizer")
 _SCHEDULES = ("scheduler_state.pt", "scheduler.pt", "scheduler.bin")
 _WHOLE_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin", "model.pt", "model.bin")
 _WHOLE = (".pt", ".pth", ".bin")
+_AT_ONCE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,27 @@ class Foreign:
         return dict(state) if isinstance(state, Mapping) else {}
 
 
-def find_foreign(path: Path) -> Foreign | None:
-    """Return the foreign checkpoint at a path, or the newest by number of those within; None where there is none."""
+def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
+    """Return the foreign checkpoint at a path, or the newest by number of those within; None where there is none.
+
+    Raises:
+        CheckpointError: there is one, and it is not trusted.
+    """
+    foreign = _look_for(path)
+    if foreign is not None and not trust:
+        raise CheckpointError(
+            f"cannot load {foreign.path}: another system wrote it, and reading it unpickles objects, which runs "
+            "code that it may hold. Pass trust=True if you know where it comes from."
+        )
+    return foreign
+
+
+def is_foreign(path: Path) -> bool:
+    """Say whether there is a foreign checkpoint; nothing of it is read."""
+    return _look_for(path) is not None
+
+
+def _look_for(path: Path) -> Foreign | None:
     if path.is_file():
         return Foreign(path, path, None) if path.suffix in _WHOLE else None
     if not path.is_dir():
@@ -88,10 +120,85 @@ def _in_folder(path: Path) -> Foreign | None:
     return Foreign(path, (sharded or whole)[0], optimizer[0] if optimizer else None)
 
 
-def match_model_tensors(
-    root: nn.Module, foreign: Foreign, *, strict: bool
-) -> tuple[ForeignTensors, dict[str, torch.Tensor], tuple[str, ...], tuple[str, ...]]:
-    """Return where a model's tensors are, those that are there, and names that are missing and unexpected.
+def load_foreign(
+    model: nn.Module,
+    foreign: Foreign,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+    *,
+    load_model: bool,
+    strict: bool,
+) -> LoadedCheckpoint:
+    """Load what another system wrote: weights, optimizer state by parameter name, and client state; collective.
+
+    Raises:
+        CheckpointError: on every rank: names or shapes do not agree, or there is no state for optimizer or scheduler.
+    """
+    path = foreign.path
+    flat: dict[str, torch.Tensor] = {}
+    with all_or_none(f"load {path}", CheckpointError):
+        root = prepared(model)
+        weights = _match_model(root, foreign, strict=strict) if load_model else None
+        if optimizer is not None:
+            require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
+            state, slots, flat = _match_optimizer(root, foreign, optimizer, strict=strict)
+        schedule = foreign.schedule() if scheduler is not None else None
+        if scheduler is not None:
+            require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
+        client_state = foreign.client_state()
+    touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
+    with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
+        clear_gradients(model)
+        if weights is not None:
+            weights.source.read(weights.tensors)
+        if optimizer is not None:
+            state.read(flat)
+            restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
+        if scheduler is not None:
+            restore_scheduler(scheduler, schedule or {})
+    log("loaded %s, which another system wrote (step %d)", path, foreign.step)
+    report = weights.report if weights else {}
+    return LoadedCheckpoint(path=path, step=foreign.step, client_state=client_state, **report)
+
+
+def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, beside: Path | None) -> None:
+    """Make a Hugging Face folder of what another system wrote, a few tensors at a time; not collective.
+
+    Args:
+        foreign: the checkpoint.
+        output: a new folder, or an empty one.
+        dtype: of the floating tensors; by default as they are.
+        beside: folder whose configuration and tokenizer go beside the weights.
+
+    Raises:
+        CheckpointError: the output is not empty, or something cannot be read.
+    """
+    weights = ForeignTensors(foreign.model)
+    if not weights.described:
+        raise CheckpointError(f"cannot export {foreign.path}: it holds no tensors, expected a model's. Name another.")
+    folder = NewFolder(output, weights.described, dtype)
+    batch: dict[str, torch.Tensor] = {}
+    for name, (shape, stored) in weights.described.items():
+        batch[name] = torch.empty(shape, dtype=stored)
+        if sum(tensor.nbytes for tensor in batch.values()) > _AT_ONCE_BYTES:
+            weights.read(batch)
+            folder.write(batch)
+            batch = {}
+    weights.read(batch)
+    folder.write(batch)
+    folder.finish(beside)
+
+
+@dataclass(frozen=True)
+class _Matched:
+    source: ForeignTensors
+    tensors: dict[str, torch.Tensor]
+    """Those of the model that are there."""
+    report: dict[str, tuple[str, ...]]
+
+
+def _match_model(root: nn.Module, foreign: Foreign, *, strict: bool) -> _Matched:
+    """Find a model's tensors.
 
     Raises:
         CheckpointError: shapes do not agree; or strict, and names do not.
@@ -108,10 +215,11 @@ def match_model_tensors(
         )
     shared = {name: tensor for name, tensor in tensors.items() if name in stored.described}
     check_shapes("model", shared, stored.described)
-    return stored, shared, missing, unexpected
+    cast = tuple(name for name, tensor in shared.items() if stored.described[name][1] != tensor.dtype)
+    return _Matched(stored, shared, {"missing": missing, "unexpected": unexpected, "cast": cast})
 
 
-def match_optimizer_tensors(
+def _match_optimizer(
     root: nn.Module, foreign: Foreign, optimizer: Optimizer, *, strict: bool
 ) -> tuple[ForeignTensors, dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Return where an optimizer's state is, and room for it, by parameter and by stored name.
@@ -134,20 +242,25 @@ class ForeignTensors:
     Args:
         path: a folder with ``.metadata``, or a file.
         wanted: names that are looked for; what stands before them in the checkpoint (``model.``, ``module.``) is found
-            out.
+            out. Without them, what stands before the names is what most tensors are nested in.
     """
 
-    def __init__(self, path: Path, wanted: Iterable[str]) -> None:
+    def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
         self._path = path
-        self._whole = _whole_tensors(path) if path.is_file() else None
+        self._whole: dict[str, torch.Tensor] | None = None
         stored: Described = {}
-        if self._whole is not None:
+        nests: dict[str, str] = {}
+        if path.is_file():
+            self._whole, nests = _whole_tensors(path)
             stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._whole.items()}
         else:
-            for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+            metadata = FileSystemReader(path).read_metadata()
+            for name, entry in metadata.state_dict_metadata.items():
                 if isinstance(entry, TensorStorageMetadata):
                     stored[name] = (tuple(entry.size), entry.properties.dtype)
-        self._prefix = _prefix(stored, set(wanted))
+                    keys = (metadata.planner_data or {}).get(name, (name,))
+                    nests[name] = "".join(f"{key}." for key in keys[:-1])
+        self._prefix = _nest(nests) if wanted is None else _prefix(stored, set(wanted))
         self.described: Described = {
             name.removeprefix(self._prefix): facts for name, facts in stored.items() if name.startswith(self._prefix)
         }
@@ -156,7 +269,8 @@ class ForeignTensors:
         """Fill tensors, each rank its own part; collective."""
         if self._whole is None:
             state = {self._prefix + name: tensor for name, tensor in tensors.items()}
-            with one_error():
+            with one_error(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(state, storage_reader=FileSystemReader(self._path), no_dist=not dist.is_initialized())
             return
         for name, tensor in tensors.items():
@@ -166,23 +280,24 @@ class ForeignTensors:
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
 
 
-def _whole_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, mapped and not read, by dotted names."""
+def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a file, mapped and not read, by dotted names, and what each is nested in."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except (RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read {path}: {error}. Expected a file that torch.save wrote.") from error
     found: dict[str, torch.Tensor] = {}
+    nests: dict[str, str] = {}
 
-    def collect(value: Any, name: str) -> None:
+    def collect(value: Any, nest: str, key: str) -> None:
         if isinstance(value, torch.Tensor):
-            found[name] = value.detach()
+            found[nest + key], nests[nest + key] = value.detach(), nest
         elif isinstance(value, Mapping):
-            for key, inner in value.items():
-                collect(inner, f"{name}.{key}" if name else str(key))
+            for inner_key, inner in value.items():
+                collect(inner, f"{nest}{key}." if key else "", str(inner_key))
 
-    collect(content, "")
-    return found
+    collect(content, "", "")
+    return found, nests
 
 
 def _prefix(stored: Iterable[str], wanted: set[str]) -> str:
@@ -194,3 +309,12 @@ def _prefix(stored: Iterable[str], wanted: set[str]) -> str:
                 prefixes[name[:at]] += 1
                 break
     return prefixes.most_common(1)[0][0] if prefixes else ""
+
+
+def _nest(nests: Mapping[str, str]) -> str:
+    """Return what most tensors are nested in, the state of an optimizer apart, and what wraps all of the model."""
+    counted = Counter(nest for nest in nests.values() if "optim" not in nest)
+    nest = counted.most_common(1)[0][0] if counted else ""
+    names = [name for name in nests if name.startswith(nest)]
+    wrapped = all(name.startswith(f"{nest}module.") for name in names)  # DistributedDataParallel
+    return f"{nest}module." if names and wrapped else nest

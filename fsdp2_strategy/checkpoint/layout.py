@@ -32,7 +32,7 @@ from threading import Thread
 from typing import Any
 
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import ALGORITHM, BLOCK_BYTES, Block, digest_of
+from fsdp2_strategy.hf.checksum import ALGORITHM, Block, blocks_of, digest_of
 from fsdp2_strategy.ranks import logger
 
 MODEL = "model"
@@ -214,14 +214,7 @@ def write_checksums(partial: Path, rank: int, blocks: Mapping[Path, Sequence[Blo
 
 def blocks_of_files(paths: Iterable[Path]) -> dict[Path, list[Block]]:
     """Return the checksums of files that are on disk."""
-    found: dict[Path, list[Block]] = {}
-    for path in paths:
-        content = memoryview(path.read_bytes())
-        found[path] = [
-            Block(at, min(at + BLOCK_BYTES, len(content)), digest_of(content[at : at + BLOCK_BYTES]))
-            for at in range(0, len(content), BLOCK_BYTES)
-        ]
-    return found
+    return {path: blocks_of(path.read_bytes()) for path in paths}
 
 
 def commit(save_dir: Path, tag: str, facts: Mapping[str, Any]) -> None:

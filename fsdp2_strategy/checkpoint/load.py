@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
-from fsdp2_strategy.checkpoint.foreign import Foreign, find_foreign, match_model_tensors, match_optimizer_tensors
+from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.parts import match_model
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.state import (
+    LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
     prepared,
+    require,
     restore_optimizer,
     restore_scheduler,
     settings_by_group,
@@ -41,22 +43,6 @@ from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
 from fsdp2_strategy.residency import clear_gradients
 
 Wanted = Sequence[tuple[str, Region, torch.Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedCheckpoint:
-    """Say what was loaded."""
-
-    path: Path
-    step: int
-    """Optimizer steps taken when it was saved."""
-    client_state: dict[str, Any]
-    missing: tuple[str, ...] = ()
-    """Names that the model has and the checkpoint has not; they keep their values (not strict)."""
-    unexpected: tuple[str, ...] = ()
-    """Names that the checkpoint has and the model has not (not strict)."""
-    cast: tuple[str, ...] = ()
-    """Names that have another dtype in the checkpoint than in the model."""
 
 
 def load_checkpoint(
@@ -105,10 +91,11 @@ def load_checkpoint(
     paths = from_rank_0(found)
     if not paths:
         with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-            foreign = _find_foreign(load_dir if tag is None else load_dir / tag, trust=trust) if is_rank_0() else None
+            where = load_dir if tag is None else load_dir / tag
+            foreign = find_foreign(where, trust=trust) if is_rank_0() else None
         foreign = from_rank_0(foreign)
         if foreign is not None:
-            return _load_foreign(model, foreign, optimizer, scheduler, strict=strict)
+            return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
     for path, older in zip(paths, [*paths[1:], None], strict=True):
@@ -140,32 +127,18 @@ def _load(
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
         targets, report = match_model(root, path, strict=strict) if load_model else ([], LoadReport())
-        slots: dict[str, dict[str, torch.Tensor]] = {}
-        settings: list[dict[str, Any]] = []
-        of_optimizer: Wanted = []
-        if optimizer is not None:
-            _require(state["optimizer"], "optimizer", "load_optimizer_states=False", path)
-            check_optimizer(model, optimizer, state["optimizer"], strict=strict)
-            settings = settings_by_group(model, optimizer, state["optimizer"])
-            stored = stored_in(path / layout.OPTIMIZER)
-            described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
-            slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
-            check_shapes("optimizer", flat, described)
-            of_optimizer = [
-                (name, Region.of(stored[name], stored[name].shape, stored[name].dtype), tensor)
-                for name, tensor in flat.items()
-            ]
+        plan = _plan_optimizer(model, optimizer, state["optimizer"], path, strict=strict) if optimizer else None
         if scheduler is not None:
-            _require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
+            require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
     of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched):
         with torch.no_grad():
             clear_gradients(model)
-            _read(opened, [*of_model, *of_optimizer], verify=verify)
+            _read(opened, [*of_model, *(plan.wanted if plan else ())], verify=verify)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
-            if optimizer is not None:
-                restore_optimizer(model, optimizer, slots, settings, state["optimizer"]["values"])
+            if optimizer is not None and plan is not None:
+                restore_optimizer(model, optimizer, plan.slots, plan.settings, state["optimizer"]["values"])
             if scheduler is not None:
                 restore_scheduler(scheduler, state["scheduler"])
             if optimizer is not None:
@@ -179,6 +152,36 @@ def _load(
         unexpected=tuple(report.unexpected),
         cast=tuple(report.cast),
     )
+
+
+@dataclass(frozen=True)
+class _OptimizerPlan:
+    slots: dict[str, dict[str, torch.Tensor]]
+    """State to be filled, by parameter name and key."""
+    settings: list[dict[str, Any]]
+    """Hyper-parameters of each group."""
+    wanted: Wanted
+    """Where the state is stored."""
+
+
+def _plan_optimizer(
+    model: nn.Module, optimizer: Optimizer, hyper: dict[str, Any] | None, path: Path, *, strict: bool
+) -> _OptimizerPlan:
+    """Find an optimizer's state in a checkpoint, and make room for it; headers are read, and nothing else.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit.
+    """
+    require(hyper, "optimizer", "load_optimizer_states=False", path)
+    hyper = hyper or {}
+    check_optimizer(model, optimizer, hyper, strict=strict)
+    settings = settings_by_group(model, optimizer, hyper)
+    stored = stored_in(path / layout.OPTIMIZER)
+    described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
+    slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
+    check_shapes("optimizer", flat, described)
+    regions = {name: Region.of(stored[name], stored[name].shape, stored[name].dtype) for name in flat}
+    return _OptimizerPlan(slots, settings, [(name, regions[name], tensor) for name, tensor in flat.items()])
 
 
 def _read(opened: Opened, wanted: Wanted, *, verify: bool) -> None:
@@ -200,7 +203,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
     if tag is None:
         return [c.path for c in committed][: None if fallback else 1]
     tags = [c.tag for c in committed]
-    if tag not in tags and find_foreign(load_dir / tag):
+    if tag not in tags and is_foreign(load_dir / tag):
         return []
     if tag not in tags:
         raise CheckpointError(
@@ -209,56 +212,6 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
         )
     after = committed[tags.index(tag) :]
     return [c.path for c in after][: None if fallback else 1]
-
-
-def _find_foreign(path: Path, *, trust: bool) -> Foreign | None:
-    foreign = find_foreign(path)
-    if foreign is not None and not trust:
-        raise CheckpointError(
-            f"cannot load {foreign.path}: another system wrote it, and reading it unpickles objects, which runs "
-            "code that it may hold. Pass trust=True if you know where it comes from."
-        )
-    return foreign
-
-
-def _load_foreign(
-    model: nn.Module, foreign: Foreign, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, strict: bool
-) -> LoadedCheckpoint:
-    """Load what another system wrote: weights, optimizer state by parameter name, and client state; collective."""
-    path = foreign.path
-    flat: dict[str, torch.Tensor] = {}
-    with all_or_none(f"load {path}", CheckpointError):
-        root = prepared(model)
-        weights, tensors, missing, unexpected = match_model_tensors(root, foreign, strict=strict)
-        if optimizer is not None:
-            _require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
-            state, slots, flat = match_optimizer_tensors(root, foreign, optimizer, strict=strict)
-        schedule = foreign.schedule() if scheduler is not None else None
-        if scheduler is not None:
-            _require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
-        client_state = foreign.client_state()
-    touched: list[nn.Module | Optimizer] = [root, *([optimizer] if optimizer else [])]
-    with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
-        clear_gradients(model)
-        weights.read(tensors)
-        if optimizer is not None:
-            state.read(flat)
-            restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
-        if scheduler is not None:
-            restore_scheduler(scheduler, schedule or {})
-    log("loaded %s, which another system wrote (step %d)", path, foreign.step)
-    cast = tuple(name for name, tensor in tensors.items() if weights.described[name][1] != tensor.dtype)
-    return LoadedCheckpoint(
-        path=path, step=foreign.step, client_state=client_state, missing=missing, unexpected=unexpected, cast=cast
-    )
-
-
-def _require(content: object, what: str, switch: str, path: Path) -> None:
-    if content is None:
-        raise CheckpointError(
-            f"cannot load the {what}: {path} was saved without one, expected its state, for going on with a fresh "
-            f"{what} would change the run without a word. Pass {switch} if that is what you want."
-        )
 
 
 def _restore_rng(saved: bytes | None, state: Mapping[str, Any]) -> None:

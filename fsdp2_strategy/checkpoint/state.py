@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,35 @@ from fsdp2_strategy.residency import is_sharded, reshard, unwrap_model
 
 # How a kernel is chosen is this run's affair, not the checkpoint's.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """Say what was loaded."""
+
+    path: Path
+    step: int
+    """Optimizer steps taken when it was saved."""
+    client_state: dict[str, Any]
+    missing: tuple[str, ...] = ()
+    """Names that the model has and the checkpoint has not; they keep their values (not strict)."""
+    unexpected: tuple[str, ...] = ()
+    """Names that the checkpoint has and the model has not (not strict)."""
+    cast: tuple[str, ...] = ()
+    """Names that have another dtype in the checkpoint than in the model."""
+
+
+def require(content: object, what: str, switch: str, path: Path) -> None:
+    """Raise where a checkpoint has no state for what is to be loaded.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if content is None:
+        raise CheckpointError(
+            f"cannot load the {what}: {path} was saved without one, expected its state, for going on with a fresh "
+            f"{what} would change the run without a word. Pass {switch} if that is what you want."
+        )
 
 
 def prepared(model: nn.Module) -> nn.Module:

@@ -48,7 +48,7 @@ from torch.futures import Future
 
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
 from fsdp2_strategy.hf.arrange import File, create, files_for, gathered_job, index_of, is_direct, own_jobs
-from fsdp2_strategy.hf.checksum import Block, Checksums, digest_of
+from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.container import Entry, read_header
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
@@ -108,7 +108,7 @@ class Part:
 
     def header_blocks(self) -> dict[Path, list[Block]]:
         """Return the checksums of what `create` writes."""
-        return {file.path: [Block(0, len(file.header), digest_of(file.header))] for file in self.files}
+        return {file.path: blocks_of(file.header) for file in self.files}
 
 
 class LocalSavePlanner(SavePlanner):

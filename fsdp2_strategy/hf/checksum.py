@@ -35,6 +35,14 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def blocks_of(content: bytes) -> list[Block]:
+    """Return the blocks of a file's beginning."""
+    view = memoryview(content)
+    ends = [*range(BLOCK_BYTES, len(view), BLOCK_BYTES), len(view)]
+    begins = [0, *ends[:-1]]
+    return [Block(begin, end, digest_of(view[begin:end])) for begin, end in zip(begins, ends, strict=True) if end]
+
+
 class Checksums:
     """The blocks of some files.
 

@@ -1,12 +1,13 @@
-"""A Hugging Face folder -> another, tensor by tensor, checked and cast on the way; one process, bounded memory.
+"""Tensors -> a new Hugging Face folder, a few at a time, checked and cast on the way; one process, bounded memory.
 
-Input: a folder of safetensors files. Output: the same folder elsewhere, its floating tensors in another dtype.
+Input: a folder of safetensors files, or tensors by name. Output: a folder, its floating tensors in another dtype.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +23,56 @@ from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 
 _AT_ONCE_BYTES = 64 << 20
 _MOST_BYTES = 5 * 10**9
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
+
+
+class NewFolder:
+    """A folder of safetensors files that comes to be; its files have their names once they are whole.
+
+    Args:
+        output: where it goes: a new folder, or an empty one.
+        described: shape and dtype of each tensor.
+        dtype: of the floating tensors; by default as they are.
+
+    Raises:
+        CheckpointError: the output is not empty.
+    """
+
+    def __init__(
+        self, output: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None
+    ) -> None:
+        if output.exists() and any(output.iterdir()):
+            raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another one.")
+        self._output, self._dtype = output, dtype
+        regions = {
+            name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
+            for name, (shape, stored) in sorted(described.items())
+        }
+        self._files = files_for(output, "model", regions, _MOST_BYTES, partial=True)
+        self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
+        output.mkdir(parents=True, exist_ok=True)
+        create(self._files)
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write whole tensors."""
+        boxes = {name: tuple((0, n) for n in tensor.shape) for name, tensor in tensors.items()}
+        write_all([Job(self.entries[name], boxes[name], tensor) for name, tensor in tensors.items()])
+
+    def finish(self, beside: Path | None) -> None:
+        """Give the files their names, and add what lies beside the weights of another folder."""
+        force_to_disk([file.path for file in self._files])
+        for path in beside.iterdir() if beside else ():
+            if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, self._output / path.name)
+        if self._dtype is not None and (self._output / CONFIG).is_file():
+            config = json.loads((self._output / CONFIG).read_text())
+            config["dtype"] = str(self._dtype).removeprefix("torch.")
+            (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if len(self._files) > 1:
+            index = json.dumps(index_of(self._files), indent=2)
+            (self._output / "model.safetensors.index.json").write_text(index + "\n")
+        for file in self._files:
+            file.path.rename(self._output / file.name)
 
 
 def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums: Checksums | None = None) -> None:
@@ -37,32 +88,13 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         CheckpointError: the output is not empty, or a file cannot be read.
         DamageError: bytes do not match their checksum.
     """
-    if output.exists() and any(output.iterdir()):
-        raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another one.")
     weights = sorted(source.glob("*.safetensors"))
     entries = {name: entry for path in weights for name, entry in read_header(path).items()}
-    regions = {name: _cast(entry, dtype) for name, entry in sorted(entries.items())}
-    files = files_for(output, "model", regions, _MOST_BYTES)
-    output.mkdir(parents=True, exist_ok=True)
-    create(files)
+    folder = NewFolder(output, {name: (entry.shape, entry.dtype) for name, entry in entries.items()}, dtype)
     with Reader("exporting", checksums) as reader:
-        for file in files:
-            for name, entry in file.entries.items():
-                _copy(reader, entries[name], entry)
-    force_to_disk([file.path for file in files])
-    if len(files) > 1:
-        (output / "model.safetensors.index.json").write_text(json.dumps(index_of(files), indent=2) + "\n")
-    for path in source.iterdir():
-        if path.is_file() and path not in weights and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, output / path.name)
-    if dtype is not None and (output / CONFIG).is_file():
-        config = json.loads((output / CONFIG).read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _cast(entry: Entry, dtype: torch.dtype | None) -> Region:
-    return Region.of(entry, entry.shape, dtype if dtype and entry.dtype.is_floating_point else entry.dtype)
+        for name, entry in folder.entries.items():
+            _copy(reader, entries[name], entry)
+    folder.finish(source)
 
 
 def _copy(reader: Reader, source: Entry, target: Entry) -> None:
