@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp2_strategy import CheckpointError, build_mesh, list_checkpoints, load_checkpoint, verify_checkpoint
-from fsdp2_strategy.checkpoint import layout, storage
+from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.storage import (
     LocalLoadPlanner,
     LocalSavePlanner,
@@ -41,7 +41,11 @@ from fsdp2_strategy.checkpoint.storage import (
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf.arrange import create, files_for
 from fsdp2_strategy.hf.container import DTYPES
+from fsdp2_strategy.hf.read import Reader, Wish
+from fsdp2_strategy.hf.region import Region
+from fsdp2_strategy.hf.write import Job, write_all
 
 
 def files_under(path):
@@ -259,23 +263,20 @@ def test_any_sharding_and_dtype_goes_through_torchs_driver(tmp_path):
     assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
 
 
-@pytest.mark.ranks(2)
-def test_a_tensor_over_two_gibibytes_is_one_tensor_of_one_file(tmp_path, monkeypatch):
-    mesh, rows = dist.init_device_mesh("cpu", (2,)), 2**21 + 3
-    local = torch.zeros(2**20 + 2 if dist.get_rank() == 0 else 2**20 + 1, 1025, dtype=torch.uint8)
-    local[0, -1], local[-1, 0] = 1 + dist.get_rank(), 3 + dist.get_rank()
-    state = {"x": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(rows, 1025), stride=(1025, 1))}
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "force_to_disk", lambda paths: None)  # not what this is about
-        dcp.save(state, storage_writer=SafetensorsWriter(tmp_path), planner=LocalSavePlanner())
-    [entry] = stored_in(tmp_path).values()
-    assert entry.nbytes > 2**31 and entry.shape == (rows, 1025)
-    local[0, -1], local[-1, 0], local[7, 7] = 0, 0, 9
-    dcp.load(state, storage_reader=SafetensorsReader(tmp_path), planner=LocalLoadPlanner())
-    assert local[0, -1] == 1 + dist.get_rank() and local[-1, 0] == 3 + dist.get_rank() and local[7, 7] == 0
-    dist.barrier()
-    if dist.get_rank() == 0:
-        entry.path.unlink()
+def test_beyond_two_gibibytes_a_tensor_is_written_and_read_as_any_other(tmp_path):
+    rows, width = 2**21 + 3, 1025
+    [file] = files_for(tmp_path, "model", {"x": Region.of("x", (rows, width), torch.uint8)}, 10**12)
+    create([file])
+    [entry] = file.entries.values()
+    values = torch.arange(2 * width, dtype=torch.uint8).view(2, width)
+    box = ((rows - 2, 2), (0, width))
+    blocks = write_all([Job(entry, box, values)], hashed=True)
+    assert [block.end for block in blocks[file.path]] == [file.path.stat().st_size] == [len(file.header) + rows * width]
+    assert stored_in(tmp_path) == {"x": entry}
+    found = torch.zeros(2, width, dtype=torch.uint8)
+    with Reader("reading") as reader:
+        reader.read([Wish("x", Region.of(entry, entry.shape, torch.uint8), box, found)])
+    assert torch.equal(found, values)
 
 
 @pytest.mark.ranks(2)
