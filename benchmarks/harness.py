@@ -5,6 +5,7 @@ them all. Peak memory is the kernel's own (VmHWM, reset before each turn) above 
 """
 
 import ctypes
+import faulthandler
 import gc
 import json
 import logging
@@ -33,6 +34,7 @@ def become_rank(rank: int, ranks: int, store: str) -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("fsdp2_strategy").setLevel(logging.ERROR)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    faulthandler.enable(os.dup(2))
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  progress bars of all contestants
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
 
