@@ -35,6 +35,7 @@ from harness import (
     force_to_disk,
     in_turns,
     local_of,
+    memory_left,
     merge,
     pieces_of,
     ratio,
@@ -284,6 +285,7 @@ def accelerate_load(state: State, folder: Path) -> None:
 
 
 LOAD_ALONE = "ours, verify=False"
+WHOLE_STATE = "gather + torch.save"
 CONTESTANTS = {
     "raw": (raw_write, raw_read),
     "ours": (our_save, our_load),
@@ -291,7 +293,7 @@ CONTESTANTS = {
     "DCP": (dcp_save, dcp_load),
     "DCP, Hugging Face": (hf_save, hf_load),
     "gather + save_file": (gather_save_file, load_file_broadcast),
-    "gather + torch.save": (gather_torch_save, torch_load_broadcast),
+    WHOLE_STATE: (gather_torch_save, torch_load_broadcast),
     "accelerate": (accelerate_save, accelerate_load),
 }
 WEIGHTS_ALONE = {"DCP, Hugging Face", "gather + save_file"}
@@ -308,6 +310,10 @@ def work(rank: int, ranks: int, options: dict) -> None:
     results: dict = {"save": {}, "load": {}}
     payload: list = [None] * ranks
     dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors()))
+    if memory_left() < 4 * sum(payload):  # the file, and the whole state on every rank
+        names.remove(WHOLE_STATE)
+        error = [[{"error": "the whole state does not fit into this machine's memory"}]]
+        results["save"][WHOLE_STATE] = results["load"][WHOLE_STATE] = error
     for name in in_turns(names, options["rounds"]):
         save, load = CONTESTANTS[name]
         if rank == 0:

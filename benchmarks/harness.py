@@ -64,6 +64,14 @@ def force_to_disk(folder: Path) -> None:
             os.close(fd)
 
 
+def memory_left() -> int:
+    """Return the bytes that nobody uses, the same on all ranks."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    left = torch.tensor(int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) * 1024)
+    dist.broadcast(left, 0)
+    return int(left)
+
+
 def status(name: str, file: str = "status") -> int:
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     value = dict(line.split(":", 1) for line in lines)[name].split()
