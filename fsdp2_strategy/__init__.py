@@ -10,6 +10,7 @@ from fsdp2_strategy.checkpoint import (
     verify_checkpoint,
 )
 from fsdp2_strategy.config import StrategyConfig
+from fsdp2_strategy.ema import EMA as EMA
 from fsdp2_strategy.errors import (
     CheckpointError,
     ConfigError,
@@ -19,17 +20,23 @@ from fsdp2_strategy.errors import (
     ShardError,
     StepError,
 )
+from fsdp2_strategy.errors import OffloadError as OffloadError
 from fsdp2_strategy.explain import explain
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_weights
 from fsdp2_strategy.hf.match import LoadReport
+from fsdp2_strategy.masters import FSDPadaptOptimizer as FSDPadaptOptimizer
+from fsdp2_strategy.masters import is_mp_optimizer as is_mp_optimizer
 from fsdp2_strategy.mesh import build_mesh
+from fsdp2_strategy.offload import offload, reload
 from fsdp2_strategy.optimizer import build_optimizer
 from fsdp2_strategy.schedule import build_scheduler
 from fsdp2_strategy.shard import shard_model
 from fsdp2_strategy.step import StepResult, clip_grad_norm
 from fsdp2_strategy.strategy import FSDPV2Strategy
+from fsdp2_strategy.strategy import ModelOptimPair as ModelOptimPair
+from fsdp2_strategy.strategy import ModelOrModelOptimPair as ModelOrModelOptimPair
 
 __version__ = "0.1.0"
 
@@ -58,6 +65,8 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "manual_transformer_cls_names_to_wrap",
+    "offload",
+    "reload",
     "save_checkpoint",
     "save_model",
     "shard_model",

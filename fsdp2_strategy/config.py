@@ -40,6 +40,15 @@ class StrategyConfig:
     bf16: bool = True
     """Compute in bfloat16: training keeps fp32 masters and reduces in fp32, inference holds bf16 weights alone."""
 
+    fp16: bool = False
+    """Compute in float16 instead, with a loss scale that adapts itself; where it is set, ``bf16`` says nothing."""
+
+    use_mp_opt: bool = False
+    """Keep the fp32 masters in the optimizer: the device holds half-precision weights alone while that is away."""
+
+    adam_offload: bool = True
+    """Whether maybe_offload_optimizer moves anything; false where the optimizer is to stay on the device."""
+
     keep_fp32: tuple[str, ...] = ()
     """Name patterns of parameters that are stored, gathered and computed with in fp32."""
 
@@ -75,7 +84,7 @@ class StrategyConfig:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("max_norm", "timeout_minutes"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
-        for name in ("bf16", "cpu_offload"):
+        for name in ("bf16", "fp16", "use_mp_opt", "adam_offload", "cpu_offload"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         if not isinstance(self.compile_blocks, str):
             expected = "true, false or the name of a torch.compile backend"

@@ -6,6 +6,7 @@
     ├── ShardError       (ValueError)    which modules become units, and how
     ├── OptimizerError   (ValueError)    parameter groups, schedules
     ├── StepError        (RuntimeError)  backward and optimizer steps
+    ├── OffloadError     (RuntimeError)  what is in host memory while it is needed on the device
     └── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
         └── DamageError                  files that are not what was written
 
@@ -44,6 +45,10 @@ class OptimizerError(FSDP2StrategyError, ValueError):
 
 class StepError(FSDP2StrategyError, RuntimeError):
     """A backward pass or optimizer step that cannot be taken."""
+
+
+class OffloadError(FSDP2StrategyError, RuntimeError):
+    """A model or optimizer that is in host memory while it is needed on the device, or cannot go there."""
 
 
 class CheckpointError(FSDP2StrategyError, RuntimeError):

@@ -69,12 +69,13 @@ def explain(
 
 
 def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
-    precision = "bf16 compute, fp32 reduction" if plan.precision.bf16 else "compute in the dtype of the parameters"
+    half = _short(plan.precision.half) if plan.precision.half else None
+    precision = f"{half} compute, fp32 reduction" if half else "compute in the dtype of the parameters"
     if plan.precision.is_training:
         masters = "fp32 masters of what is trained"
         what = f"training: {masters}, {precision}"
     else:
-        what = "inference: bf16 weights, no masters" if plan.precision.bf16 else "inference: weights as they are"
+        what = f"inference: {half} weights, no masters" if half else "inference: weights as they are"
     lines = [
         f"{type(plan.model).__name__} on {world_size} ranks, each parameter split over {shard_size}",
         f"precision  {what}",

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.masters import FSDPadaptOptimizer
 from fsdp2_strategy.names import clean, matches, named_parameters
 from fsdp2_strategy.ranks import log
 from fsdp2_strategy.residency import reshard, unwrap_model
@@ -40,6 +41,7 @@ def build_optimizer(
     no_decay: Sequence[str] | None = None,
     optimizer_cls: Callable[..., Optimizer] = torch.optim.AdamW,
     param_groups: Iterable[Mapping[str, Any]] | None = None,
+    masters: bool = False,
     **kwargs: Any,
 ) -> Optimizer:
     """Build an optimizer over the trainable parameters of ``model``; not collective.
@@ -59,6 +61,7 @@ def build_optimizer(
         param_groups: groups with their own settings: mappings with "params" (name patterns or parameters of the
             model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. A group that sets
             its weight decay sets it for all its parameters. What no group takes forms the default groups.
+        masters: keep fp32 masters of half-precision parameters in the optimizer (`FSDPadaptOptimizer`).
         **kwargs: further options of ``optimizer_cls``.
 
     Returns:
@@ -82,8 +85,33 @@ def build_optimizer(
     for part in _parts(trainable, param_groups or ()):
         groups += _pure_groups(part, trainable, exempt)
     optimizer = _construct(optimizer_cls, groups, options)
-    _report(optimizer)
-    return optimizer
+    _report(optimizer, masters=masters)
+    return FSDPadaptOptimizer(optimizer) if masters else optimizer
+
+
+def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
+    """Let an optimizer that was made before its model was sharded step the sharded parameters; not collective.
+
+    Args:
+        optimizer: made over the parameters that the model had before, and not stepped yet.
+        names: names of those parameters, by identity.
+        model: the same model, sharded.
+
+    Raises:
+        OptimizerError: it was stepped already, or holds parameters that the model did not have.
+    """
+    now = named_parameters(unwrap_model(model))
+    own = {id(parameter) for parameter in now.values()}
+    stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    foreign = [p for p in stale if id(p) not in names]
+    if foreign or (stale and optimizer.state):
+        what = f"holds {len(foreign)} parameters of another model" if foreign else "was stepped already"
+        raise OptimizerError(
+            f"cannot keep this optimizer: it {what}, expected a fresh one over the model's parameters. Create it with "
+            "create_optimizer, after prepare_model."
+        )
+    for group in optimizer.param_groups if stale else ():
+        group["params"] = [p if id(p) in own else now[names[id(p)]] for p in group["params"]]
 
 
 def shard_size_of(parameter: torch.Tensor) -> int:
@@ -178,7 +206,7 @@ def _construct(
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
 
 
-def _report(optimizer: Optimizer) -> None:
+def _report(optimizer: Optimizer, *, masters: bool) -> None:
     """Log the groups, and say loudly where small updates would round away."""
     for group in optimizer.param_groups:
         first = group["params"][0]
@@ -187,6 +215,9 @@ def _report(optimizer: Optimizer) -> None:
         log("group %s: %d parameters, %ssplit over %d", group["name"], count, detail, shard_size_of(first))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     total, half = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dtype.itemsize < 4)
+    if masters:
+        log("the optimizer keeps fp32 masters of %d of %d parameters", half, total)
+        return
     if half and half < total:
         raise OptimizerError(
             f"cannot train {half} parameters: they are stored in half precision beside fp32 masters, expected masters "

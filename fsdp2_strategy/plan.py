@@ -49,6 +49,15 @@ class Precision:
     bf16: bool
     is_training: bool
     keep_fp32: tuple[str, ...] = ()
+    fp16: bool = False
+    """Compute in float16; takes the place of ``bf16``."""
+    masters_in_optimizer: bool = False
+    """Whether the optimizer keeps the fp32 masters, and the shards hold the compute dtype alone."""
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half-precision dtype that is computed in, if any."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which the parameter is gathered and computed with."""
@@ -56,8 +65,8 @@ class Precision:
             return parameter.dtype
         if matches(name, self.keep_fp32):
             return torch.float32
-        if self.bf16:
-            return torch.bfloat16
+        if self.half is not None:
+            return self.half
         return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
 
     def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
@@ -65,8 +74,8 @@ class Precision:
         if not parameter.is_floating_point():
             return parameter.dtype
         if self.is_training and parameter.requires_grad:
-            return _at_least_fp32(compute_dtype)
-        if self.is_training and not self.bf16 and compute_dtype == torch.float32:
+            return compute_dtype if self.masters_in_optimizer else _at_least_fp32(compute_dtype)
+        if self.is_training and self.half is None and compute_dtype == torch.float32:
             return parameter.dtype if parameter.element_size() <= compute_dtype.itemsize else compute_dtype
         return compute_dtype
 

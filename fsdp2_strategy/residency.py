@@ -1,13 +1,17 @@
-"""Where parameters are: on meta or in memory, gathered or sharded, and which module of a wrapper holds them.
+"""Where parameters are: on meta, in memory or away, gathered or sharded, and which module of a wrapper holds them.
 
 Input: a model, wrapped or not. Output: the module that is sharded, and its parameters in sharded form.
+
+[Note: away] While values are away in host memory (`offload`), their tensors stand on the meta device: nothing computes
+with them, and nothing reads garbage. `values_of` finds the values, so that files are written from there and read to
+there without a byte on the accelerator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -59,6 +63,45 @@ def has_unsharded_parameters(model: nn.Module) -> bool:
     return own or any(has_unsharded_parameters(child) for child in model.children())
 
 
+# Host memory that stands behind a meta tensor: by the address of the tensor's storage.
+_away: dict[int, torch.Tensor] = {}
+
+
+def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the form of ``like`` that stands for values in host memory; see [Note: away].
+
+    Args:
+        values: all elements of the storage, in one dimension.
+        like: what it stands for.
+    """
+    meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+    key = meta.untyped_storage()._cdata
+    _away[key] = values
+    finalize(meta, _away.pop, key, None)
+    return meta
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor where its values are: in host memory while they are away."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.is_meta and (values := _away.get(local.untyped_storage()._cdata)) is not None:
+        offset = values.storage_offset() + local.storage_offset()
+        return values.as_strided(local.size(), local.stride(), offset)
+    return local.detach()
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor, wherever its values are; collective where it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return values_of(tensor)
+    local = tensor._local_tensor
+    if not local.is_meta:
+        return tensor.full_tensor().detach()
+    there = values_of(tensor).to(tensor.device_mesh.device_type)
+    back = DTensor(there, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return back.full_tensor()
+
+
 def clear_gradients(model: nn.Module) -> None:
     """Drop all gradients, also those that FSDP2 holds back between micro-batches; not collective.
 
@@ -67,7 +110,7 @@ def clear_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         parameter.grad = None
-    for group in _parameter_groups(model):
+    for group in parameter_groups(model):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -75,8 +118,8 @@ def clear_gradients(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def _parameter_groups(model: nn.Module) -> Iterator[Any]:
-    """Return FSDP2's own record of each unit's parameters."""
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """Return FSDP2's own record of each unit's parameters; not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -139,7 +182,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """
     sharded = is_sharded(model)
     offloaded = {
-        id(p.sharded_param) for group in _parameter_groups(model) for p in group.fsdp_params if p.offload_to_cpu
+        id(p.sharded_param) for group in parameter_groups(model) for p in group.fsdp_params if p.offload_to_cpu
     }
     new: dict[int, torch.Tensor] = {}
 
@@ -155,7 +198,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         on_meta = {name: t for name, t in _own_tensors(module) if t.is_meta}
         for name, tensor in on_meta.items():
             (module._parameters if name in module._parameters else module._buffers)[name] = real(tensor)  # type: ignore[assignment]
-    for group in _parameter_groups(model):
+    for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             if parameter._sharded_param_data.is_meta:
                 parameter.reset_sharded_param()
@@ -163,7 +206,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is on meta, or got memory from `materialize` and nothing else yet."""
-    return tensor.is_meta or getattr(tensor, "_has_no_values", False)
+    return (tensor.is_meta and values_of(tensor).is_meta) or getattr(tensor, "_has_no_values", False)
 
 
 def is_unreal(model: nn.Module) -> bool:

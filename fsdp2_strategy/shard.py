@@ -32,7 +32,13 @@ from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
-from fsdp2_strategy.residency import average_gradient, is_sharded, remember_wrapper, unwrap_model
+from fsdp2_strategy.residency import (
+    average_gradient,
+    is_sharded,
+    parameter_groups,
+    remember_wrapper,
+    unwrap_model,
+)
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -45,7 +51,9 @@ def shard_model(
     *,
     is_training: bool = False,
     bf16: bool = True,
+    fp16: bool = False,
     keep_fp32: Sequence[str] = (),
+    masters_in_optimizer: bool = False,
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     reshard_after_forward: bool | int = True,
@@ -64,7 +72,10 @@ def shard_model(
         mesh: from `build_mesh`; by default all ranks in one shard group.
         is_training: keep fp32 masters of the trainable parameters, and reduce gradients in fp32.
         bf16: compute in bfloat16; else in the parameters' own dtype, at least fp32 in training.
+        fp16: compute in float16 instead; the loss then wants a scale.
         keep_fp32: name patterns of parameters that are stored and computed with in fp32.
+        masters_in_optimizer: shards hold the compute dtype alone, and gradients are fp32: the optimizer keeps the fp32
+            masters (`FSDPadaptOptimizer`).
         class_names: class names of the blocks; see `find_blocks` for what happens without.
         min_unit_params: fewest parameters of a size-based unit.
         reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
@@ -94,7 +105,13 @@ def shard_model(
     mesh = mesh or build_mesh()
     with all_or_none(f"shard {type(root).__name__}", ShardError):
         reshard = _checked_reshard(reshard_after_forward, mesh)
-        precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
+        precision = Precision(
+            bf16=bf16,
+            fp16=fp16,
+            is_training=is_training,
+            keep_fp32=tuple(keep_fp32),
+            masters_in_optimizer=masters_in_optimizer,
+        )
         plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
         recompute = is_training and activation_checkpointing
         recomputed = modules_of_class(root, activation_checkpointing) if recompute else {}
@@ -108,6 +125,9 @@ def shard_model(
         _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
     _prepare_edges(plan)
     _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
+    if is_training and masters_in_optimizer:
+        for group in parameter_groups(root):
+            _reduce_to_fp32(group)
     if prefetch_depth is not None:
         _prefetch([unit.module for unit in plan.units if unit.module is not root], prefetch_depth)
     for method in forward_methods:
@@ -136,6 +156,20 @@ def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool 
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
 
 
+def _reduce_to_fp32(group: Any) -> None:
+    """Let the gradients of half-precision shards be fp32, which FSDP2 would round to the shards' dtype."""
+    find_dtypes = group._init_mp_dtypes
+
+    def find_dtypes_with_fp32_gradients() -> None:
+        find_dtypes()
+        if group._orig_dtype in (torch.bfloat16, torch.float16):
+            group._orig_dtype = torch.float32
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad_dtype = torch.float32
+
+    group._init_mp_dtypes = find_dtypes_with_fp32_gradients
+
+
 def _prepare_edges(plan: ShardPlan) -> None:
     """Hang on each unit what its inputs and outputs need, ahead of FSDP2's hooks."""
     for unit in plan.units:
@@ -162,7 +196,7 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
 
 
 def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
-    if not (precision.bf16 or precision.is_training):
+    if precision.half is None and not precision.is_training:
         return MixedPrecisionPolicy(output_dtype=unit.parent_dtype)
     reduce_dtype = torch.promote_types(unit.compute_dtype, torch.float32) if precision.is_training else None
     return MixedPrecisionPolicy(

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config import GradSync
 from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.offload import check_resident
 from fsdp2_strategy.ranks import control_device, current_device
 from fsdp2_strategy.residency import reshard, unwrap_model
 
@@ -41,6 +42,27 @@ class StepResult:
     """Whether the step was left out because the gradient norm was not finite."""
     grad_norm: float | None
     """Global norm before clipping; None between the boundaries of accumulation."""
+
+
+@dataclass
+class LossScale:
+    """What a loss is multiplied with so that its float16 gradients do not vanish; grows and shrinks by itself.
+
+    It doubles after ``interval`` steps whose gradients were finite, and halves with each one whose were not.
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+    """Finite steps since it last changed."""
+
+    def update(self, *, finite: bool) -> None:
+        """Take note of a step; alike on all ranks, for the norm is."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
@@ -85,13 +107,21 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     """
     if isinstance(parameters, nn.Module):
         model = unwrap_model(parameters)
+        check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
+    return _clip(parameters, max_norm)
+
+
+def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
+    """Take the scale out of all gradients, clip them, and return their norm without it; collective."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = math.sqrt(_sum_of_squares(grads))
-    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
+    norm = math.sqrt(_sum_of_squares(grads)) / scale
+    clips = max_norm > 0 and norm > max_norm
+    factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
+    if grads and factor != 1.0 and math.isfinite(norm):
         # Local tensors: one kernel a list, and no dispatch through DTensor.
-        torch._foreach_mul_([_local(grad) for grad in grads], max_norm / (norm + 1e-6))
+        torch._foreach_mul_([_local(grad) for grad in grads], factor)
     return norm
 
 
@@ -112,16 +142,32 @@ def check_belongs(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def take_step(
-    optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None, max_norm: float
+    optimizer: Optimizer,
+    model: nn.Module,
+    scheduler: LRScheduler | None,
+    max_norm: float,
+    scale: LossScale | None = None,
 ) -> tuple[bool, float]:
     """Clip, step optimizer and schedule, clear the gradients; where the norm is not finite, only clear; collective.
+
+    Args:
+        optimizer: the model's optimizer.
+        model: the model.
+        scheduler: stepped with the optimizer.
+        max_norm: global norm to clip to; 0 clips nothing.
+        scale: what the loss was multiplied with; taken out of the gradients, and adapted.
 
     Returns:
         Whether the step was taken, alike on all ranks, and the norm before clipping.
     """
+    for subject in (unwrap_model(model), optimizer):
+        check_resident(subject, "step")
     reshard(unwrap_model(model))
-    norm = clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    norm = _clip(parameters, max_norm, scale.value if scale else 1.0)
     finite = math.isfinite(norm)
+    if scale is not None:
+        scale.update(finite=finite)
     if finite:
         optimizer.step()
         if scheduler is not None:

@@ -7,9 +7,11 @@ of what belongs together: for each model its optimizer, its schedule and how far
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -20,19 +22,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fsdp2_strategy import ranks, residency
+from fsdp2_strategy import collect, memory, ranks, residency
 from fsdp2_strategy.checkpoint import end_saving, load_checkpoint, save_checkpoint
 from fsdp2_strategy.config import StrategyConfig
+from fsdp2_strategy.data.sampler import ResumableSampler
+from fsdp2_strategy.ema import EMA
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_remembered
+from fsdp2_strategy.masters import FSDPadaptOptimizer, is_mp_optimizer
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_meshes
-from fsdp2_strategy.optimizer import build_optimizer
+from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.offload import forget_slabs, offload, reload
+from fsdp2_strategy.optimizer import build_optimizer, rebind_optimizer
 from fsdp2_strategy.schedule import build_scheduler
 from fsdp2_strategy.shard import shard_model
 from fsdp2_strategy.step import (
+    LossScale,
     StepResult,
     check_belongs,
     clip_grad_norm,
@@ -41,7 +50,23 @@ from fsdp2_strategy.step import (
     take_step,
 )
 
+ModelOptimPair = tuple[nn.Module, Optimizer]
+ModelOrModelOptimPair = nn.Module | ModelOptimPair
+
+T = TypeVar("T")
+__all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
+
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
+
+# What RLHF trainers set where their arguments say nothing.
+_RLHF_DEFAULTS: dict[str, Any] = {
+    "actor_learning_rate": 1e-6,
+    "critic_learning_rate": 9e-6,
+    "adam_betas": (0.9, 0.95),
+    "l2": 0.0,
+    "lr_warmup_ratio": 0.03,
+    "remote_rm_url": None,
+}
 
 
 class _Unset:
@@ -66,6 +91,10 @@ class _Run:
     """Backward passes since the last optimizer step."""
     steps: int = 0
     """Optimizer steps taken."""
+    scale: LossScale | None = None
+    """What losses are multiplied with, in float16."""
+    ema: EMA | None = None
+    """Averages of its parameters that `moving_average` keeps."""
     synced_as: bool | None = None
     """Whether the units were last told that a backward pass is the last of its step."""
 
@@ -163,6 +192,7 @@ class FSDPV2Strategy:
         """
         self._runs.clear()
         end_saving()
+        forget_slabs()
         if self._owns_process_group and dist.is_initialized():
             forget_meshes()
             dist.destroy_process_group()
@@ -175,6 +205,75 @@ class FSDPV2Strategy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
+        """Have nothing left to start: constructing the strategy did; collective where it sets a time-out.
+
+        Args:
+            timeout: after which the default group's collectives are given up.
+            **kwargs: accepted for trainers that pass more.
+        """
+        if timeout is not None:
+            dist.distributed_c10d._set_pg_timeout(timeout)
+
+    def all_reduce(self, data: Any, op: collect.Op = "mean") -> Any:
+        """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collect.all_reduce`."""
+        return collect.all_reduce(data, op)
+
+    def all_gather(self, data: Any) -> Any:
+        """Gather numbers, tensors and dicts of them from all ranks; collective; see `collect.all_gather`."""
+        return collect.all_gather(data)
+
+    def report_memory(self, prefix: str = "") -> str:
+        """Log the memory of all ranks on one line, device and host; collective; see `memory.report_memory`."""
+        return memory.report_memory(prefix)
+
+    def sync_and_clear_cache(self) -> None:
+        """Wait for all ranks and their devices, and give unused device memory back; collective."""
+        dist.barrier()
+        memory.clear_cache()
+
+    # --- data ----------------------------------------------------------------------------------------------------
+
+    def setup_dataloader(
+        self,
+        replay_buffer: Sized,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = True,
+        sampler: Sampler[int] | None = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader[Any]:
+        """Build a loader of this rank's part of a data set; not collective.
+
+        Args:
+            replay_buffer: a data set with a length.
+            batch_size: samples of one batch of one rank.
+            pin_memory: copy batches to pinned memory.
+            shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins another epoch.
+            collate_fn: makes a batch of samples.
+            drop_last: leave out what does not give every rank a sample, and the last batch if it is not full.
+            sampler: draws the samples instead.
+            consumed_samples: samples of this epoch that all ranks together have drawn already; it goes on there.
+
+        Raises:
+            ConfigError: ``consumed_samples`` is more than an epoch, or no multiple of the ranks.
+        """
+        sampler = sampler or ResumableSampler(
+            replay_buffer,
+            num_replicas=self.world_size,
+            rank=dist.get_rank(),
+            shuffle=shuffle,
+            seed=self.config.seed,
+            drop_last=drop_last,
+            consumed_samples=consumed_samples,
+        )
+        dataset: Dataset[Any] = replay_buffer  # type: ignore[assignment]
+        return DataLoader(
+            dataset, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pin_memory
+        )
 
     # --- models --------------------------------------------------------------------------------------------------
 
@@ -218,7 +317,9 @@ class FSDPV2Strategy:
             build_mesh(shard_size),
             is_training=is_training,
             bf16=config.bf16,
+            fp16=config.fp16,
             keep_fp32=config.keep_fp32,
+            masters_in_optimizer=config.use_mp_opt,
             class_names=config.block_class_names,
             min_unit_params=config.min_unit_params,
             reshard_after_forward=reshard_after_forward,
@@ -253,11 +354,13 @@ class FSDPV2Strategy:
             betas: Adam's decay rates.
             eps: Adam's denominator term.
             weight_decay: decay of all parameters but biases and norms.
-            **kwargs: no_decay, optimizer_cls, param_groups and options of the class, as in `build_optimizer`.
+            **kwargs: no_decay, optimizer_cls, param_groups, masters (by default what ``use_mp_opt`` says) and options
+                of the class, as in `build_optimizer`.
 
         Raises:
             OptimizerError: see `build_optimizer`.
         """
+        kwargs = {"masters": self.config.use_mp_opt, **kwargs}
         optimizer = build_optimizer(model, lr, betas, eps, weight_decay, **kwargs)
         self._run(model).optimizer = optimizer
         return optimizer
@@ -269,6 +372,188 @@ class FSDPV2Strategy:
             if run.optimizer is optimizer:
                 run.scheduler = scheduler
         return scheduler
+
+    def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
+        """Prepare models for inference, and (model, optimizer, ...) tuples for training; collective.
+
+        An optimizer that was made before its model was sharded steps the sharded parameters from then on.
+
+        Args:
+            *models_or_pairs: models, or tuples of a model, its optimizer and, if you like, its schedule.
+            is_rlhf: accepted for its place in the trainer's call.
+
+        Returns:
+            What was given: one of them, or a list of all.
+
+        Raises:
+            MeshError, ShardError, OptimizerError: see `prepare_model` and `rebind_optimizer`.
+        """
+        prepared = [self._prepare_one(given) for given in models_or_pairs]
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_one(self, given: Any) -> Any:
+        if not isinstance(given, tuple | list):
+            return self.prepare_model(given)
+        model, optimizer, *rest = given
+        if model is None:
+            return given
+        names = {id(p): name for name, p in named_parameters(residency.unwrap_model(model)).items()}
+        model = self.prepare_model(model, is_training=True)
+        if optimizer is not None:
+            rebind_optimizer(optimizer, names, model)
+            run = self._run(model)
+            run.optimizer, run.scheduler = optimizer, rest[0] if rest else run.scheduler
+        return type(given)((model, optimizer, *rest))
+
+    def prepare_models_and_optimizers(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        reward_models: nn.Module | Sequence[nn.Module | None] | None,
+        initial_model: nn.Module | None,
+        args: object = None,
+        max_steps: int = int(1e8),
+    ) -> tuple[Any, Any, Any, Any]:
+        """Prepare an RLHF trainer's models, with optimizers and schedules of actor and critic; collective.
+
+        Args:
+            actor: the policy; it is marked as an actor.
+            critic: the value model, or None.
+            reward_models: one, several or None; left alone where ``args.remote_rm_url`` says that they run elsewhere.
+            initial_model: the reference, or None.
+            args: ``actor_learning_rate``, ``critic_learning_rate``, ``adam_betas``, ``l2`` (weight decay) and
+                ``lr_warmup_ratio``; by default the strategy's.
+            max_steps: optimizer steps of the run.
+
+        Returns:
+            (actor, optimizer, schedule), (critic, optimizer, schedule), reward models, reference; Nones for a critic
+            that is None. Schedules are cosines to a tenth of the peak.
+
+        Raises:
+            MeshError, ShardError, OptimizerError: see `prepare_model`, `create_optimizer` and `create_scheduler`.
+        """
+        actor.is_actor = True  # type: ignore[assignment]
+        of_actor = self._prepare_trained(actor, "actor_learning_rate", args, max_steps)
+        of_critic = self._prepare_trained(critic, "critic_learning_rate", args, max_steps)
+        if not self._option("remote_rm_url", args):
+            for model in _each(reward_models):
+                self.prepare_model(model, shard_size="auto")
+        return of_actor, of_critic, reward_models, self.prepare_model(initial_model)
+
+    def prepare_reward_model(
+        self, reward_model: nn.Module, args: object = None, max_steps: int = int(1e8)
+    ) -> tuple[nn.Module, Optimizer, LRScheduler]:
+        """Prepare a reward model to be trained, as `prepare_models_and_optimizers` prepares the actor; collective."""
+        prepared: tuple[nn.Module, Optimizer, LRScheduler]
+        prepared = self._prepare_trained(reward_model, "actor_learning_rate", args, max_steps)
+        return prepared
+
+    def _prepare_trained(self, model: nn.Module | None, rate: str, args: object, max_steps: int) -> Any:
+        if model is None:
+            return None, None, None
+        lr = self._option(rate, args)
+        model = self.prepare_model(model, is_training=True)
+        betas = tuple(self._option("adam_betas", args))
+        optimizer = self.create_optimizer(model, lr=lr, betas=betas, weight_decay=self._option("l2", args))
+        scheduler = self.create_scheduler(
+            optimizer,
+            "cosine_with_min_lr",
+            num_training_steps=max_steps,
+            num_warmup_steps=math.ceil(max_steps * self._option("lr_warmup_ratio", args)),
+            min_lr=lr * 0.1,
+        )
+        return model, optimizer, scheduler
+
+    def _option(self, name: str, args: object) -> Any:
+        """Return what the trainer's arguments say, else what trainers do."""
+        for source in (args, self.args):
+            value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+            if value is not None:
+                return value
+        return _RLHF_DEFAULTS[name]
+
+    # --- memory that moves ---------------------------------------------------------------------------------------
+
+    def offload_model(self, models: T, empty_cache: bool = True) -> T:
+        """Move models' parameters to host memory until `reload_model`; not collective; see `offload`.
+
+        Args:
+            models: a prepared model, a wrapper, a list of them, or None.
+            empty_cache: give the device's memory to other programs, not only to other tensors of this one.
+
+        Returns:
+            What was given.
+
+        Raises:
+            OffloadError: a model is between two micro-batches.
+        """
+        for model in _each(models):
+            offload(model)
+        if empty_cache:
+            memory.clear_cache()
+        return models
+
+    def reload_model(self, models: T) -> T:
+        """Bring models back to the device, bit for bit; not collective. Returns what was given."""
+        for model in _each(models):
+            reload(model)
+        return models
+
+    def maybe_offload_optimizer(self, optimizer: T) -> T:
+        """Move an optimizer's state to host memory, unless ``adam_offload`` is false; not collective.
+
+        Returns what was given.
+        """
+        if self.config.adam_offload and isinstance(optimizer, Optimizer):
+            offload(optimizer)
+            memory.clear_cache()
+        return optimizer
+
+    def maybe_load_optimizer(self, optimizer: T, device: object = None) -> T:
+        """Bring an optimizer's state back to where it was; not collective. Returns what was given.
+
+        Args:
+            optimizer: the optimizer.
+            device: accepted for its place in the trainer's call.
+        """
+        if isinstance(optimizer, Optimizer):
+            reload(optimizer)
+        return optimizer
+
+    def moving_average(
+        self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
+    ) -> None:
+        """Take a model's trainable parameters into a second model: beta x second + (1 - beta) x model.
+
+        The average is kept in fp32 beside the second model, whatever its dtype, and saved with the first one's
+        checkpoints. Without communication where both are sharded alike, else collective.
+
+        Args:
+            model: the model that trains.
+            model_ema: a prepared model that holds the average, or an `EMA`.
+            beta: weight of the old average.
+            device: "cpu" keeps the fp32 average of a second model in host memory; anything else beside its parameters.
+
+        Raises:
+            ShardError: the two do not have the same parameters.
+        """
+        ema = self._ema(model, model_ema, device)
+        ema.update(model, beta)
+        if ema is not model_ema:
+            ema.copy_to(model_ema)  # type: ignore[arg-type]
+
+    def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
+        """Return the averages behind a second model, and remember them beside the first."""
+        run = self._run(model)
+        if isinstance(model_ema, EMA):
+            run.ema = model_ema
+            return model_ema
+        kept = self._run(model_ema)
+        if kept.ema is None:
+            trained = [name for name, p in named_parameters(self.unwrap_model(model)).items() if p.requires_grad]
+            kept.ema = EMA(model_ema, names=trained, device="cpu" if torch.device(device).type == "cpu" else None)
+        run.ema = kept.ema
+        return kept.ema
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -298,6 +583,7 @@ class FSDPV2Strategy:
         """
         run = self._run(model)
         scale = loss_scale(accumulation_steps=self.accumulated_gradient, num_items_in_batch=num_items_in_batch)
+        scale *= run.scale.value if run.scale else 1.0
         is_last = (run.micro_batches + 1) % self.accumulated_gradient == 0
         if is_last != (run.synced_as is not False):
             set_gradient_sync(model, self.config.grad_sync, is_last=is_last)
@@ -343,7 +629,7 @@ class FSDPV2Strategy:
         if run.micro_batches % self.accumulated_gradient:
             return StepResult(step=run.steps, stepped=False, skipped=False, grad_norm=None)
         run.optimizer, run.scheduler = optimizer, scheduler or run.scheduler
-        stepped, norm = take_step(optimizer, model, scheduler, self.config.max_norm)
+        stepped, norm = take_step(optimizer, model, scheduler, self.config.max_norm, run.scale)
         run.micro_batches = 0
         run.steps += stepped
         if not stepped:
@@ -374,6 +660,7 @@ class FSDPV2Strategy:
         scheduler: LRScheduler | None = None,
         *,
         tokenizer: Any = None,
+        ema: EMA | nn.Module | None = None,
         protect: bool = False,
         metric: float | None = None,
         higher_is_better: bool = True,
@@ -391,6 +678,7 @@ class FSDPV2Strategy:
             optimizer: by default the one that ``create_optimizer`` made for this model.
             scheduler: by default the one last used with it.
             tokenizer: tokenizer or processor to save into ``model/``, by default that of the model's own folder.
+            ema: averages, or the second model of `moving_average`; by default those last used with this model.
             protect: never let rotation remove it.
             metric: how good it is; rotation never removes the best.
             higher_is_better: what is good of ``metric``.
@@ -405,6 +693,7 @@ class FSDPV2Strategy:
         if pending := run.micro_batches % self.accumulated_gradient:
             message = "saving between steps: the gradients of %d micro-batches are not part of a checkpoint"
             ranks.log(message, pending, level=logging.WARNING)
+        averages = self._ema(model, ema) if ema is not None else run.ema
         path = save_checkpoint(
             model,
             save_dir,
@@ -414,6 +703,8 @@ class FSDPV2Strategy:
             scheduler=scheduler or run.scheduler,
             client_state=dict(client_state or {}),
             tokenizer=tokenizer,
+            ema=averages.averages if averages else None,
+            loss_scale=asdict(run.scale) if run.scale else None,
             seed=self.config.seed,
             max_num=max_num,
             max_mem=max_mem,
@@ -435,6 +726,7 @@ class FSDPV2Strategy:
         load_lr_scheduler_states: bool = True,
         *,
         tag: str | None = None,
+        ema: EMA | nn.Module | None = None,
         load_module: bool = True,
         verify: bool = True,
         fallback: bool = False,
@@ -452,6 +744,7 @@ class FSDPV2Strategy:
             load_optimizer_states: load them, where there is an optimizer.
             load_lr_scheduler_states: load them, where there is a schedule.
             tag: the checkpoint to load instead of the newest.
+            ema: averages that get their values back, or the second model of `moving_average`.
             load_module: load the model; without it, the optimizer's state alone.
             verify: compare what is read with its checksums.
             fallback: where the newest is damaged, load the newest that is not, and say so.
@@ -465,12 +758,14 @@ class FSDPV2Strategy:
             CheckpointError: on every rank; see `load_checkpoint`.
         """
         run = self._run(model)
+        averages = self._ema(model, ema) if ema is not None else None
         loaded = load_checkpoint(
             model,
             load_dir,
             tag=tag,
             optimizer=(optimizer or run.optimizer) if load_optimizer_states else None,
             scheduler=(scheduler or run.scheduler) if load_lr_scheduler_states else None,
+            ema=averages.averages if averages else None,
             load_model=load_module,
             strict=load_module_strict,
             verify=verify,
@@ -480,6 +775,10 @@ class FSDPV2Strategy:
         if loaded is None:
             return None, {}
         run.micro_batches, run.steps, run.checked = 0, loaded.step, None
+        if run.scale is not None and loaded.loss_scale:
+            run.scale = LossScale(**loaded.loss_scale)
+        if averages is not None and isinstance(ema, nn.Module):
+            averages.copy_to(ema)
         return str(loaded.path), loaded.client_state
 
     def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
@@ -494,7 +793,8 @@ class FSDPV2Strategy:
                 f"cannot use this model: it is a {type(model).__name__}, expected the nn.Module that prepare_model "
                 "returned. Check the order of the arguments."
             )
-        return self._runs.setdefault(residency.unwrap_model(model), _Run())
+        fresh = _Run(scale=LossScale() if self.config.fp16 else None)
+        return self._runs.setdefault(residency.unwrap_model(model), fresh)
 
     def _accumulation(self) -> int:
         micro, total = self.config.micro_train_batch_size, self.config.train_batch_size
@@ -508,6 +808,13 @@ class FSDPV2Strategy:
                 f"ranks = {micro} x {self.world_size} = {at_once}. Use {below} or {below + at_once}."
             )
         return total // at_once
+
+
+def _each(models: Any) -> Iterator[nn.Module]:
+    """Return the models of what a trainer passes: one, several or none."""
+    for model in models if isinstance(models, list | tuple) else [models]:
+        if isinstance(model, nn.Module):
+            yield model
 
 
 def _base_config(args: object, config: StrategyConfig | None) -> StrategyConfig:

@@ -9,6 +9,7 @@ accelerate and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections import Counter
@@ -39,7 +40,9 @@ from fsdp2_strategy.checkpoint.storage import check_shapes, one_error
 from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.copy import NewFolder
+from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.names import named_parameters, persistent_buffers
+from fsdp2_strategy.offload import check_resident
 from fsdp2_strategy.ranks import all_or_none, log
 from fsdp2_strategy.residency import clear_gradients, local_box
 
@@ -138,6 +141,9 @@ def load_foreign(
     flat: dict[str, torch.Tensor] = {}
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
+        for subject in (root, optimizer):
+            if subject is not None:
+                check_resident(subject, f"load {path}")
         weights = _match_model(root, foreign, strict=strict) if load_model else None
         if optimizer is not None:
             require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
@@ -154,11 +160,13 @@ def load_foreign(
         if optimizer is not None:
             state.read(flat)
             restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
+        if load_model:
+            refresh_masters_of(root)  # nobody else writes them
         if scheduler is not None:
             restore_scheduler(scheduler, schedule or {})
     log("loaded %s, which another system wrote (step %d)", path, foreign.step)
-    report = weights.report if weights else {}
-    return LoadedCheckpoint(path=path, step=foreign.step, client_state=client_state, **report)
+    loaded = LoadedCheckpoint(path=path, step=foreign.step, client_state=client_state)
+    return dataclasses.replace(loaded, **weights.report) if weights else loaded
 
 
 def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, beside: Path | None) -> None:
@@ -194,7 +202,7 @@ class _Matched:
     source: ForeignTensors
     tensors: dict[str, torch.Tensor]
     """Those of the model that are there."""
-    report: dict[str, tuple[str, ...]]
+    report: dict[str, Any]
 
 
 def _match_model(root: nn.Module, foreign: Foreign, *, strict: bool) -> _Matched:

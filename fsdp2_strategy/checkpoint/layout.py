@@ -5,6 +5,7 @@
         model/                   a Hugging Face folder, or plain safetensors
         wrapper/                 what a wrapper around that model has beside it
         optimizer/               the optimizer's state, in the same container
+        ema/                     averages of the parameters, where there are any
         trainer_state.json       step, schedule, hyper-parameters, client state
         rng/                     generator states, one file a rank
         checksums/               one list a rank of what it wrote, block by block
@@ -38,13 +39,14 @@ from fsdp2_strategy.ranks import logger
 MODEL = "model"
 WRAPPER = "wrapper"
 OPTIMIZER = "optimizer"
+EMA = "ema"
 RNG = "rng"
 CHECKSUMS = "checksums"
 TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
-_PARTS = {MODEL, WRAPPER, OPTIMIZER, RNG, CHECKSUMS, TRAINER_STATE, MANIFEST}
+_PARTS = {MODEL, WRAPPER, OPTIMIZER, EMA, RNG, CHECKSUMS, TRAINER_STATE, MANIFEST}
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2

@@ -36,9 +36,11 @@ from fsdp2_strategy.checkpoint.storage import check_shapes, read_wishes, stored_
 from fsdp2_strategy.checkpoint.verify import Opened, open_checkpoint
 from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.match import LoadReport
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
+from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
 from fsdp2_strategy.residency import clear_gradients
 
@@ -52,6 +54,7 @@ def load_checkpoint(
     tag: str | None = None,
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
+    ema: Mapping[str, torch.Tensor] | None = None,
     load_model: bool = True,
     strict: bool = True,
     verify: bool = True,
@@ -67,6 +70,7 @@ def load_checkpoint(
         optimizer: gets its state and hyper-parameters back, by parameter name. With it the run goes on, so the random
             state is restored too; a model that is loaded alone leaves it as it is.
         scheduler: gets its state back.
+        ema: averages of parameters by name (``EMA.averages``), which get their values back.
         load_model: load parameters and buffers; without them, the optimizer's state alone.
         strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
             reported. Shapes must agree either way.
@@ -84,7 +88,18 @@ def load_checkpoint(
             optimizer refuse to be used until a load succeeds.
     """
     load_dir = Path(load_dir)
-    asked = (str(load_dir), tag, optimizer is None, scheduler is None, load_model, strict, verify, fallback, trust)
+    asked = (
+        str(load_dir),
+        tag,
+        optimizer is None,
+        scheduler is None,
+        ema is None,
+        load_model,
+        strict,
+        verify,
+        fallback,
+        trust,
+    )
     agree("load", asked, CheckpointError, "the same directory, tag and objects to load everywhere.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback) if is_rank_0() else []
@@ -100,7 +115,7 @@ def load_checkpoint(
         return None
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
-            return _load(model, path, optimizer, scheduler, load_model=load_model, strict=strict, verify=verify)
+            return _load(model, path, optimizer, scheduler, ema, load_model=load_model, strict=strict, verify=verify)
         except DamageError as error:
             if older is None:
                 raise
@@ -113,6 +128,7 @@ def _load(
     path: Path,
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
+    ema: Mapping[str, torch.Tensor] | None,
     *,
     load_model: bool,
     strict: bool,
@@ -128,6 +144,7 @@ def _load(
         root = prepared(model)
         targets, report = match_model(root, path, strict=strict) if load_model else ([], LoadReport())
         plan = _plan_optimizer(model, optimizer, state["optimizer"], path, strict=strict) if optimizer else None
+        of_ema = _plan_ema(ema, path) if ema is not None else []
         if scheduler is not None:
             require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
     of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
@@ -135,8 +152,10 @@ def _load(
     with unusable_unless_done(touched):
         with torch.no_grad():
             clear_gradients(model)
-            _read(opened, [*of_model, *(plan.wanted if plan else ())], verify=verify)
+            _read(opened, [*of_model, *(plan.wanted if plan else ()), *of_ema], verify=verify)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
+            if load_model and optimizer is None:
+                refresh_masters_of(root)
             if optimizer is not None and plan is not None:
                 restore_optimizer(model, optimizer, plan.slots, plan.settings, state["optimizer"]["values"])
             if scheduler is not None:
@@ -151,6 +170,7 @@ def _load(
         missing=tuple(report.missing),
         unexpected=tuple(report.unexpected),
         cast=tuple(report.cast),
+        loss_scale=state.get("loss_scale"),
     )
 
 
@@ -179,9 +199,23 @@ def _plan_optimizer(
     stored = stored_in(path / layout.OPTIMIZER)
     described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
     slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
-    check_shapes("optimizer", flat, described)
-    regions = {name: Region.of(stored[name], stored[name].shape, stored[name].dtype) for name in flat}
-    return _OptimizerPlan(slots, settings, [(name, regions[name], tensor) for name, tensor in flat.items()])
+    return _OptimizerPlan(slots, settings, _wanted("optimizer", flat, stored))
+
+
+def _plan_ema(ema: Mapping[str, torch.Tensor], path: Path) -> Wanted:
+    """Find averages in a checkpoint.
+
+    Raises:
+        CheckpointError: there are none, or of other names or shapes.
+    """
+    require((path / layout.EMA).is_dir() or None, "ema", "ema=None", path)
+    return _wanted("ema", ema, stored_in(path / layout.EMA))
+
+
+def _wanted(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> Wanted:
+    check_shapes(what, tensors, {name: (entry.shape, entry.dtype) for name, entry in stored.items()})
+    regions = {name: Region.of(stored[name], stored[name].shape, stored[name].dtype) for name in tensors}
+    return [(name, regions[name], tensor) for name, tensor in tensors.items()]
 
 
 def _read(opened: Opened, wanted: Wanted, *, verify: bool) -> None:

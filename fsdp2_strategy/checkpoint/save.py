@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ def save_checkpoint(
     scheduler: LRScheduler | None = None,
     client_state: dict[str, Any] | None = None,
     tokenizer: Any = None,
+    ema: Mapping[str, torch.Tensor] | None = None,
+    loss_scale: dict[str, Any] | None = None,
     seed: int = 0,
     max_num: int | None = 3,
     max_mem: float | None = 1000,
@@ -63,6 +65,8 @@ def save_checkpoint(
         client_state: anything that JSON holds; rank 0's is kept.
         tokenizer: tokenizer or processor to save into ``model/``; by default the files of the folder that the model
             came from, where that is known.
+        ema: averages of parameters by name (``EMA.averages``).
+        loss_scale: state of a loss scale, as JSON.
         seed: from which a run on another number of ranks derives its random state.
         max_num: checkpoints to keep; older ones go once this one is committed. None for no limit.
         max_mem: GB (10^9 bytes) that all checkpoints may take together; None for no limit.
@@ -81,7 +85,7 @@ def save_checkpoint(
     save_dir = Path(save_dir)
     tag = f"global_step{step}" if tag is None else tag
     limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better)
-    asked = (str(save_dir), tag, step, optimizer is None, scheduler is None, *limits)
+    asked = (str(save_dir), tag, step, optimizer is None, scheduler is None, ema is None, loss_scale, *limits)
     expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
     agree("save", asked, CheckpointError, expected)
     with all_or_none("save", CheckpointError):
@@ -89,7 +93,16 @@ def save_checkpoint(
         check_limits(max_num, max_mem)
         if metric is not None and not math.isfinite(metric):
             raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
-        state = _State.of(model, optimizer, scheduler, client_state or {}, layout.partial_path(save_dir, tag))
+        partial = layout.partial_path(save_dir, tag)
+        state = _collect(
+            model,
+            partial,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            ema=ema,
+            client_state=client_state or {},
+            loss_scale=loss_scale,
+        )
     facts = {"step": step, "protected": protect, "metric": metric, "higher_is_better": higher_is_better}
     with _removed_on_failure(layout.partial_path(save_dir, tag)):
         _write(state, save_dir, tag, step=step, seed=seed, max_mem=max_mem, tokenizer=tokenizer)
@@ -110,7 +123,7 @@ def save_checkpoint(
     return save_dir / tag
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _State:
     """What is saved."""
 
@@ -119,37 +132,47 @@ class _State:
     hyper: dict[str, Any] | None
     schedule: dict[str, Any] | None
     client_state: dict[str, Any]
+    loss_scale: dict[str, Any] | None
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        scheduler: LRScheduler | None,
-        client_state: dict[str, Any],
-        partial: Path,
-    ) -> _State:
-        """Collect it, and check that it can be saved.
 
-        Raises:
-            CheckpointError: something cannot.
-        """
-        check_json(client_state, "client_state")
-        root = prepared(model)
-        check_usable(root)
-        on_disk = ModelOnDisk.of(root, partial)
-        parts = list(on_disk.parts)
-        hyper = None
-        if optimizer is not None:
-            check_usable(optimizer)
-            parts.append(
-                Part.of(partial / layout.OPTIMIZER, optimizer_tensors(model, optimizer), stem=layout.OPTIMIZER)
-            )
-            hyper = optimizer_hyper(model, optimizer)
-            check_json(hyper, "optimizer")
-        schedule = scheduler.state_dict() if scheduler is not None else None
-        check_json(schedule, "scheduler")
-        return cls(on_disk, parts, hyper, schedule, client_state)
+def _collect(
+    model: nn.Module,
+    partial: Path,
+    *,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+    ema: Mapping[str, torch.Tensor] | None,
+    client_state: dict[str, Any],
+    loss_scale: dict[str, Any] | None,
+) -> _State:
+    """Collect what is saved, and check that it can be.
+
+    Raises:
+        CheckpointError: something cannot.
+    """
+    check_json(client_state, "client_state")
+    root = prepared(model)
+    check_usable(root)
+    on_disk = ModelOnDisk.of(root, partial)
+    parts = list(on_disk.parts)
+    hyper = None
+    if optimizer is not None:
+        check_usable(optimizer)
+        parts.append(Part.of(partial / layout.OPTIMIZER, optimizer_tensors(model, optimizer), stem=layout.OPTIMIZER))
+        hyper = optimizer_hyper(model, optimizer)
+        check_json(hyper, "optimizer")
+    if ema is not None:
+        parts.append(Part.of(partial / layout.EMA, ema, stem=layout.EMA))
+    schedule = scheduler.state_dict() if scheduler is not None else None
+    check_json(schedule, "scheduler")
+    return _State(
+        model=on_disk,
+        parts=parts,
+        hyper=hyper,
+        schedule=schedule,
+        client_state=client_state,
+        loss_scale=loss_scale,
+    )
 
 
 def _write(
@@ -180,6 +203,7 @@ def _write(
                 "client_state": state.client_state,
                 "scheduler": state.schedule,
                 "optimizer": state.hyper,
+                "loss_scale": state.loss_scale,
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             }
             layout.write_json(partial / layout.TRAINER_STATE, content)

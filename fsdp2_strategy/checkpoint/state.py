@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.masters import FSDPadaptOptimizer
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.residency import is_sharded, reshard, unwrap_model
 
@@ -43,6 +44,8 @@ class LoadedCheckpoint:
     """Names that the checkpoint has and the model has not (not strict)."""
     cast: tuple[str, ...] = ()
     """Names that have another dtype in the checkpoint than in the model."""
+    loss_scale: dict[str, Any] | None = None
+    """State of the loss scale that it was saved with."""
 
 
 def require(content: object, what: str, switch: str, path: Path) -> None:
@@ -106,7 +109,7 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         if (plain := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
     }
     return {
-        "class": type(optimizer).__name__,
+        "class": _class_of(optimizer),
         "settings": settings,
         "of_parameter": of_parameter,
         "values": values,
@@ -119,7 +122,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
     Raises:
         CheckpointError: it is of another class; or strict, and it has parameters that the saved one did not have.
     """
-    own = type(optimizer).__name__
+    own = _class_of(optimizer)
     if own != hyper["class"]:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
@@ -263,6 +266,11 @@ def check_json(value: Any, where: str) -> None:
             f"cannot save: {where} {problem}. Checkpoints hold no pickled objects: store numbers, strings, lists and "
             "dictionaries (tensor.tolist(), str(path))."
         )
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"{name}({type(optimizer.inner).__name__})" if isinstance(optimizer, FSDPadaptOptimizer) else name
 
 
 def _names_by_identity(model: nn.Module) -> dict[int, str]:

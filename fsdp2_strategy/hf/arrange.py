@@ -27,7 +27,7 @@ from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
 from fsdp2_strategy.hf.region import Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
-from fsdp2_strategy.residency import lacks_values, local_box
+from fsdp2_strategy.residency import lacks_values, local_box, values_of, whole_of
 
 _SHORTEST_RUN_BYTES = 4096
 
@@ -49,7 +49,7 @@ def tensors_to_write(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
             f"cannot write a model: {lost[0]} and {len(lost) - 1} others have no values yet, expected a real model. "
             "Prepare the model, or load its weights, first."
         )
-    return {name: tensor.detach() for name, tensor in found.items()}
+    return found
 
 
 def regions_to_write(
@@ -247,10 +247,9 @@ class _Held:
     """What this rank holds of a tensor, and which of how many replicas of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.box, self.local = local_box(tensor), tensor
+        self.box, self.local = local_box(tensor), values_of(tensor)
         self.replica, self.replicas = 0, 1
         if isinstance(tensor, DTensor):
-            self.local = tensor.to_local()
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     size = tensor.device_mesh.size(axis)
@@ -285,7 +284,7 @@ def gathered_job(
     for source in needed:
         if source not in gathered:
             tensor = tensors[source]
-            gathered[source] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+            gathered[source] = whole_of(tensor).contiguous()
     stored = Region(region.shape, tensors[needed[0]].dtype, region.pieces)
     flat = assemble(stored, gathered.__getitem__).reshape(-1)
     rank, ranks = dist.get_rank(), dist.get_world_size()

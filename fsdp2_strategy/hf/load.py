@@ -26,6 +26,7 @@ from fsdp2_strategy.hf.region import sources_of
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.hf.tape import forget, is_recording, note_of
 from fsdp2_strategy.hf.twin import original_class
+from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
 from fsdp2_strategy.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
 
@@ -115,6 +116,7 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
                 )
     forget(root)
     has_values_now(root)
+    refresh_masters_of(root)
     mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
     log("%s: %d tensors from %s, %d initialised afresh", name, len(report.loaded), where, len(afresh))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.hf.read import Wish
 from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.residency import local_box
+from fsdp2_strategy.residency import local_box, values_of
 
 _BROADCAST_BYTES = 32 << 20
 
@@ -69,9 +69,7 @@ def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wis
 
 def wish_for(name: str, region: Region, tensor: torch.Tensor) -> Wish:
     """Return what this rank needs of a tensor."""
-    tensor = tensor.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return Wish(name, region, local_box(tensor), local)
+    return Wish(name, region, local_box(tensor), values_of(tensor))
 
 
 def _replicas(tensor: torch.Tensor) -> dist.ProcessGroup | None:

@@ -1,0 +1,1 @@
+"""Which samples a rank sees, and when; knows nothing of models."""

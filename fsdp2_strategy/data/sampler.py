@@ -1,0 +1,75 @@
+"""Which indices of a data set a rank draws, from a seed, an epoch and how many samples are consumed already.
+
+Input: the length of a data set. Output: indices, each once an epoch over all ranks, the same number on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from fsdp2_strategy.errors import ConfigError
+
+
+class ResumableSampler(Sampler[int]):
+    """Draw this rank's indices of a data set, and go on in the middle of an epoch.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas: ranks that share it.
+        rank: this one.
+        shuffle: permute it anew each epoch, by seed and epoch.
+        seed: seed of the permutation.
+        drop_last: leave out the samples that do not give every rank one; else the first ones come again.
+        consumed_samples: samples of the present epoch that all ranks together have drawn already.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        num_replicas: int,
+        rank: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        consumed_samples: int = 0,
+    ) -> None:
+        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.set_epoch(0, consumed_samples)
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Begin an epoch, or go on in it.
+
+        Raises:
+            ConfigError: more samples are consumed than an epoch has, or not the same number on every rank.
+        """
+        if not 0 <= consumed_samples <= self._total() or consumed_samples % self.num_replicas:
+            raise ConfigError(
+                f"cannot go on in the data: consumed_samples is {consumed_samples}, expected a multiple of "
+                f"{self.num_replicas} ranks, at most the {self._total()} of an epoch. Count the samples of the present "
+                "epoch over all ranks."
+            )
+        self.epoch, self.consumed_samples = epoch, consumed_samples
+
+    def __len__(self) -> int:
+        return (self._total() - self.consumed_samples) // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        length = len(self.dataset)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order: list[int] = torch.randperm(length, generator=generator).tolist()
+        else:
+            order = list(range(length))
+        while 0 < len(order) < self._total():
+            order += order[: self._total() - len(order)]
+        return iter(order[self.consumed_samples + self.rank : self._total() : self.num_replicas])
+
+    def _total(self) -> int:
+        """Return the samples of an epoch over all ranks."""
+        length = len(self.dataset)
+        return (length if self.drop_last else length + self.num_replicas - 1) // self.num_replicas * self.num_replicas

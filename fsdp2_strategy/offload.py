@@ -1,0 +1,342 @@
+"""Models and optimizers go away to host memory, and come back as they were.
+
+Input: a sharded model, or an optimizer over one. Output: the same objects, with no more than their small tensors on the
+accelerator, or all of them back, bit for bit; see [Note: away] in `residency`.
+
+Values travel in slabs of host memory, pinned where there is an accelerator and then handed from one trip to the next.
+All copies of a trip are queued on a stream of their own: going away ends when they are through, coming back does not
+wait, for whatever computes next waits on the device. What holds a single number (Adam's ``step``) stays where the
+optimizer wants it. Gradients go along with their parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2_strategy.errors import OffloadError
+from fsdp2_strategy.ranks import current_device
+from fsdp2_strategy.residency import parameter_groups, reshard, stand_in
+
+_SLAB_BYTES = 128 << 20
+_ALIGNMENT = 512
+
+Put = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    """One storage that travels: its values, and where the tensor that holds them is registered."""
+
+    tensor: torch.Tensor
+    """Its values; while they are away a meta tensor that stands for them."""
+    places: list[Put]
+
+    @property
+    def span(self) -> int:
+        """Elements from its first to its last."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
+
+    def put(self, tensor: torch.Tensor) -> None:
+        for place in self.places:
+            place(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Trip:
+    """What is away of a unit or an optimizer."""
+
+    items: list[tuple[_Item, torch.Tensor]]
+    """With their values, in one dimension."""
+    slabs: list[torch.Tensor]
+    let_in: Callable[[Any], None]
+    """Lifts the guard that refuses to compute meanwhile, of the unit or optimizer."""
+
+
+# Where a trip is kept: on FSDP2's record of a unit, or on the optimizer. A table beside them would keep them alive, for
+# a trip knows its parameters, and they know the whole model.
+_TRIP = "_trip_to_host"
+
+
+def offload(subject: nn.Module | Optimizer) -> None:
+    """Move a sharded model's parameters and gradients, or an optimizer's state, to host memory; not collective.
+
+    Until `reload` brings them back, a forward pass or a step raises OffloadError; saving, loading and exporting work on
+    them where they are. What is away already stays there. Buffers and single numbers stay on the device.
+
+    Args:
+        subject: a prepared model or its wrapper, or an optimizer over one.
+
+    Raises:
+        OffloadError: the model is between two micro-batches whose gradients FSDP2 holds back.
+    """
+    if isinstance(subject, Optimizer):
+        if not _is_away(subject):
+            _send(subject, list(_state_items(subject)), _guard_steps(subject))
+        return
+    groups = [group for group in parameter_groups(subject) if not _is_away(group)]
+    for group in groups:
+        _check_between_steps(group)
+    reshard(subject)
+    for group in groups:
+        _send(group, list(_unit_items(group)), _guard_gathers(group))
+
+
+def reload(subject: nn.Module | Optimizer) -> None:
+    """Bring back what `offload` moved away; not collective. What is there already stays there."""
+    keys = [subject] if isinstance(subject, Optimizer) else list(parameter_groups(subject))
+    trips = [(key, key.__dict__.pop(_TRIP)) for key in keys if _is_away(key)]
+    with _Queue() as queue:
+        for key, trip in trips:
+            for item, values in trip.items:
+                like = item.tensor
+                back = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())
+                queue.copy(back, values.as_strided(like.size(), like.stride(), values.storage_offset()))
+                item.put(back)
+            trip.items.clear()
+            _slabs.give_back(trip.slabs, queue.event())
+            trip.let_in(key)
+
+
+def is_offloaded(subject: nn.Module | Optimizer) -> bool:
+    """Say whether any of it is away; not collective."""
+    keys = [subject] if isinstance(subject, Optimizer) else parameter_groups(subject)
+    return any(map(_is_away, keys))
+
+
+def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
+    """Raise where any of it is away; not collective.
+
+    Raises:
+        OffloadError: it is.
+    """
+    if is_offloaded(subject):
+        raise _error(action, subject)
+
+
+def forget_slabs() -> None:
+    """Give pinned host memory back that waits for the next trip."""
+    _slabs.clear()
+
+
+def _is_away(key: Any) -> bool:
+    return _TRIP in key.__dict__
+
+
+def _send(key: Any, items: Sequence[_Item], let_in: Callable[[Any], None]) -> None:
+    slabs: list[torch.Tensor] = []
+    away: list[tuple[_Item, torch.Tensor]] = []
+    with _Queue() as queue:
+        for slab, members in _packed(items):
+            slabs.append(slab)
+            for item, begin in members:
+                like = item.tensor
+                nbytes = item.span * like.element_size()
+                values = slab[begin : begin + nbytes].view(like.dtype)
+                queue.copy(values.as_strided(like.size(), like.stride(), values.storage_offset()), like)
+                if not queue.is_async:
+                    away.append(_left(item, values))
+                else:
+                    away.append((item, values))
+    if queue.is_async:
+        away = [_left(item, values) for item, values in away]  # the queue is empty: the device's memory can go
+    setattr(key, _TRIP, _Trip(away, slabs, let_in))
+
+
+def _left(item: _Item, values: torch.Tensor) -> tuple[_Item, torch.Tensor]:
+    """Let go of an item's memory on the device."""
+    meta = stand_in(values, item.tensor)
+    item.put(meta)
+    return _Item(meta, item.places), values
+
+
+def _unit_items(group: Any) -> Iterator[_Item]:
+    """Return what travels of one unit of a model."""
+    for parameter in group.fsdp_params:
+        parameter.reset_sharded_param()  # it looks late at what took the shard's place
+        if _travels(parameter._sharded_param_data):
+            yield _Item(parameter._sharded_param_data, [partial(_put_shard, parameter)])
+        gradient = parameter.sharded_param.grad
+        if gradient is not None and _travels(gradient._local_tensor):
+            yield _Item(gradient._local_tensor, [partial(setattr, gradient, "_local_tensor")])
+
+
+def _put_shard(parameter: Any, flat: torch.Tensor) -> None:
+    """Give FSDP2's record of a parameter another flat shard, whose beginning is the parameter's local tensor."""
+    local = parameter.sharded_param._local_tensor
+    parameter._sharded_param_data = flat
+    parameter.sharded_param._local_tensor = flat[: local.numel()].view(local.size())
+
+
+def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
+    """Return what travels of an optimizer; tensors that are registered twice travel once."""
+    places: dict[int, list[Put]] = defaultdict(list)
+    tensors: dict[int, torch.Tensor] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            put = partial(setattr, value, "_local_tensor") if isinstance(value, DTensor) else partial(_set, state, key)
+            tensors[id(local)] = local
+            places[id(local)].append(put)
+    for key, tensor in tensors.items():
+        if _travels(tensor):
+            yield _Item(tensor, places[key])
+
+
+def _set(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+    state[key] = value
+
+
+def _travels(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == current_device().type and tensor.numel() > 1
+
+
+def _check_between_steps(group: Any) -> None:
+    held = [group._partial_reduce_output]
+    for parameter in group.fsdp_params:
+        held.append(parameter.unsharded_accumulated_grad)
+        held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
+    if any(gradient is not None for gradient in held):
+        raise OffloadError(
+            "cannot offload this model: gradients of the last micro-batch are not reduced yet, expected a model "
+            "between two steps. Offload it after optimizer_step has stepped, or set grad_sync='every'."
+        )
+
+
+def _guard_gathers(group: Any) -> Callable[[Any], None]:
+    """Let a unit refuse to be gathered, by whatever path: forward, generate, unshard, backward."""
+    names = [parameter._param_fqn for parameter in group.fsdp_params]
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise OffloadError(
+            f"cannot compute with this model: {names[0] if names else 'it'} is in host memory, expected it on the "
+            "device. Call reload_model first."
+        )
+
+    group.unshard = refuse
+    return lambda group: group.__dict__.pop("unshard", None)
+
+
+def _guard_steps(optimizer: Optimizer) -> Callable[[Any], None]:
+    handle: Any = optimizer.register_step_pre_hook(_refuse_step)
+    return lambda _: handle.remove()
+
+
+def _refuse_step(optimizer: Optimizer, *_args: Any) -> None:
+    raise _error("step", optimizer)
+
+
+def _error(action: str, subject: nn.Module | Optimizer) -> OffloadError:
+    call = "maybe_load_optimizer" if isinstance(subject, Optimizer) else "reload_model"
+    return OffloadError(
+        f"cannot {action}: this {type(subject).__name__} is in host memory, expected it on the device. Call {call} "
+        "first."
+    )
+
+
+def _packed(items: Sequence[_Item]) -> Iterator[tuple[torch.Tensor, list[tuple[_Item, int]]]]:
+    """Lay items out in slabs; return each slab with its items, and where they begin."""
+    members: list[tuple[_Item, int]] = []
+    end = 0
+    for item in items:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        nbytes = item.span * item.tensor.element_size()
+        if members and begin + nbytes > _SLAB_BYTES:
+            yield _slabs.take(end), members
+            members, begin = [], 0
+        members.append((item, begin))
+        end = begin + nbytes
+    if members:
+        yield _slabs.take(end), members
+
+
+class _Slabs:
+    """Host memory for values that are away; pinned slabs are expensive to make, and wait for the next trip."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a slab of at least that many bytes."""
+        size = max(nbytes, _SLAB_BYTES) if _pins() else nbytes
+        if self._free[size]:
+            slab, through = self._free[size].pop()
+            if through is not None:
+                through.synchronize()
+            return slab
+        return torch.empty(size, dtype=torch.uint8, pin_memory=_pins())
+
+    def give_back(self, slabs: Sequence[torch.Tensor], through: Any) -> None:
+        """Take slabs back, which are free once an event has come."""
+        for slab in slabs if _pins() else ():
+            self._free[slab.numel()].append((slab, through))
+
+    def clear(self) -> None:
+        """Forget all slabs that are free."""
+        for waiting in self._free.values():
+            for _, through in waiting:
+                if through is not None:
+                    through.synchronize()
+        self._free.clear()
+
+
+_slabs = _Slabs()
+
+
+def _pins() -> bool:
+    return torch.cuda.is_available()
+
+
+class _Queue:
+    """Copies between host and device, queued on a stream of their own where there is an accelerator."""
+
+    def __init__(self) -> None:
+        self.is_async = current_device().type == "cuda"
+        self._to_host = False
+
+    def __enter__(self) -> _Queue:
+        if self.is_async:
+            self._stream = _stream_of(current_device())
+            self._stream.wait_stream(torch.cuda.current_stream())
+        return self
+
+    @torch.no_grad()
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy values; the queue's end says when they are there."""
+        if not self.is_async:
+            target.copy_(source)
+            return
+        self._to_host |= target.device.type == "cpu"
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def event(self) -> Any:
+        """Return an event that comes when all copies so far are through; None where they are already."""
+        return self._stream.record_event() if self.is_async else None
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_async:
+            return
+        if self._to_host:
+            self._stream.synchronize()  # the host cannot wait on the device's own terms
+        else:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

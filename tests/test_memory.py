@@ -1,0 +1,191 @@
+"""Models and optimizers that go to host memory and come back: bit for bit, with nothing left behind, never garbage."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch_of, loss_of
+from reference import full_parameters
+from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
+from transformers import AutoModelForCausalLM
+
+from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
+from fsdp2_strategy.checkpoint.state import optimizer_tensors
+from fsdp2_strategy.offload import is_offloaded
+from fsdp2_strategy.residency import _away, values_of
+
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+
+
+def forward(model):
+    return loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard_size", [-1, 1], ids=["sharded", "replicated"])
+def test_a_trip_changes_no_number_of_a_run(shard_size):
+    def run(*, moves):
+        strategy = strategy_for(train_batch_size=4)
+        model, optimizer, scheduler = prepared(strategy, shard_size=shard_size)
+        results = []
+        for step in range(12):
+            if moves and step % 2 == 0:
+                assert strategy.maybe_load_optimizer(optimizer, "cpu") is optimizer
+                assert strategy.reload_model([model, None]) == [model, None]
+            results += train(strategy, model, optimizer, scheduler, [step])
+            if moves and step % 2 == 1:
+                assert strategy.offload_model(model) is model
+                assert strategy.maybe_offload_optimizer(optimizer) is optimizer
+                strategy.offload_model(model, empty_cache=False)  # again: nothing happens
+        strategy.reload_model(model)
+        strategy.maybe_load_optimizer(optimizer)
+        return results, full_state(model, optimizer)
+
+    (expected, state), (moved, its_state) = run(moves=False), run(moves=True)
+    assert moved == expected
+    assert_same(its_state, state)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_away_holds_no_memory_on_the_device_and_is_never_garbage():
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(2))
+    expected = full_state(model, optimizer)
+    offload(model)
+    offload(optimizer)
+    assert is_offloaded(model) and is_offloaded(optimizer)
+    for parameter in model.parameters():
+        assert parameter._local_tensor.is_meta
+    moments = {n: t for n, t in optimizer_tensors(model, optimizer).items() if t.ndim}
+    assert moments and all(t._local_tensor.is_meta for t in moments.values())
+    steps = [t for t in optimizer_tensors(model, optimizer).values() if not t.ndim]
+    assert steps and not any(t.is_meta for t in steps), "the optimizer wants its step counters where they are"
+    for use in (lambda: forward(model), lambda: model.generate(torch.zeros(1, 2, dtype=torch.long)), model.unshard):
+        with pytest.raises(OffloadError, match="Call reload_model first"):
+            use()
+    reload(model)
+    loss = forward(model)
+    strategy.backward(loss, model, optimizer)
+    with pytest.raises(OffloadError, match="Call maybe_load_optimizer first"):
+        strategy.optimizer_step(optimizer, model, scheduler)
+    with pytest.raises(OffloadError, match="Call maybe_load_optimizer first"):
+        optimizer.step()
+    offload(model)  # its gradients go along
+    assert all(p.grad._local_tensor.is_meta for p in model.parameters())
+    with pytest.raises(OffloadError, match="Call reload_model first"):
+        strategy.clip_grad_norm(model)
+    reload(model)
+    reload(optimizer)
+    assert_same(full_state(model, optimizer), expected)
+    assert strategy.optimizer_step(optimizer, model, scheduler).stepped
+    assert not _away
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_dies_while_it_is_away_leaves_nothing():
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(1))
+    offload(model)
+    offload(optimizer)
+    assert _away
+    del model, optimizer, scheduler, strategy
+    gc.collect()
+    assert not _away
+
+
+@pytest.mark.ranks(2)
+def test_fifty_trips_leave_nothing_behind():
+    strategy = strategy_for()
+    model = strategy.prepare_model(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6))), True)
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    strategy.backward(model(torch.ones(1, 1024)).mean(), model, optimizer)
+    strategy.optimizer_step(optimizer, model, None)
+    held = 3 * sum(p.to_local().nbytes for p in model.parameters())
+
+    def trip():
+        strategy.offload_model(model)
+        strategy.maybe_offload_optimizer(optimizer)
+        strategy.reload_model(model)
+        strategy.maybe_load_optimizer(optimizer)
+
+    for _ in range(3):
+        trip()
+    expected = full_state(model, optimizer)
+    before = resident()
+    for _ in range(50):
+        trip()
+    assert resident() - before < held, "less than a fiftieth a trip"
+    assert_same(full_state(model, optimizer), expected)
+
+
+@pytest.mark.ranks(2)
+def test_between_micro_batches_a_model_whose_gradients_are_held_back_stays():
+    strategy = strategy_for(train_batch_size=4, grad_sync="last")
+    model, optimizer, _ = prepared(strategy)
+    strategy.backward(forward(model), model, optimizer)
+    with pytest.raises(OffloadError, match="after optimizer_step"):
+        strategy.offload_model(model)
+    strategy.backward(forward(model), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model, None).stepped
+    strategy.reload_model(strategy.offload_model(model))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard_size", [-1, 1], ids=["sharded", "replicated"])
+def test_what_is_away_is_saved_exported_and_loaded_where_it_is(tmp_path, shard_size):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "gpt2", shard_size=shard_size)
+    train(strategy, model, optimizer, scheduler, range(2), "gpt2")
+    strategy.save_ckpt(model, tmp_path / "here", "t")
+    expected = full_state(model, optimizer)
+    offload(model)
+    offload(optimizer)
+    strategy.save_ckpt(model, tmp_path / "away", "t")
+    strategy.save_model(model, None, tmp_path / "out")
+    assert is_offloaded(model) and is_offloaded(optimizer)
+    for name in ("model/model.safetensors", "optimizer/optimizer.safetensors"):
+        assert (tmp_path / "away/t" / name).read_bytes() == (tmp_path / "here/t" / name).read_bytes()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_same(dict(opened.named_parameters()), {n: t for n, t in expected.items() if not n.startswith("state.")})
+
+    other, its_optimizer, its_scheduler = prepared(strategy, "gpt2", seed=1, shard_size=shard_size)
+    train(strategy, other, its_optimizer, its_scheduler, range(3), "gpt2")
+    offload(other)
+    offload(its_optimizer)
+    strategy.load_ckpt(other, tmp_path / "away")
+    assert is_offloaded(other) and is_offloaded(its_optimizer)
+    reload(other)
+    reload(its_optimizer)
+    assert_same(full_state(other, its_optimizer), expected)
+
+    third, *_ = prepared(strategy, "gpt2", seed=2, shard_size=shard_size)
+    offload(third)
+    load_weights(third, tmp_path / "out")
+    reload(third)
+    assert_same(full_parameters(third), full_parameters(other))
+
+
+@pytest.mark.ranks(2)
+def test_averages_are_taken_of_what_is_away():
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    ema = EMA(model, 0.5)
+    train(strategy, model, optimizer, scheduler, range(1))
+    other = EMA(model, 0.5)
+    offload(model)
+    ema.update(model)
+    other.update(model)
+    assert not any(average._local_tensor.is_meta for average in ema.averages.values())
+    assert all(torch.equal(values_of(a), values_of(model.get_parameter(n))) for n, a in other.averages.items())
