@@ -5,7 +5,6 @@ Input: nothing. Output: one line for all ranks.
 
 from __future__ import annotations
 
-import gc
 import resource
 from pathlib import Path
 
@@ -39,7 +38,6 @@ def report_memory(prefix: str = "") -> str:
 
 def clear_cache() -> None:
     """Give memory that no tensor uses back to the device, once its queue is empty; not collective."""
-    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

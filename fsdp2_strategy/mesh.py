@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fsdp2_strategy.errors import MeshError
 from fsdp2_strategy.ranks import current_device
@@ -40,7 +41,9 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
     shard_size = check_shard_size(shard_size, world_size)
     device_type = device_type or current_device().type
     key, group = (device_type, shard_size), dist.group.WORLD
-    if key not in _meshes or _meshes[key][0] is not group:
+    if any(its_group is not group for its_group, _ in _meshes.values()):
+        forget_meshes()
+    if key not in _meshes:
         hybrid = shard_size < world_size
         shape = (world_size // shard_size, shard_size) if hybrid else (world_size,)
         axes = ("replicate", "shard") if hybrid else ("shard",)
@@ -80,5 +83,10 @@ def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int)
 
 
 def forget_meshes() -> None:
-    """Drop the cached meshes, whose process groups end with the default one."""
+    """Drop the cached meshes, whose process groups end with the default one.
+
+    DTensor remembers results by meshes that compare equal though their groups are others; those go, too. It must come
+    before new groups are made: old ones that die late take the names of new ones with them.
+    """
     _meshes.clear()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ of what belongs together: for each model its optimizer, its schedule and how far
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -230,6 +231,7 @@ class FSDPV2Strategy:
 
     def sync_and_clear_cache(self) -> None:
         """Wait for all ranks and their devices, and give unused device memory back; collective."""
+        gc.collect()
         dist.barrier()
         memory.clear_cache()
 

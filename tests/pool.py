@@ -7,6 +7,7 @@ its module and calls it. A rank that fails ends its process group, one that hang
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing as mp
 import os
@@ -118,6 +119,7 @@ def _serve(pipe: Connection, rank: int) -> None:
         try:
             if store != job.store:
                 if dist.is_initialized():
+                    _forget_groups()
                     dist.destroy_process_group()
                 store = job.store
                 dist.init_process_group(
@@ -141,6 +143,15 @@ def _serve(pipe: Connection, rank: int) -> None:
             pipe.send("")
         except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
             pipe.send(traceback.format_exc())
+
+
+def _forget_groups() -> None:
+    """Let go of meshes of the process group that ends: groups that die late take the names of new ones with them."""
+    if "fsdp2_strategy" in sys.modules:
+        from fsdp2_strategy.mesh import forget_meshes
+
+        forget_meshes()
+    gc.collect()
 
 
 # Warnings of torch and transformers about their own doings.
