@@ -36,7 +36,11 @@ def become_rank(rank: int, ranks: int, store: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     faulthandler.enable(os.dup(2))
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  progress bars of all contestants
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +141,7 @@ def circumstances() -> dict[str, str]:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} CPU cores",
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -163,6 +163,8 @@ def _load(
             if optimizer is not None:
                 _restore_rng(rng, state)
     log("loaded %s (step %d)", path, state["step"])
+    if ema is None and load_model and (path / layout.EMA).is_dir():
+        log("%s holds averages that nobody asked for: pass ema= to go on with them", path, level=logging.WARNING)
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
