@@ -32,12 +32,12 @@ _ALIGNMENT = 512
 Put = Callable[[torch.Tensor], None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Item:
-    """One storage that travels: its values, and where the tensor that holds them is registered."""
+    """One storage that travels: the tensor that holds its values, and where that is registered."""
 
     tensor: torch.Tensor
-    """Its values; while they are away a meta tensor that stands for them."""
+    """While the values are away, a meta tensor that stands for them."""
     places: list[Put]
 
     @property
@@ -46,17 +46,25 @@ class _Item:
         return 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
 
     def put(self, tensor: torch.Tensor) -> None:
+        """Register another tensor in its place, and let go of the one before."""
+        self.tensor = tensor
         for place in self.places:
             place(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """A slab of host memory, and the items in it with their values, each in one dimension."""
+
+    slab: torch.Tensor
+    items: list[tuple[_Item, torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Trip:
     """What is away of a unit or an optimizer."""
 
-    items: list[tuple[_Item, torch.Tensor]]
-    """With their values, in one dimension."""
-    slabs: list[torch.Tensor]
+    loads: list[_Load]
     let_in: Callable[[Any], None]
     """Lifts the guard that refuses to compute meanwhile, of the unit or optimizer."""
 
@@ -76,33 +84,43 @@ def offload(subject: nn.Module | Optimizer) -> None:
         subject: a prepared model or its wrapper, or an optimizer over one.
 
     Raises:
-        OffloadError: the model is between two micro-batches whose gradients FSDP2 holds back.
+        OffloadError: the model is between two micro-batches whose gradients FSDP2 holds back; or the host has no memory
+            left, and everything is back where it was.
     """
     if isinstance(subject, Optimizer):
         if not _is_away(subject):
-            _send(subject, list(_state_items(subject)), _guard_steps(subject))
+            _send(subject, list(_state_items(subject)), _guard_steps)
         return
     groups = [group for group in parameter_groups(subject) if not _is_away(group)]
     for group in groups:
         _check_between_steps(group)
     reshard(subject)
-    for group in groups:
-        _send(group, list(_unit_items(group)), _guard_gathers(group))
+    try:
+        for group in groups:
+            _send(group, list(_unit_items(group)), _guard_gathers)
+    except OffloadError:
+        reload(subject)
+        raise
 
 
 def reload(subject: nn.Module | Optimizer) -> None:
     """Bring back what `offload` moved away; not collective. What is there already stays there."""
     keys = [subject] if isinstance(subject, Optimizer) else list(parameter_groups(subject))
-    trips = [(key, key.__dict__.pop(_TRIP)) for key in keys if _is_away(key)]
     with _Queue() as queue:
-        for key, trip in trips:
-            for item, values in trip.items:
-                like = item.tensor
-                back = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())
-                queue.copy(back, values.as_strided(like.size(), like.stride(), values.storage_offset()))
-                item.put(back)
-            trip.items.clear()
-            _slabs.give_back(trip.slabs, queue.event())
+        for key in filter(_is_away, keys):
+            trip: _Trip = key.__dict__[_TRIP]
+            while trip.loads:  # one after the other is let go of; where memory runs out, the rest is still away
+                load = trip.loads[-1]
+                for item, values in load.items:
+                    like = item.tensor
+                    if like.is_meta:
+                        back = torch.empty_strided(
+                            like.size(), like.stride(), dtype=like.dtype, device=current_device()
+                        )
+                        queue.copy(back, values.as_strided(like.size(), like.stride(), values.storage_offset()))
+                        item.put(back)
+                _slabs.give_back(trip.loads.pop().slab, queue.event())
+            delattr(key, _TRIP)
             trip.let_in(key)
 
 
@@ -131,31 +149,31 @@ def _is_away(key: Any) -> bool:
     return _TRIP in key.__dict__
 
 
-def _send(key: Any, items: Sequence[_Item], let_in: Callable[[Any], None]) -> None:
-    slabs: list[torch.Tensor] = []
-    away: list[tuple[_Item, torch.Tensor]] = []
-    with _Queue() as queue:
-        for slab, members in _packed(items):
-            slabs.append(slab)
-            for item, begin in members:
-                like = item.tensor
-                nbytes = item.span * like.element_size()
-                values = slab[begin : begin + nbytes].view(like.dtype)
-                queue.copy(values.as_strided(like.size(), like.stride(), values.storage_offset()), like)
-                if not queue.is_async:
-                    away.append(_left(item, values))
-                else:
-                    away.append((item, values))
-    if queue.is_async:
-        away = [_left(item, values) for item, values in away]  # the queue is empty: the device's memory can go
-    setattr(key, _TRIP, _Trip(away, slabs, let_in))
-
-
-def _left(item: _Item, values: torch.Tensor) -> tuple[_Item, torch.Tensor]:
-    """Let go of an item's memory on the device."""
-    meta = stand_in(values, item.tensor)
-    item.put(meta)
-    return _Item(meta, item.places), values
+def _send(key: Any, items: Sequence[_Item], guard: Callable[[Any], Callable[[Any], None]]) -> None:
+    loads: list[_Load] = []
+    try:
+        with _Queue() as queue:
+            for members, nbytes in _packed(items):
+                load = _Load(_slabs.take(nbytes), [])
+                loads.append(load)
+                for item, begin in members:
+                    like = item.tensor
+                    values = load.slab[begin : begin + item.span * like.element_size()].view(like.dtype)
+                    queue.copy(values.as_strided(like.size(), like.stride(), values.storage_offset()), like)
+                    load.items.append((item, values))
+                    if not queue.is_async:
+                        item.put(stand_in(values, like))
+    except (RuntimeError, MemoryError) as error:
+        for item, values in (pair for load in loads for pair in load.items if pair[0].tensor.is_meta):
+            like = item.tensor
+            item.put(values.as_strided(like.size(), like.stride(), values.storage_offset()).clone())
+        raise OffloadError(
+            f"cannot offload: the host has no memory left ({error}), and everything is where it was. Offload less, or "
+            "use a larger host."
+        ) from error
+    for item, values in (pair for load in loads for pair in load.items if queue.is_async):
+        item.put(stand_in(values, item.tensor))  # all copies are through: the device's memory can go
+    setattr(key, _TRIP, _Trip(loads, guard(key)))
 
 
 def _unit_items(group: Any) -> Iterator[_Item]:
@@ -244,20 +262,20 @@ def _error(action: str, subject: nn.Module | Optimizer) -> OffloadError:
     )
 
 
-def _packed(items: Sequence[_Item]) -> Iterator[tuple[torch.Tensor, list[tuple[_Item, int]]]]:
-    """Lay items out in slabs; return each slab with its items, and where they begin."""
+def _packed(items: Sequence[_Item]) -> Iterator[tuple[list[tuple[_Item, int]], int]]:
+    """Lay items out in slabs; return those of each slab with where they begin, and the bytes that they take."""
     members: list[tuple[_Item, int]] = []
     end = 0
     for item in items:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         nbytes = item.span * item.tensor.element_size()
         if members and begin + nbytes > _SLAB_BYTES:
-            yield _slabs.take(end), members
+            yield members, end
             members, begin = [], 0
         members.append((item, begin))
         end = begin + nbytes
     if members:
-        yield _slabs.take(end), members
+        yield members, end
 
 
 class _Slabs:
@@ -276,9 +294,9 @@ class _Slabs:
             return slab
         return torch.empty(size, dtype=torch.uint8, pin_memory=_pins())
 
-    def give_back(self, slabs: Sequence[torch.Tensor], through: Any) -> None:
-        """Take slabs back, which are free once an event has come."""
-        for slab in slabs if _pins() else ():
+    def give_back(self, slab: torch.Tensor, through: Any) -> None:
+        """Take a slab back, which is free once an event has come."""
+        if _pins():
             self._free[slab.numel()].append((slab, through))
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
-from fsdp2_strategy.offload import is_offloaded
+from fsdp2_strategy.offload import _Queue, is_offloaded
 from fsdp2_strategy.residency import _away, values_of
 
 
@@ -127,6 +127,47 @@ def test_fifty_trips_leave_nothing_behind():
     for _ in range(50):
         trip()
     assert resident() - before < held, "less than a fiftieth a trip"
+    assert_same(full_state(model, optimizer), expected)
+
+
+@pytest.mark.ranks(2)
+def test_where_memory_runs_out_nothing_is_lost(monkeypatch):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(1))
+    expected = full_state(model, optimizer)
+
+    def failing(countdown, original):
+        def call(*args, **kwargs):
+            nonlocal countdown
+            countdown -= 1
+            if countdown == -1:
+                raise torch.OutOfMemoryError("no memory left")
+            return original(*args, **kwargs)
+
+        return call
+
+    for countdown in (0, 5):
+        with monkeypatch.context() as patched:
+            patched.setattr(_Queue, "copy", failing(countdown, _Queue.copy))
+            with pytest.raises(OffloadError, match="everything is where it was"):
+                offload(optimizer)
+        assert not is_offloaded(optimizer)
+        assert_same(full_state(model, optimizer), expected)
+    with monkeypatch.context() as patched:
+        patched.setattr(_Queue, "copy", failing(5, _Queue.copy))
+        with pytest.raises(OffloadError, match="everything is where it was"):
+            offload(model)
+    assert not is_offloaded(model)
+    offload(model)
+    offload(optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(_Queue, "copy", failing(5, _Queue.copy))
+        with pytest.raises(torch.OutOfMemoryError):
+            reload(optimizer)
+    assert is_offloaded(optimizer)
+    reload(optimizer)
+    reload(model)
     assert_same(full_state(model, optimizer), expected)
 
 
