@@ -53,8 +53,8 @@ def synchronize() -> None:
 def moves(rounds: int, millions: int) -> dict:
     """Let AdamW's state go and come back, in turns with bare copies."""
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
-    side = int((millions * 1e6 / 12) ** 0.5)
-    model = strategy.prepare_model(nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(12))), True)
+    side = int((millions * 1e6 / 4) ** 0.5)  # large enough that freed memory goes back to the system at once
+    model = strategy.prepare_model(nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4))), True)
     optimizer = strategy.create_optimizer(model, lr=1e-3)
     strategy.backward(model(torch.ones(1, side, device=strategy.device)).mean(), model, optimizer)
     strategy.optimizer_step(optimizer, model)
