@@ -16,6 +16,7 @@ from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.ranks import agree, control_device, current_device
 
 Op = Literal["mean", "max", "sum"]
+Path = tuple[Any, ...]
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -29,7 +30,7 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
 
     Returns:
         The same structure; tensors on their devices and in their dtypes (means of whole numbers in fp32), numbers as
-        numbers.
+        numbers (whole ones stay whole up to 2^53).
 
     Raises:
         ConfigError: on every rank: another op, or structures that differ.
@@ -37,12 +38,12 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
     if op not in _REDUCTIONS:
         raise ConfigError(f"cannot reduce: op is {op!r}, expected mean, max or sum. Use one of them.")
     leaves = _leaves("reduce", data)
-    alike: dict[tuple[torch.dtype, torch.device], list[str]] = defaultdict(list)
+    alike: dict[tuple[torch.dtype, torch.device], list[Path]] = defaultdict(list)
     for path, value in leaves.items():
         tensor = _tensor(value)
         dtype = torch.float32 if op == "mean" and not _is_floating(tensor) else tensor.dtype
-        alike[torch.float64 if not isinstance(value, torch.Tensor) else dtype, _travel_device(value)].append(path)
-    reduced: dict[str, Any] = {}
+        alike[dtype, _travel_device(value)].append(path)
+    reduced: dict[Path, Any] = {}
     for (dtype, device), paths in alike.items():
         sent = [_tensor(leaves[path]).to(device, dtype).reshape(-1) for path in paths]
         flat = torch.cat(sent)
@@ -68,7 +69,7 @@ def all_gather(data: Any) -> Any:
     """
     leaves = _leaves("gather", data)
 
-    def gathered(path: str) -> torch.Tensor:
+    def gathered(path: Path) -> torch.Tensor:
         value = leaves[path]
         tensor = _tensor(value)
         tensor = tensor.reshape(1) if not tensor.ndim else tensor
@@ -80,25 +81,25 @@ def all_gather(data: Any) -> Any:
     return _rebuilt(data, gathered)
 
 
-def _leaves(action: str, data: Any) -> dict[str, Any]:
+def _leaves(action: str, data: Any) -> dict[Path, Any]:
     """Return what is in a structure by its path, the same on all ranks; collective.
 
     Raises:
         ConfigError: on every rank: structures differ, or hold something that is no number and no tensor.
     """
-    leaves: dict[str, Any] = {}
+    leaves: dict[Path, Any] = {}
     wrong: list[str] = []
 
-    def collect(value: Any, path: str) -> None:
+    def collect(value: Any, path: Path) -> None:
         if isinstance(value, Mapping):
             for key in value:
-                collect(value[key], f"{path}/{key}")
+                collect(value[key], (*path, key))
         elif isinstance(value, torch.Tensor | int | float):
             leaves[path] = value
         else:
-            wrong.append(f"{path or 'the data'} is a {type(value).__name__}")
+            wrong.append(f"{'/'.join(map(str, path)) or 'the data'} is a {type(value).__name__}")
 
-    collect(data, "")
+    collect(data, ())
     described = [(path, tuple(_tensor(v).shape), _tensor(v).dtype) for path, v in leaves.items()]
     agree(
         action,
@@ -111,16 +112,16 @@ def _leaves(action: str, data: Any) -> dict[str, Any]:
     return leaves
 
 
-def _rebuilt(data: Any, value_at: Callable[[str], Any], path: str = "") -> Any:
+def _rebuilt(data: Any, value_at: Callable[[Path], Any], path: Path = ()) -> Any:
     if isinstance(data, Mapping):
-        return {key: _rebuilt(data[key], value_at, f"{path}/{key}") for key in data}
+        return {key: _rebuilt(data[key], value_at, (*path, key)) for key in data}
     return value_at(path)
 
 
 def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    return torch.tensor(value, dtype=torch.float64)  # one rank may have 0 where another has 0.5
 
 
 def _is_floating(tensor: torch.Tensor) -> bool:
@@ -136,5 +137,5 @@ def _travel_device(value: Any) -> torch.device:
 def _as_given(value: Any, flat: torch.Tensor, op: Op) -> Any:
     if isinstance(value, torch.Tensor):
         return flat.reshape(value.shape).to(value.device)
-    number = flat.item()
-    return int(number) if isinstance(value, int) and op != "mean" else number
+    number = float(flat.item())
+    return int(number) if isinstance(value, int) and op != "mean" and number.is_integer() else number

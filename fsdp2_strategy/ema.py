@@ -12,12 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2_strategy.errors import ConfigError, ShardError
-from fsdp2_strategy.masters import masters_of
+from fsdp2_strategy.masters import masters_of, refresh_masters_of
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.residency import local_box, reshard, unwrap_model, values_of, whole_of
+from fsdp2_strategy.residency import local_box, reshard, sharded_like, unwrap_model, values_of, whole_of
 
 
 class EMA:
@@ -90,8 +89,8 @@ class EMA:
         reshard(root)
         parameters = {name: p for name, p in named_parameters(root).items() if name in self.averages}
         own = {name: values_of(p).clone() for name, p in parameters.items()}
-        self.copy_to(root)
         try:
+            self._put(root)
             yield model
         finally:
             reshard(root)
@@ -99,15 +98,29 @@ class EMA:
                 for name, parameter in parameters.items():
                     values_of(parameter).copy_(own[name])
 
-    @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Give a model's parameters the averages' values, in their own dtype; collective where shards differ."""
+        """Give a model's parameters the averages' values, in their own dtype; collective where shards differ.
+
+        Masters that an optimizer keeps of them take these values, too.
+
+        Raises:
+            ShardError: the model lacks a parameter that is averaged.
+        """
         root = unwrap_model(model)
         reshard(root)
+        self._put(root)
+        refresh_masters_of(root)
+
+    @torch.no_grad()
+    def _put(self, root: nn.Module) -> None:
         parameters = named_parameters(root)
+        if lost := [name for name in self.averages if name not in parameters]:
+            raise ShardError(
+                f"cannot use these averages in {type(root).__name__}: it has no {lost[0]}, expected the parameters "
+                "that are averaged. Use the model that the averages began with."
+            )
         for name, average in self.averages.items():
-            target = values_of(parameters[name])
-            target.copy_(_part_for(parameters[name], average))
+            values_of(parameters[name]).copy_(_part_for(parameters[name], average))
 
 
 def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
@@ -117,14 +130,7 @@ def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fp32_copy(source: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    local = values_of(source).to(device=device, dtype=torch.float32, copy=True)
-    if not isinstance(source, DTensor):
-        return local
-    # Built by hand: `from_local` would move it to the device of the mesh.
-    spec = DTensorSpec(
-        source.device_mesh, source.placements, tensor_meta=TensorMeta(source.shape, source.stride(), torch.float32)
-    )
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return sharded_like(source, values_of(source).to(device=device, dtype=torch.float32, copy=True))
 
 
 def _part_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -11,16 +11,16 @@ with masters in the model: the weights that forward passes see are equal to the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, overload
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2_strategy.residency import values_of
+from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.residency import sharded_like, values_of
 
 MASTER = "master"
 
@@ -36,6 +36,9 @@ class FSDPadaptOptimizer(Optimizer):
         optimizer_cls: a torch optimizer class.
         **kwargs: its options.
 
+    Raises:
+        OptimizerError: a schedule drives the optimizer already.
+
     fp32 parameters are stepped as they are. Hyper-parameters are those of ``param_groups``, where schedules set them.
     """
 
@@ -46,6 +49,11 @@ class FSDPadaptOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         inner = optimizer if isinstance(optimizer, Optimizer) else optimizer_cls(optimizer, **kwargs)
+        if hasattr(inner.step, "_wrapped_by_lr_sched"):
+            raise OptimizerError(
+                f"cannot put masters around this {type(inner).__name__}: a schedule drives it already, and would drive "
+                "the inner one alone. Make the schedule afterwards, over the FSDPadaptOptimizer."
+            )
         state = dict(inner.state)
         groups = inner.param_groups
         inner.param_groups, self.inner = [], inner
@@ -109,10 +117,14 @@ class FSDPadaptOptimizer(Optimizer):
             yield from group["params"]
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the masters' values from the parameters: for weights that came from elsewhere; not collective."""
+    def refresh_masters(self, own: Collection[int] | None = None) -> None:
+        """Take the masters' values from the parameters: for weights that came from elsewhere; not collective.
+
+        Args:
+            own: identities of the parameters whose masters are meant; by default all.
+        """
         for parameter in self._parameters():
-            if MASTER in self.state[parameter]:
+            if MASTER in self.state[parameter] and (own is None or id(parameter) in own):
                 values_of(self.state[parameter][MASTER]).copy_(values_of(parameter))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -153,8 +165,7 @@ def refresh_masters_of(model: nn.Module) -> None:
     """Note that a model's weights came from elsewhere: masters of them take their values; not collective."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in list(_alive):
-        if any(id(parameter) in own for parameter in optimizer.state):
-            optimizer.refresh_masters()
+        optimizer.refresh_masters(own)
 
 
 def _is_half(parameter: torch.Tensor) -> bool:
@@ -167,15 +178,4 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor, sharded as it is, in another dtype."""
-    if tensor.dtype == dtype:
-        return tensor
-    if not isinstance(tensor, DTensor):
-        return values_of(tensor).to(dtype)
-    return DTensor.from_local(
-        values_of(tensor).to(dtype),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return tensor if tensor.dtype == dtype else sharded_like(tensor, values_of(tensor).to(dtype))

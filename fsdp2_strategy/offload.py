@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.ranks import current_device
-from fsdp2_strategy.residency import parameter_groups, reshard, stand_in
+from fsdp2_strategy.residency import anything_is_away, is_away, parameter_groups, settle, stand_in, unwrap_model
 
 _SLAB_BYTES = 128 << 20
 _ALIGNMENT = 512
@@ -91,21 +92,33 @@ def offload(subject: nn.Module | Optimizer) -> None:
         if not _is_away(subject):
             _send(subject, list(_state_items(subject)), _guard_steps)
         return
-    groups = [group for group in parameter_groups(subject) if not _is_away(group)]
+    root = unwrap_model(subject)
+    groups = [group for group in parameter_groups(root) if not _is_away(group)]
     for group in groups:
         _check_between_steps(group)
-    reshard(subject)
+    settle(root)
     try:
         for group in groups:
             _send(group, list(_unit_items(group)), _guard_gathers)
     except OffloadError:
-        reload(subject)
+        _fetch(groups)
         raise
 
 
 def reload(subject: nn.Module | Optimizer) -> None:
     """Bring back what `offload` moved away; not collective. What is there already stays there."""
-    keys = [subject] if isinstance(subject, Optimizer) else list(parameter_groups(subject))
+    _fetch(_keys(subject))
+    if isinstance(subject, nn.Module):
+        settle(unwrap_model(subject))  # a pass that was refused meanwhile counts as begun
+
+
+def _keys(subject: nn.Module | Optimizer) -> list[Any]:
+    """Return what trips of a subject are kept on."""
+    return [subject] if isinstance(subject, Optimizer) else list(parameter_groups(unwrap_model(subject)))
+
+
+def _fetch(keys: Sequence[Any]) -> None:
+    """Bring back what is away of units or optimizers."""
     with _Queue() as queue:
         for key in filter(_is_away, keys):
             trip: _Trip = key.__dict__[_TRIP]
@@ -126,8 +139,7 @@ def reload(subject: nn.Module | Optimizer) -> None:
 
 def is_offloaded(subject: nn.Module | Optimizer) -> bool:
     """Say whether any of it is away; not collective."""
-    keys = [subject] if isinstance(subject, Optimizer) else parameter_groups(subject)
-    return any(map(_is_away, keys))
+    return any(map(_is_away, _keys(subject)))
 
 
 def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
@@ -254,6 +266,18 @@ def _refuse_step(optimizer: Optimizer, *_args: Any) -> None:
     raise _error("step", optimizer)
 
 
+def _refuse_step_without_model(optimizer: Optimizer, *_args: Any) -> None:
+    """Refuse to step parameters that are away: on meta a step would do nothing, and say nothing."""
+    if anything_is_away() and any(is_away(p) for group in optimizer.param_groups for p in group["params"]):
+        raise OffloadError(
+            "cannot step: the model that this optimizer steps is in host memory, expected it on the device. Call "
+            "reload_model first."
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_step_without_model)
+
+
 def _error(action: str, subject: nn.Module | Optimizer) -> OffloadError:
     call = "maybe_load_optimizer" if isinstance(subject, Optimizer) else "reload_model"
     return OffloadError(
@@ -286,7 +310,7 @@ class _Slabs:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a slab of at least that many bytes."""
-        size = max(nbytes, _SLAB_BYTES) if _pins() else nbytes
+        size = 1 << (nbytes - 1).bit_length() if _pins() else nbytes  # as torch rounds pinned memory itself
         if self._free[size]:
             slab, through = self._free[size].pop()
             if through is not None:
@@ -306,6 +330,8 @@ class _Slabs:
                 if through is not None:
                     through.synchronize()
         self._free.clear()
+        if _pins() and hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()
 
 
 _slabs = _Slabs()

@@ -93,19 +93,19 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
     """Let an optimizer that was made before its model was sharded step the sharded parameters; not collective.
 
     Args:
-        optimizer: made over the parameters that the model had before, and not stepped yet.
+        optimizer: made over the parameters that the model had before, without state yet.
         names: names of those parameters, by identity.
         model: the same model, sharded.
 
     Raises:
-        OptimizerError: it was stepped already, or holds parameters that the model did not have.
+        OptimizerError: it has state already, or holds parameters that the model did not have.
     """
     now = named_parameters(unwrap_model(model))
     own = {id(parameter) for parameter in now.values()}
     stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     foreign = [p for p in stale if id(p) not in names]
     if foreign or (stale and optimizer.state):
-        what = f"holds {len(foreign)} parameters of another model" if foreign else "was stepped already"
+        what = f"holds {len(foreign)} parameters of another model" if foreign else "has state already"
         raise OptimizerError(
             f"cannot keep this optimizer: it {what}, expected a fresh one over the model's parameters. Create it with "
             "create_optimizer, after prepare_model."

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2_strategy.errors import ShardError
 
@@ -90,6 +92,17 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's values are in host memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.is_meta and local.untyped_storage()._cdata in _away
+
+
+def anything_is_away() -> bool:
+    """Say whether any tensor's values are."""
+    return bool(_away)
+
+
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor, wherever its values are; collective where it is sharded."""
     if not isinstance(tensor, DTensor):
@@ -137,6 +150,34 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def settle(model: nn.Module) -> None:
+    """Bring FSDP2's records to rest, all units sharded, also after a pass that raised midway; not collective.
+
+    A pass that raises leaves units in the middle of a forward pass: they would stay gathered, and the next pass would
+    not count as one that begins.
+    """
+    for group in parameter_groups(model):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+
+
+def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded as ``source`` is, from this rank's part of it, on whatever device that lies."""
+    if not isinstance(source, DTensor):
+        return local
+    # Built by hand: `from_local` would move it to the device of the mesh.
+    meta = TensorMeta(source.shape, source.stride(), local.dtype)
+    spec = DTensorSpec(source.device_mesh, source.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:

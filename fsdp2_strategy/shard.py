@@ -284,6 +284,8 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
     """Keep 0-d parameters whole on every rank and average their gradients; return them."""
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
+        if plan.precision.is_training and parameter.requires_grad:
+            dtype = torch.promote_types(dtype, torch.float32)  # computed with as it is, wherever masters are kept
         parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
         average_gradient(parameter)
     return set(plan.replicated.values())

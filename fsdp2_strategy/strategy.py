@@ -30,7 +30,7 @@ from fsdp2_strategy.checkpoint import end_saving, load_checkpoint, save_checkpoi
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.ema import EMA
-from fsdp2_strategy.errors import ConfigError, StepError
+from fsdp2_strategy.errors import ConfigError, OptimizerError, StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_remembered
@@ -263,15 +263,16 @@ class FSDPV2Strategy:
         Raises:
             ConfigError: ``consumed_samples`` is more than an epoch, or no multiple of the ranks.
         """
-        sampler = sampler or ResumableSampler(
-            replay_buffer,
-            num_replicas=self.world_size,
-            rank=dist.get_rank(),
-            shuffle=shuffle,
-            seed=self.config.seed,
-            drop_last=drop_last,
-            consumed_samples=consumed_samples,
-        )
+        if sampler is None:
+            sampler = ResumableSampler(
+                replay_buffer,
+                num_replicas=self.world_size,
+                rank=dist.get_rank(),
+                shuffle=shuffle,
+                seed=self.config.seed,
+                drop_last=drop_last,
+                consumed_samples=consumed_samples,
+            )
         dataset: Dataset[Any] = replay_buffer  # type: ignore[assignment]
         return DataLoader(
             dataset, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pin_memory
@@ -402,6 +403,11 @@ class FSDPV2Strategy:
         names = {id(p): name for name, p in named_parameters(residency.unwrap_model(model)).items()}
         model = self.prepare_model(model, is_training=True)
         if optimizer is not None:
+            if self.config.use_mp_opt and not is_mp_optimizer(optimizer):
+                raise OptimizerError(
+                    f"cannot keep this {type(optimizer).__name__}: with use_mp_opt the model is bf16 alone, expected "
+                    "an optimizer that keeps fp32 masters. Create it with create_optimizer, after prepare_model."
+                )
             rebind_optimizer(optimizer, names, model)
             run = self._run(model)
             run.optimizer, run.scheduler = optimizer, rest[0] if rest else run.scheduler
@@ -641,7 +647,8 @@ class FSDPV2Strategy:
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
         """Clip a model's gradients to one global norm, by default the configured one; collective."""
-        return clip_grad_norm(model, self.config.max_norm if max_norm is None else max_norm)
+        scale = run.scale.value if (run := self._run(model)).scale else 1.0
+        return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
 
     def global_step(self, model: nn.Module) -> int:
         """Return how many optimizer steps a model has taken, those before a resume included."""

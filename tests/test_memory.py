@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, loss_of
+from models import batch_of, build, loss_of
 from reference import full_parameters
 from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
 from transformers import AutoModelForCausalLM
@@ -216,6 +216,78 @@ def test_what_is_away_is_saved_exported_and_loaded_where_it_is(tmp_path, shard_s
     load_weights(third, tmp_path / "out")
     reload(third)
     assert_same(full_parameters(third), full_parameters(other))
+
+
+@pytest.mark.ranks(2)
+def test_a_fresh_optimizer_gets_its_state_while_its_model_is_away(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(2))
+    strategy.save_ckpt(model, tmp_path)
+    expected = full_state(model, optimizer)
+    other, its_optimizer, its_scheduler = prepared(strategy, seed=1)
+    strategy.offload_model(other)
+    strategy.load_ckpt(other, tmp_path)
+    strategy.reload_model(other)
+    assert_same(full_state(other, its_optimizer), expected)
+    assert train(strategy, other, its_optimizer, its_scheduler, [2]) == train(
+        strategy, model, optimizer, scheduler, [2]
+    )
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_never_steps_a_model_that_is_away():
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    strategy.backward(forward(model), model, optimizer)
+    offload(model)
+    with pytest.raises(OffloadError, match="Call reload_model first"):
+        optimizer.step()
+    reload(model)
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_pass_that_raised_leaves_a_model_that_can_go_away():
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    expected = full_parameters(model)
+
+    def fail(*_):
+        raise ValueError("out of luck")
+
+    handle = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="out of luck"):
+        forward(model)
+    handle.remove()
+    offload(model)
+    with pytest.raises(OffloadError):
+        forward(model)
+    reload(model)
+    assert_same(full_parameters(model), expected)
+    assert_same(full_state(model, optimizer), expected)
+    other, its_optimizer, its_scheduler = prepared(strategy)
+    assert train(strategy, model, optimizer, scheduler, range(3)) == train(
+        strategy, other, its_optimizer, its_scheduler, range(3)
+    )
+
+
+@pytest.mark.ranks(2)
+def test_the_inner_model_of_a_wrapper_means_the_wrapper():
+    class Critic(torch.nn.Module):
+        is_actor = True
+
+        def __init__(self):
+            super().__init__()
+            self.model = build("llama")
+            self.value_head = torch.nn.Linear(32, 1)
+
+    strategy = strategy_for()
+    critic = strategy.prepare_model(Critic(), is_training=True)
+    strategy.offload_model(critic.model)
+    assert all(p._local_tensor.is_meta for p in critic.parameters() if p.numel() > 1)
+    strategy.reload_model(critic.model)
+    assert not any(p._local_tensor.is_meta for p in critic.parameters())
 
 
 @pytest.mark.ranks(2)

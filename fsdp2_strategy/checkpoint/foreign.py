@@ -139,11 +139,11 @@ def load_foreign(
     """
     path = foreign.path
     flat: dict[str, torch.Tensor] = {}
+    for subject in (model, optimizer):
+        if subject is not None:
+            check_resident(subject, f"load {path}")
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
-        for subject in (root, optimizer):
-            if subject is not None:
-                check_resident(subject, f"load {path}")
         weights = _match_model(root, foreign, strict=strict) if load_model else None
         if optimizer is not None:
             require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
@@ -154,7 +154,7 @@ def load_foreign(
         client_state = foreign.client_state()
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
-        clear_gradients(model)
+        clear_gradients(root)
         if weights is not None:
             weights.source.read(weights.tensors)
         if optimizer is not None:
@@ -184,17 +184,17 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, be
     weights = ForeignTensors(foreign.model)
     if not weights.described:
         raise CheckpointError(f"cannot export {foreign.path}: it holds no tensors, expected a model's. Name another.")
-    folder = NewFolder(output, weights.described, dtype)
-    batch: dict[str, torch.Tensor] = {}
-    for name, (shape, stored) in weights.described.items():
-        batch[name] = torch.empty(shape, dtype=stored)
-        if sum(tensor.nbytes for tensor in batch.values()) > _AT_ONCE_BYTES:
-            weights.read(batch)
-            folder.write(batch)
-            batch = {}
-    weights.read(batch)
-    folder.write(batch)
-    folder.finish(beside)
+    with NewFolder(output, weights.described, dtype) as folder:
+        batch: dict[str, torch.Tensor] = {}
+        for name, (shape, stored) in weights.described.items():
+            batch[name] = torch.empty(shape, dtype=stored)
+            if sum(tensor.nbytes for tensor in batch.values()) > _AT_ONCE_BYTES:
+                weights.read(batch)
+                folder.write(batch)
+                batch = {}
+        weights.read(batch)
+        folder.write(batch)
+        folder.finish(beside)
 
 
 @dataclass(frozen=True)

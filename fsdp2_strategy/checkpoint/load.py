@@ -151,7 +151,7 @@ def _load(
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched):
         with torch.no_grad():
-            clear_gradients(model)
+            clear_gradients(root)
             _read(opened, [*of_model, *(plan.wanted if plan else ()), *of_ema], verify=verify)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             if load_model and optimizer is None:

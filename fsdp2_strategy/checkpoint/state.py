@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.masters import FSDPadaptOptimizer
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.residency import is_sharded, reshard, unwrap_model
+from fsdp2_strategy.residency import is_sharded, reshard, sharded_like, unwrap_model
 
 # How a kernel is chosen is this run's affair, not the checkpoint's.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
@@ -295,8 +295,9 @@ def _room(
     parameter: torch.Tensor, group: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return an empty tensor for one entry of a parameter's state, placed where the optimizer wants it."""
+    device = parameter.device  # where its values belong, also while they are away
     if shape == tuple(parameter.shape) and key != "step":
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        form = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        return sharded_like(parameter, torch.empty_strided(form.size(), form.stride(), dtype=dtype, device=device))
     on_device = key != "step" or group.get("fused") or group.get("capturable")
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return torch.zeros(shape, dtype=dtype, device=local.device if on_device else "cpu")
+    return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")

@@ -9,6 +9,8 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -27,7 +29,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 class NewFolder:
-    """A folder of safetensors files that comes to be; its files have their names once they are whole.
+    """A folder of safetensors files that comes to be in a ``with`` block; its files have their names once whole.
 
     Args:
         output: where it goes: a new folder, or an empty one.
@@ -51,7 +53,16 @@ class NewFolder:
         self._files = files_for(output, "model", regions, _MOST_BYTES, partial=True)
         self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
         output.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
         create(self._files)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:  # what has not got its name is not whole
+            file.path.unlink(missing_ok=True)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write whole tensors."""
@@ -90,11 +101,11 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     """
     weights = sorted(source.glob("*.safetensors"))
     entries = {name: entry for path in weights for name, entry in read_header(path).items()}
-    folder = NewFolder(output, {name: (entry.shape, entry.dtype) for name, entry in entries.items()}, dtype)
-    with Reader("exporting", checksums) as reader:
+    described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+    with NewFolder(output, described, dtype) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
-    folder.finish(source)
+        folder.finish(source)
 
 
 def _copy(reader: Reader, source: Entry, target: Entry) -> None:
