@@ -31,6 +31,8 @@ demo: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/weights.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/memory.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
