@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from harness import (
     circumstances,
     draw,
     drop_from_cache,
-    error_of,
     force_to_disk,
     in_turns,
     local_of,
@@ -40,6 +38,7 @@ from harness import (
     pieces_of,
     ratio,
     spread,
+    summary,
     turn,
 )
 from safetensors.torch import load_file, save_file
@@ -335,18 +334,6 @@ def work(rank: int, ranks: int, options: dict) -> None:
         Path(options["results"]).write_text(json.dumps({"payload_bytes": sum(payload), "results": results}))
     dist.barrier()
     os._exit(0)  # gloo can abort an interpreter that is on its way out
-
-
-def summary(turns: list) -> dict:
-    """Sum up the rounds of one contestant."""
-    if error := error_of(turns):
-        return {"error": error}
-    return {
-        "seconds": [ranks[0]["seconds"] for ranks in turns],
-        "peak_bytes": max(rank["peak_bytes"] for ranks in turns for rank in ranks),
-        "read_bytes": statistics.median(sum(rank["read_bytes"] for rank in ranks) for ranks in turns),
-        "written_bytes": statistics.median(sum(rank["written_bytes"] for rank in ranks) for ranks in turns),
-    }
 
 
 def table(entry: dict) -> str:

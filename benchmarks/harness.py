@@ -124,6 +124,18 @@ def error_of(turns: list[list[dict]]) -> str | None:
     return next((rank["error"] for ranks in turns for rank in ranks if "error" in rank), None)
 
 
+def summary(turns: list[list[dict]]) -> dict:
+    """Sum up the rounds of one contestant; one that cannot do it says why."""
+    if error := error_of(turns):
+        return {"error": error}
+    return {
+        "seconds": [ranks[0]["seconds"] for ranks in turns],
+        "peak_bytes": max(rank["peak_bytes"] for ranks in turns for rank in ranks),
+        "read_bytes": statistics.median(sum(rank["read_bytes"] for rank in ranks) for ranks in turns),
+        "written_bytes": statistics.median(sum(rank["written_bytes"] for rank in ranks) for ranks in turns),
+    }
+
+
 def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
     """Return median and middle half of one contestant's times over another's, turn by turn."""
     ratios = sorted(a / b for a, b in zip(one, other, strict=True))

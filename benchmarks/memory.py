@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import attempt, become_rank, circumstances, error_of, in_turns, local_of, merge, ratio, spread, turn
+from harness import attempt, become_rank, circumstances, in_turns, local_of, merge, ratio, spread, summary, turn
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,15 +139,6 @@ def work(rank: int, options: dict) -> None:
         Path(options["results"]).write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # gloo can abort an interpreter that is on its way out
-
-
-def summary(turns: list) -> dict:
-    if error := error_of(turns):
-        return {"error": error}
-    return {
-        "seconds": [ranks[0]["seconds"] for ranks in turns],
-        "peak_bytes": max(rank["peak_bytes"] for ranks in turns for rank in ranks),
-    }
 
 
 def table(entry: dict) -> str:

@@ -10,10 +10,7 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from harness import circumstances
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,14 +125,8 @@ def measure(rank: int, ranks: int, pairs: int, store: str, out: Path) -> None:
 
 def report(times: dict, collectives: dict, norms: dict, *, parameters: int, ranks: int, out: Path) -> None:
     ratios = [ours / theirs for ours, theirs in zip(times["strategy"], times["hand-written"], strict=True)]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **circumstances(),
         "ranks": ranks,
         "parameters": parameters,
         "seconds_per_step": times,

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,13 +28,13 @@ from harness import (
     circumstances,
     draw,
     drop_from_cache,
-    error_of,
     in_turns,
     local_of,
     merge,
     pieces_of,
     ratio,
     spread,
+    summary,
     turn,
 )
 from safetensors.torch import save_file
@@ -254,17 +253,13 @@ def work(rank: int, ranks: int, options: dict) -> None:
     os._exit(0)  # gloo can abort an interpreter that is on its way out
 
 
-def summary(turns: list) -> dict:
+def summed_up(turns: list) -> dict:
     """Sum up the rounds of one contestant."""
-    if error := error_of(turns):
-        return {"error": error}
-    return {
-        "seconds": [ranks[0]["seconds"] for ranks in turns],
-        "core_seconds": [ranks[0]["core_seconds"] for ranks in turns],
-        "peak_bytes": max(rank["peak_bytes"] for ranks in turns for rank in ranks),
-        "extra_bytes": max(rank["peak_bytes"] - rank["held_bytes"] for ranks in turns for rank in ranks),
-        "read_bytes": statistics.median(sum(rank["read_bytes"] for rank in ranks) for ranks in turns),
-    }
+    facts = summary(turns)
+    if "error" not in facts:
+        facts["core_seconds"] = [ranks[0]["core_seconds"] for ranks in turns]
+        facts["extra_bytes"] = max(rank["peak_bytes"] - rank["held_bytes"] for ranks in turns for rank in ranks)
+    return facts
 
 
 def table(entry: dict) -> str:
@@ -353,7 +348,7 @@ def main() -> None:
                 for kind, contestants in json.loads(measured.read_text()).items():
                     entry = {"kind": kind, "size": size, "ranks": ranks, "where": where, "payload_bytes": payload}
                     entry |= circumstances()
-                    entry["contestants"] = {name: summary(turns) for name, turns in contestants.items()}
+                    entry["contestants"] = {name: summed_up(turns) for name, turns in contestants.items()}
                     entries = merge(results, entry, ("kind", "size", "ranks", "where"))
                     print(table(entry), end="\n\n", flush=True)
             shutil.rmtree(place / size)
