@@ -96,7 +96,8 @@ def offload(subject: nn.Module | Optimizer) -> None:
     groups = [group for group in parameter_groups(root) if not _is_away(group)]
     for group in groups:
         _check_between_steps(group)
-    settle(root)
+    if groups:
+        settle(root)
     try:
         for group in groups:
             _send(group, list(_unit_items(group)), _guard_gathers)
@@ -107,8 +108,9 @@ def offload(subject: nn.Module | Optimizer) -> None:
 
 def reload(subject: nn.Module | Optimizer) -> None:
     """Bring back what `offload` moved away; not collective. What is there already stays there."""
-    _fetch(_keys(subject))
-    if isinstance(subject, nn.Module):
+    away = [key for key in _keys(subject) if _is_away(key)]
+    _fetch(away)
+    if away and isinstance(subject, nn.Module):
         settle(unwrap_model(subject))  # a pass that was refused meanwhile counts as begun
 
 

@@ -574,6 +574,14 @@ def test_removal_does_not_keep_training_waiting(tmp_path, monkeypatch):
 # --- what others wrote -----------------------------------------------------------------------------------------------
 
 
+def trained_once(strategy):
+    model, optimizer, scheduler = prepared(strategy, "llama_tied")
+    train(strategy, model, optimizer, scheduler, [0], "llama_tied")
+    for parameter in model.parameters():
+        parameter.grad = None
+    return model, optimizer
+
+
 def schedule_at_6(optimizer):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     schedule.last_epoch = 6
@@ -609,10 +617,7 @@ WRITERS = {"lightrft": as_lightrft, "accelerate": as_accelerate, "whole_file": a
 @pytest.mark.parametrize("wrote", list(WRITERS))
 def test_checkpoints_of_other_systems_load_where_they_are_trusted(tmp_path, wrote):
     strategy = strategy_for()
-    model, optimizer, scheduler = prepared(strategy, "llama_tied")
-    train(strategy, model, optimizer, scheduler, [0], "llama_tied")
-    for parameter in model.parameters():
-        parameter.grad = None
+    model, optimizer = trained_once(strategy)
     WRITERS[wrote](tmp_path, model, optimizer)
     dist.barrier()
     other, its_optimizer, _ = prepared(strategy, "llama_tied", seed=1)
@@ -689,6 +694,11 @@ def test_the_command_line_lists_verifies_and_exports(tmp_path, capsys, run_on):
     assert "is not empty" in capsys.readouterr().err
     file = tmp_path / "ckpts" / "a" / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    failed = tmp_path / "failed"
+    assert main(["export", str(tmp_path / "ckpts" / "a"), str(failed)]) == 2
+    assert not list(failed.iterdir()), "what is not whole is not left behind"
+    assert main(["export", str(tmp_path / "ckpts" / "b"), str(failed)]) == 0
+    capsys.readouterr()
     assert main(["verify", str(tmp_path / "ckpts")]) == 1
     assert "1 problems" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "nothing")]) == 2
@@ -696,10 +706,7 @@ def test_the_command_line_lists_verifies_and_exports(tmp_path, capsys, run_on):
 
 def write_foreign(folder, wrote):
     strategy = strategy_for()
-    model, optimizer, scheduler = prepared(strategy, "llama_tied")
-    train(strategy, model, optimizer, scheduler, [0], "llama_tied")
-    for parameter in model.parameters():
-        parameter.grad = None
+    model, optimizer = trained_once(strategy)
     WRITERS[wrote](folder / wrote, model, optimizer)
     strategy.save_ckpt(model, folder / "ours", "a")
 

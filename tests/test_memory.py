@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import batch_of, build, loss_of
 from reference import full_parameters
 from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
@@ -245,6 +247,32 @@ def test_an_optimizer_never_steps_a_model_that_is_away():
         optimizer.step()
     reload(model)
     optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_reloading_what_is_there_in_the_middle_of_a_pass_changes_nothing():
+    strategy = strategy_for()
+    (model, optimizer, _), (other, its_optimizer, _) = prepared(strategy), prepared(strategy)
+    for each, own in ((model, optimizer), (other, its_optimizer)):
+        loss = forward(each)
+        if each is other:
+            strategy.reload_model(each)
+        strategy.backward(loss, each, own)
+        strategy.optimizer_step(own, each)
+    assert_same(full_state(other, its_optimizer), full_state(model, optimizer))
+
+
+@pytest.mark.ranks(2)
+def test_what_others_wrote_is_not_loaded_into_what_is_away(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "theirs")
+    expected = full_parameters(model)
+    offload(model)
+    with pytest.raises(OffloadError, match="Call reload_model first"):
+        strategy.load_ckpt(model, tmp_path, trust=True, load_optimizer_states=False, load_lr_scheduler_states=False)
+    reload(model)
+    assert_same(full_parameters(model), expected)
 
 
 @pytest.mark.ranks(2)

@@ -136,6 +136,7 @@ def load_foreign(
 
     Raises:
         CheckpointError: on every rank: names or shapes do not agree, or there is no state for optimizer or scheduler.
+        OffloadError: model or optimizer is in host memory, where torch's reader does not find it.
     """
     path = foreign.path
     flat: dict[str, torch.Tensor] = {}
@@ -192,8 +193,9 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, be
                 weights.read(batch)
                 folder.write(batch)
                 batch = {}
-        weights.read(batch)
-        folder.write(batch)
+        if batch:
+            weights.read(batch)
+            folder.write(batch)
         folder.finish(beside)
 
 
