@@ -5,10 +5,12 @@
     ├── MeshError        (ValueError)    process group, device mesh, shard sizes
     ├── ShardError       (ValueError)    which modules become units, and how
     ├── OptimizerError   (ValueError)    parameter groups, schedules
+    ├── DataError        (ValueError)    the order of samples, and how far a loader is in it
     ├── StepError        (RuntimeError)  backward and optimizer steps
     ├── OffloadError     (RuntimeError)  what is in host memory while it is needed on the device
-    └── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
-        └── DamageError                  files that are not what was written
+    ├── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
+    │   └── DamageError                  files that are not what was written
+    └── RolloutError     (RuntimeError)  weights on their way to an inference engine, and the engine
 
 Each message says what cannot be done, what the subject is, what it should be, and what to do. An error that one
 rank alone meets inside a collective call is raised on every rank, naming that rank.
@@ -43,6 +45,10 @@ class OptimizerError(FSDP2StrategyError, ValueError):
     """An optimizer or schedule that cannot be built as asked."""
 
 
+class DataError(FSDP2StrategyError, ValueError):
+    """An order of samples that cannot be made, or a loader that cannot go on in it."""
+
+
 class StepError(FSDP2StrategyError, RuntimeError):
     """A backward pass or optimizer step that cannot be taken."""
 
@@ -57,6 +63,10 @@ class CheckpointError(FSDP2StrategyError, RuntimeError):
 
 class DamageError(CheckpointError):
     """A checkpoint whose files are not what was written."""
+
+
+class RolloutError(FSDP2StrategyError, RuntimeError):
+    """Weights that cannot reach an inference engine, or an engine that cannot do what it is asked to."""
 
 
 def some(names: Sequence[str]) -> str:

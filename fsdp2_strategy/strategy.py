@@ -39,6 +39,7 @@ from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_m
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.offload import forget_slabs, offload, reload
 from fsdp2_strategy.optimizer import build_optimizer, rebind_optimizer
+from fsdp2_strategy.rollout import Rollout, RolloutEngine
 from fsdp2_strategy.schedule import build_scheduler
 from fsdp2_strategy.shard import shard_model
 from fsdp2_strategy.step import (
@@ -67,6 +68,7 @@ _RLHF_DEFAULTS: dict[str, Any] = {
     "l2": 0.0,
     "lr_warmup_ratio": 0.03,
     "remote_rm_url": None,
+    "enable_engine_sleep": False,
 }
 
 
@@ -156,6 +158,7 @@ class FSDPV2Strategy:
         self.world_size = dist.get_world_size()
         self.accumulated_gradient = self._accumulation()
         self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
+        self._rollout = Rollout(torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else None)
         self.set_seed(self.config.seed)
         ranks.show_log()
         ranks.log("strategy on %d ranks\n%s", self.world_size, self.config)
@@ -192,6 +195,7 @@ class FSDPV2Strategy:
         Directories that this process saved into are free for other runs from then on.
         """
         self._runs.clear()
+        self._rollout = Rollout(None)
         end_saving()
         forget_slabs()
         if self._owns_process_group and dist.is_initialized():
@@ -562,6 +566,62 @@ class FSDPV2Strategy:
             kept.ema = EMA(model_ema, names=trained, device="cpu" if torch.device(device).type == "cpu" else None)
         run.ema = kept.ema
         return kept.ema
+
+    # --- rollout -------------------------------------------------------------------------------------------------
+
+    @property
+    def inference_engine(self) -> RolloutEngine | None:
+        """The engine that `setup_inference_engine` made; None before, and on a rank that has none."""
+        return self._rollout.engine
+
+    @property
+    def inference_engine_type(self) -> str | None:
+        """The name under which it was asked for."""
+        return self._rollout.engine_type
+
+    def setup_inference_engine(
+        self, args: object = None, engine_type: str | RolloutEngine = "vllm", actor: nn.Module | None = None
+    ) -> RolloutEngine | None:
+        """Build the engine that generates sequences, bring an actor's weights into it, and let it sleep; collective.
+
+        Args:
+            args: the trainer's, which what builds the engine may read; ``enable_engine_sleep`` lets it sleep.
+            engine_type: "transformers", a name that was added to `rollout.ENGINES`, or an engine.
+            actor: whose weights it gets.
+
+        Returns:
+            The engine; None on a rank that has none.
+
+        Raises:
+            RolloutError: on every rank: nothing is known under that name, or it cannot be built.
+        """
+        self._rollout.set_up(args, engine_type, actor)
+        if actor is not None:
+            self.update_engine_weights(actor)
+        if self._option("enable_engine_sleep", args):
+            self._rollout.sleep()
+        return self.inference_engine
+
+    def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
+        """Bring a model's weights, in the compute dtype, into the engine; collective. One that sleeps sleeps again.
+
+        Args:
+            actor: the model, or its wrapper; it may be away in host memory.
+            verify: compare the checksums of what was sent with those of what the engine holds.
+
+        Raises:
+            RolloutError: on every rank: there is no engine, or it did not get all of them.
+        """
+        self._rollout.update(actor, verify=verify)
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """Let the engine give its memory away, where ``enable_engine_sleep`` says so; not collective."""
+        if self._option("enable_engine_sleep", None):
+            self._rollout.sleep()
+
+    def wakeup_inference_engine(self) -> None:
+        """Wake the engine if it sleeps; not collective."""
+        self._rollout.wake_up()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

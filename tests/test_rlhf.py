@@ -86,6 +86,7 @@ def test_the_sequence_of_an_rlhf_trainer_runs_as_it_is(world, tmp_path):  # noqa
     args = SimpleNamespace(
         actor_learning_rate=1e-3, critic_learning_rate=2e-3, adam_betas=(0.9, 0.95), l2=0.01, lr_warmup_ratio=0.5
     )
+    args.enable_engine_sleep = True
     source = tmp_path / "source"
     if dist.get_rank() == 0:
         build("llama_tied").save_pretrained(source)
@@ -111,8 +112,16 @@ def test_the_sequence_of_an_rlhf_trainer_runs_as_it_is(world, tmp_path):  # noqa
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and scheduler.get_last_lr()[0] == 0
     loaded = strategy.load_ckpt(actor.model, tmp_path / "ckpts", optimizer=optimizer, scheduler=scheduler)
     assert loaded == (None, {})
+    strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
 
     for step in range(4):
+        strategy.wakeup_inference_engine()
+        prompt = ids_of(100 + step, strategy.get_rank())[:, :3]
+        sequences = strategy.inference_engine.generate(
+            prompt, max_new_tokens=2 + strategy.get_rank(), eos_token_id=None
+        )
+        assert sequences.shape[1] == 5 + strategy.get_rank()
+        strategy.maybe_sleep_inference_engine()
         strategy.reload_model([reference, *rewards])
         with torch.no_grad():
             for model in (reference, rewards[0]):
@@ -130,6 +139,7 @@ def test_the_sequence_of_an_rlhf_trainer_runs_as_it_is(world, tmp_path):  # noqa
         assert result.step == its_result.step == step + 1
         strategy.moving_average(actor, ema, 0.9, "cuda")
         assert strategy.maybe_offload_optimizer(optimizer) is optimizer
+        strategy.update_engine_weights(actor)
         status = strategy.all_reduce({"loss": float(strategy.get_rank()), "n": 1}, op="mean")
         assert status == {"loss": (world - 1) / 2, "n": 1.0}
         # Positional, without optimizer or schedule, while the optimizer's state is away.

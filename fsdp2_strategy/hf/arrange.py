@@ -185,7 +185,7 @@ def create(files: Sequence[File]) -> None:
 
 def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Say whether ranks can write their shards' parts of a region as they are, in runs that are not tiny."""
-    if _is_identity(region, tensors):
+    if is_identity(region, tensors):
         return True
     for piece in region.pieces:
         if isinstance(piece.source, Computed) or not _is_in_rows(tensors[piece.source]):
@@ -202,20 +202,20 @@ def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
     return True
 
 
-def _is_in_rows(tensor: torch.Tensor) -> bool:
-    """Say whether a rank's shard is rows of the whole, one range of its elements."""
-    if not isinstance(tensor, DTensor):
-        return True
-    return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
-
-
-def _is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
+def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Say whether a region is a tensor as it is, so that any shard of the one is the same box of the other."""
     if len(region.pieces) != 1 or isinstance(region.pieces[0].source, Computed):
         return False
     [piece] = region.pieces
     whole = tuple(tensors[piece.source].shape)
     return tuple(region.shape) == whole == piece.shape and not piece.offset and piece.strides == row_major(whole)
+
+
+def _is_in_rows(tensor: torch.Tensor) -> bool:
+    """Say whether a rank's shard is rows of the whole, one range of its elements."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def own_jobs(
@@ -232,7 +232,7 @@ def own_jobs(
             own = held[piece.source]
             if int(share * own.replicas) != own.replica:
                 continue
-            if _is_identity(region, tensors):
+            if is_identity(region, tensors):
                 yield Job(entries[name], own.box, own.local)
                 continue
             low, high = own.rows()

@@ -162,7 +162,9 @@ def total_bytes(prefix: bytes, entries: Iterable[Entry]) -> int:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor; writing to them changes it."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().reshape(-1)
+    # A single element may have any stride, and `view` wants 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def read_into(fd: int, offset: int, memory: memoryview) -> None:

@@ -104,7 +104,7 @@ def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
                 f"cannot build {type(model).__name__} on meta: from_pretrained was given a state_dict, expected a "
                 "folder or hub id. Build it outside of init_on_meta."
             )
-        _keep_dtypes(model, load_config.dtype_plan)
+        keep_dtypes(model, load_config.dtype_plan)
         with tape.paused():
             _remember(model, checkpoint_files, load_config)
         return _nothing_loaded(), None
@@ -135,7 +135,7 @@ def _nothing_loaded() -> Any:
     return LoadStateDictInfo(**{f.name: empty.get(f.name, set()) for f in fields(LoadStateDictInfo)})
 
 
-def _keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:
+def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:
     """Give the parameters that the model keeps in another dtype that dtype, as loading would."""
     from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
 

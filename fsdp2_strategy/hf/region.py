@@ -321,7 +321,7 @@ def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box 
         if result is None:
             shape = [length for _, length in box]
             result = torch.empty(shape, dtype=region.dtype, device=source.device)
-        view = source.as_strided(part.shape, part.strides, part.offset)
+        view = source.as_strided(part.shape, part.strides, source.storage_offset() + part.offset)
         target_of(result, part).copy_(view.to(region.dtype))
     return torch.empty([length for _, length in box], dtype=region.dtype) if result is None else result
 

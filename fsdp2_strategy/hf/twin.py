@@ -18,8 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 
 Stand = Callable[[torch.Tensor], torch.Tensor]
 
-# What init functions look at, and what may hold on to the original.
-_LEFT_OUT = ("_is_hf_initialized", "forward", "_values_in_files", "_values_on_tape")
+# What init functions and generation look at, and what may hold on to the original.
+_LEFT_OUT = (
+    "_is_hf_initialized",
+    "_values_in_files",
+    "_values_on_tape",
+    "_is_fsdp_managed_module",
+    "_compiled_call_impl",
+)
+_STATE_OF_FSDP = "__composable_api_state_key"
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -54,7 +61,7 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
             new = modules[id(module)] = cls.__new__(cls)
             nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
             own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
-            new.__dict__.update({name: value for name, value in own.items() if name not in _LEFT_OUT})
+            new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, cls)})
             new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
             new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
             new._modules = {name: copy(child) if child is not None else None for name, child in module._modules.items()}
@@ -63,6 +70,11 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
         return modules[id(module)]
 
     return copy(model)
+
+
+def _is_its_own(name: str, cls: type[nn.Module]) -> bool:
+    """Say whether an attribute speaks of the module alone: what shadows a method is bound to the original."""
+    return not (name in _LEFT_OUT or name.startswith(_STATE_OF_FSDP) or callable(getattr(cls, name, None)))
 
 
 def _on_meta(original: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,319 @@
+"""Inference engines: what they must be able to do, one that runs wherever transformers does, and driving one.
+
+Input: weights under their hub names, as `stream_weights` gives them. Output: an engine that generates with them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.errors import RolloutError, did_you_mean, some
+from fsdp2_strategy.hf.arrange import regions_to_write, tensors_to_write
+from fsdp2_strategy.hf.container import Entry
+from fsdp2_strategy.hf.conversions import recipe_for
+from fsdp2_strategy.hf.folder import is_transformers_model, keep_dtypes, origin_for
+from fsdp2_strategy.hf.region import Computed, Piece, sources_of, target_of, value_of
+from fsdp2_strategy.hf.twin import twin
+from fsdp2_strategy.ranks import all_or_none, current_device
+from fsdp2_strategy.residency import unwrap_model
+from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """What drives the generation of sequences: this process's end of it, wherever it computes.
+
+    It may also have ``weight_checksums() -> dict[str, str]``, by hub names and as `weight_checksums` takes them, for
+    updates that are verified.
+    """
+
+    def update_weights(self, weights: Weights) -> object:
+        """Take every weight, under its hub name; a tensor stays as it is while it is held."""
+
+    def sleep(self) -> object:
+        """Give the accelerator's memory away; what was loaded is there again after `wake_up`."""
+
+    def wake_up(self) -> object:
+        """Be ready to generate or to take weights."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate sequences."""
+
+
+class TransformersEngine:
+    """Generate with transformers, on a whole copy of a sharded model that this rank has for itself; not collective.
+
+    It has no weights of its own before the first `update_weights`. Ranks generate independently, so their sequences may
+    differ in number and length.
+
+    Args:
+        model: the model, sharded or not, or its wrapper; its modules are copied as they are now.
+        dtype: of the copy's floating parameters; None for those of the shards.
+
+    Raises:
+        RolloutError: transformers cannot generate with the model.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16) -> None:
+        root: Any = unwrap_model(model)
+        if not is_transformers_model(root) or not root.can_generate():
+            raise RolloutError(
+                f"cannot generate: the model is a {type(root).__name__}, expected one of transformers that has "
+                "generate. Name another engine."
+            )
+
+        def room(original: torch.Tensor) -> torch.Tensor:
+            if not isinstance(original, nn.Parameter):
+                return original.detach().clone()
+            its_dtype = dtype if dtype and original.is_floating_point() else original.dtype
+            return torch.empty(original.shape, dtype=its_dtype, device=current_device())
+
+        copied: Any = twin(root, room).eval().requires_grad_(False)
+        copied.config = copy.deepcopy(root.config)
+        copied.generation_config = copy.deepcopy(root.generation_config)
+        keep_dtypes(copied, copied._get_dtype_plan(dtype) if dtype else None)
+        self.model = copied
+        self._inbox = _Inbox(self.model)
+        self._is_asleep = False
+        self._has_weights = False
+
+    def update_weights(self, weights: Weights) -> None:
+        """Take every weight of the model, under its hub name.
+
+        Raises:
+            RolloutError: one is missing, unknown or of another shape. The engine then generates no more, until it has
+                all of them.
+        """
+        self._check_awake("update its weights")
+        self._has_weights = False
+        self._inbox.take(weights)
+        self._has_weights = True
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return the checksum of each weight that it holds, by hub names."""
+        return weight_checksums(stream_weights(self.model, dtype=None))
+
+    def sleep(self) -> None:
+        """Move the copy to host memory."""
+        self.model.to("cpu")
+        self._is_asleep = True
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Move the copy back."""
+        self.model.to(current_device())
+        self._is_asleep = False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as ``model.generate`` does, with the same arguments and result.
+
+        Raises:
+            RolloutError: it is asleep, or has no weights, or only some.
+        """
+        self._check_awake("generate")
+        if not self._has_weights:
+            raise RolloutError(
+                "cannot generate: the engine has not all of its weights, expected a whole update. Call "
+                "update_engine_weights first."
+            )
+        with torch.no_grad():
+            return self.model.generate(*args, **kwargs)
+
+    def _check_awake(self, action: str) -> None:
+        if self._is_asleep:
+            raise RolloutError(
+                f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
+            )
+
+
+class _Inbox:
+    """Weights under hub names -> the parameters of a whole model, by the rules that loading files follows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        copied: Any = twin(model)
+        self._state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        regions = regions_to_write(copied, tensors_to_write(model, copied))
+        nowhere = Path()
+        self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
+        self._direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
+        self._computed: list[tuple[str, Piece]] = []
+        self._kept: set[str] = set()  # what computed pieces need in the end
+        for own_name, region in recipe_for(origin_for(copied), self._expected).regions.items():
+            for piece in region.pieces:
+                if isinstance(piece.source, Computed):
+                    self._computed.append((own_name, piece))
+                    self._kept |= {entry.name for inner in piece.source.regions() for entry in sources_of(inner)}
+                else:
+                    self._direct[piece.source.name].append((own_name, piece))
+
+    @torch.no_grad()
+    def take(self, weights: Weights) -> None:
+        """Write all of them; raise where they are not what the model needs."""
+        missing = dict.fromkeys(self._expected)
+        kept: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name not in missing:
+                raise RolloutError(
+                    f"cannot update weights: {name} came {'twice' if name in self._expected else 'unasked'}, expected "
+                    f"each of {len(self._expected)} names once.{did_you_mean(name, missing)}"
+                )
+            if tuple(tensor.shape) != self._expected[name].shape:
+                raise RolloutError(
+                    f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
+                    f"{list(self._expected[name].shape)}. Stream the model that the engine was made for."
+                )
+            del missing[name]
+            if name in self._kept:
+                kept[name] = tensor.contiguous()
+            for own_name, piece in self._direct[name]:
+                self._write(own_name, piece, tensor.contiguous())
+        if missing:
+            raise RolloutError(
+                f"cannot update weights: {some(list(missing))} did not come, expected all {len(self._expected)}. "
+                "Stream the whole model."
+            )
+        for own_name, piece in self._computed:
+            value = value_of(piece.source, lambda entry: kept[entry.name])
+            self._write(own_name, piece, value)
+
+    def _write(self, own_name: str, piece: Piece, value: torch.Tensor) -> None:
+        view = value.as_strided(piece.shape, piece.strides, value.storage_offset() + piece.offset)
+        target_of(self._state[own_name], piece).copy_(view, non_blocking=True)
+
+
+Factory = Callable[[Any, nn.Module | None, torch.dtype | None], RolloutEngine | None]
+
+
+def _transformers_engine(_args: Any, actor: nn.Module | None, dtype: torch.dtype | None) -> RolloutEngine:
+    if actor is None:
+        raise RolloutError(
+            "cannot set up an engine: actor is None, expected the model that the engine 'transformers' copies. Give "
+            "actor=."
+        )
+    return TransformersEngine(actor, dtype=dtype)
+
+
+ENGINES: dict[str, Factory] = {"transformers": _transformers_engine}
+"""What builds an engine of a name, from the trainer's arguments, the actor and the dtype that weights will have.
+
+Add yours under the name that the trainer uses. It runs on every rank, and returns None where a rank has no engine.
+"""
+
+
+class Rollout:
+    """The engine that a trainer set up, and whether it sleeps."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.engine: RolloutEngine | None = None
+        self.engine_type: str | None = None
+        self._dtype = dtype
+        self._is_asleep = False
+
+    def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
+        """Build the engine, or take the one that is given; collective."""
+        with all_or_none("set up an inference engine", RolloutError):
+            if not isinstance(engine_type, str):
+                self.engine, self.engine_type = _checked(engine_type), type(engine_type).__name__
+            elif engine_type in ENGINES:
+                built = ENGINES[engine_type](args, actor, self._dtype)
+                self.engine, self.engine_type = built and _checked(built), engine_type
+            else:
+                raise RolloutError(
+                    f"cannot set up an engine: engine_type is {engine_type!r}, expected one of {', '.join(ENGINES)}, "
+                    f"or an engine. Add what builds one to fsdp2_strategy.rollout.ENGINES[{engine_type!r}]."
+                )
+            self._is_asleep = False
+
+    def update(self, actor: nn.Module, *, verify: bool) -> None:
+        """Bring the actor's weights into the engine of every rank that has one; collective."""
+        if self.engine_type is None:
+            raise RolloutError(
+                "cannot update weights: there is no inference engine, expected one. Call setup_inference_engine first."
+            )
+        was_asleep = self._is_asleep
+        with all_or_none("update the engine's weights", RolloutError):
+            self.wake_up()
+            sent = _Sent(stream_weights(actor, dtype=self._dtype), hashed=verify)
+            try:
+                if self.engine is not None:
+                    self.engine.update_weights(iter(sent))
+            finally:
+                sent.run_out()
+            if self.engine is not None:
+                sent.check_arrival(self.engine)
+        if was_asleep:
+            self.sleep()
+
+    def sleep(self) -> None:
+        """Let the engine give its memory away, if it has not yet; not collective."""
+        if self.engine is not None and not self._is_asleep:
+            self.engine.sleep()
+            self._is_asleep = True
+
+    def wake_up(self) -> None:
+        """Wake the engine if it sleeps; not collective."""
+        if self.engine is not None and self._is_asleep:
+            self.engine.wake_up()
+            self._is_asleep = False
+
+
+def _checked(engine: Any) -> RolloutEngine:
+    if not isinstance(engine, RolloutEngine):
+        raise RolloutError(
+            f"cannot set up an engine: it is a {type(engine).__name__}, expected an object with update_weights, sleep, "
+            "wake_up and generate. See RolloutEngine."
+        )
+    return engine
+
+
+class _Sent:
+    """A stream on its way into an engine: how far it was taken, and the checksums of what was."""
+
+    def __init__(self, stream: Iterable[tuple[str, torch.Tensor]], *, hashed: bool) -> None:
+        self._stream = iter(stream)
+        self._hashed = hashed
+        self._checksums: dict[str, str] = {}
+        self._taken = 0
+        self._left = 0
+
+    def __iter__(self) -> Weights:
+        for name, tensor in self._stream:
+            if self._hashed:
+                self._checksums |= weight_checksums([(name, tensor)])
+            self._taken += 1
+            yield name, tensor
+
+    def run_out(self) -> None:
+        """Take part in what the engine did not ask for, so that the other ranks get it."""
+        for _ in self._stream:
+            self._left += 1
+
+    def check_arrival(self, engine: RolloutEngine) -> None:
+        """Raise where the engine did not take all, or holds something else."""
+        if self._left:
+            raise RolloutError(
+                f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "
+                "all. Let its update_weights run through the iterator."
+            )
+        if not self._hashed:
+            return
+        if (checksums := getattr(engine, "weight_checksums", None)) is None:
+            raise RolloutError(
+                f"cannot verify the engine's weights: {type(engine).__name__} has no weight_checksums, expected a "
+                "method that returns them. Add it, or update without verify."
+            )
+        held: dict[str, str] = checksums()
+        if wrong := [name for name, checksum in self._checksums.items() if held.get(name) != checksum]:
+            raise RolloutError(
+                f"cannot trust the engine's weights: {some(wrong)} of {len(self._checksums)} differ from what was "
+                "sent, expected none. Update again, and check how the engine takes them."
+            )

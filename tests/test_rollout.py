@@ -1,0 +1,366 @@
+"""Weights on their way to an inference engine: all of them, exactly, without a hang, and what generates with them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, HUGGING_FACE, batch_of, build
+from test_export import files_of
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, build_mesh, save_model, shard_model
+from fsdp2_strategy.errors import OffloadError, RolloutError
+from fsdp2_strategy.offload import offload
+from fsdp2_strategy.residency import unwrap_model
+from fsdp2_strategy.rollout import ENGINES, TransformersEngine, stream_weights, weight_checksums
+from fsdp2_strategy.rollout import bucket as bucket_module
+
+GENERATING = ["llama_tied", "phi3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba", "t5", "qwen2_vl"]
+
+
+def sharded(name, **options):
+    model = build(name)
+    shard_model(model, build_mesh(options.pop("shard_size", -1)), **{"is_training": True, **options})
+    return model
+
+
+def collectives_of(monkeypatch):
+    """Count the collectives that move buckets."""
+    counted = []
+    for name in ("broadcast", "all_gather_into_tensor", "all_gather_single"):
+        if hasattr(dist, name):
+            function = getattr(dist, name)
+            monkeypatch.setattr(dist, name, lambda *a, f=function, **k: counted.append(f) or f(*a, **k))
+    return counted
+
+
+# --- the stream ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)])
+def test_a_stream_gives_what_an_export_writes(world, tmp_path):
+    cases = [*HUGGING_FACE[world::4], "mlp", "unet"]
+    for name, (dtype, bucket_bytes) in itertools.product(cases, [(torch.bfloat16, 512 << 20), (None, 6000)]):
+        model = sharded(name, shard_size=2 if world == 4 else -1)
+        streamed = dict(stream_weights(model, dtype=dtype, bucket_bytes=bucket_bytes))
+        folder = tmp_path / f"{name}{dtype}"
+        save_model(model, None, folder, dtype=dtype)
+        written = files_of(folder)
+        assert streamed.keys() == written.keys()
+        for key, tensor in written.items():
+            assert streamed[key].dtype == tensor.dtype and torch.equal(streamed[key], tensor), (name, key)
+            assert streamed[key].is_contiguous()
+
+
+@pytest.mark.ranks(3)
+def test_tensors_cut_along_another_dimension_or_not_evenly_arrive_whole():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            shapes = [(7, 5), (5, 7), (1, 4), (2,), (4, 3, 5), (8, 2)]
+            self.each = nn.ParameterList([torch.randn(shape, generator=generator) for shape in shapes])
+
+    model, plain = Odd(), Odd()
+    torch.distributed.fsdp.fully_shard(
+        model, mesh=build_mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % 3 == 0 else None
+    )
+    for bucket_bytes in (1, 100, 1 << 20):
+        streamed = dict(stream_weights(model, dtype=None, bucket_bytes=bucket_bytes))
+        assert streamed.keys() == dict(plain.named_parameters()).keys()
+        assert all(torch.equal(streamed[name], p) for name, p in plain.named_parameters())
+
+
+@pytest.mark.ranks(2)
+def test_many_small_tensors_take_few_collectives_and_large_ones_are_not_copied(monkeypatch):
+    model = sharded("llama")
+    with monkeypatch.context() as patched:
+        counted = collectives_of(patched)
+        names = [name for name, _ in stream_weights(model)]
+        assert len(names) > 20 and len(counted) == dist.get_world_size()
+        patched.setattr("fsdp2_strategy.rollout.stream._LARGE_BYTES", 1 << 10)
+        copied = []
+        read = bucket_module.Part.read
+        patched.setattr(bucket_module.Part, "read", lambda part, rows: copied.append((part, rows)) or read(part, rows))
+        for _, tensor in stream_weights(model):
+            _, rows = copied.pop()
+            if tensor.nbytes >= 1 << 10:
+                assert tensor.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_stays_as_it_is_while_it_is_held_and_memory_is_used_again_when_it_is_not(monkeypatch):
+    model = sharded("llama")
+    expected = weight_checksums(stream_weights(model))
+    held = {}
+    for i, (name, tensor) in enumerate(stream_weights(model, bucket_bytes=6000)):
+        if i % 3 == 0:
+            held[name] = tensor.view(-1)[:]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(weight_checksums([item]) == {item[0]: expected[item[0]]} for item in held.items())
+    made = []
+    with monkeypatch.context() as patched:
+        new = bucket_module.Buffers._new
+        patched.setattr(bucket_module.Buffers, "_new", lambda self, size: made.append(size) or new(self, size))
+        for bucket_bytes in (6000, 1 << 20):
+            made.clear()
+            largest = max(tensor.nbytes for _, tensor in stream_weights(model, bucket_bytes=bucket_bytes))
+            assert len(made) <= 3 and sum(made) <= 2 * max(bucket_bytes, largest)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_leaves_early_or_fails_does_not_hang_the_others():
+    model = sharded("llama_tied")
+    expected = weight_checksums(stream_weights(model, bucket_bytes=6000))
+    for leaving in ("break", "raise", "never look"):
+        got = {}
+        try:
+            for i, (name, tensor) in enumerate(stream_weights(model, bucket_bytes=6000)):
+                if leaving == "never look" and dist.get_rank() == 1:
+                    continue
+                got |= weight_checksums([(name, tensor)])
+                if dist.get_rank() == 1 and i == 3:
+                    if leaving == "break":
+                        break
+                    raise OSError("the engine is gone")
+        except OSError:
+            gc.collect()
+        if dist.get_rank() != 1:
+            assert got == expected
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 3
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_call_differently_all_raise():
+    model = sharded("llama")
+    with pytest.raises(RolloutError, match=r"ranks \[1\] differ from rank 0"):
+        next(stream_weights(model, dtype=torch.float16 if dist.get_rank() else None))
+    with pytest.raises(RolloutError, match="bucket_bytes is 0"):
+        next(stream_weights(model, bucket_bytes=0))
+    with torch.device("meta"):
+        unreal = CASES["llama"].build()
+    shard_model(unreal)
+    with pytest.raises(RolloutError, match="have no values yet"):
+        next(stream_weights(unreal))
+
+
+@pytest.mark.ranks(2)
+def test_what_is_away_streams_and_averages_stream_in_their_place():
+    model = sharded("llama", bf16=True)
+    expected = weight_checksums(stream_weights(model))
+    assert expected == weight_checksums(stream_weights(build("llama")))  # no collectives: it is plain
+    ema = EMA(model, 0.5)
+    offload(model)
+    assert weight_checksums(stream_weights(model)) == expected
+    with pytest.raises(OffloadError):
+        model(torch.zeros(1, 3, dtype=torch.long))
+    fsdp = FSDPV2Strategy(config=StrategyConfig())
+    fsdp.reload_model(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with ema.swapped_in(model):
+        assert weight_checksums(stream_weights(model)) == expected
+    assert weight_checksums(stream_weights(model)) != expected
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_differ_between_ranks_arrive_as_rank_0_has_them():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    shard_model(model, min_unit_params=1)
+    model[1].running_mean += dist.get_rank() + 1
+    streamed = dict(stream_weights(model))
+    assert list(streamed)[-3:] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert torch.equal(streamed["1.running_mean"], torch.ones(4)) and streamed["1.running_mean"].dtype == torch.float32
+    assert streamed["0.weight"].dtype == torch.bfloat16
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.ranks(2)
+def test_the_engine_generates_with_exactly_the_models_weights(name, tmp_path):
+    model = sharded(name)
+    engine = TransformersEngine(model)
+    engine.update_weights(stream_weights(model))
+    build(name).save_pretrained(tmp_path)  # rank 0 does
+    dist.barrier()
+    plain = type(engine.model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected = weight_checksums(stream_weights(plain))
+    assert weight_checksums(stream_weights(model)) == expected and engine.weight_checksums() == expected
+    if dist.get_rank():
+        return  # each rank generates for itself, or not
+    inputs = {k: v for k, v in batch_of(name, 0, 0).items() if k in ("input_ids", "pixel_values", "image_grid_thw")}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(engine.generate(**inputs, **options), plain.generate(**inputs, **options))
+
+
+def args_of(**values):
+    return values
+
+
+@pytest.mark.ranks(2)
+def test_a_trainer_sets_up_updates_and_puts_its_engine_to_sleep():
+    strategy = FSDPV2Strategy(args={"enable_engine_sleep": True})
+    actor = strategy.prepare_model(build("llama_tied"), is_training=True)
+    optimizer = strategy.create_optimizer(actor, lr=0.1)
+    assert strategy.inference_engine is None
+    strategy.maybe_sleep_inference_engine()
+    strategy.wakeup_inference_engine()
+    engine = strategy.setup_inference_engine(None, "transformers", actor)
+    assert strategy.inference_engine is engine and strategy.inference_engine_type == "transformers"
+    ids = batch_of("llama_tied", 0, 0)["input_ids"]
+    with pytest.raises(RolloutError, match="engine is asleep"):
+        engine.generate(ids)
+    strategy.wakeup_inference_engine()
+    before = engine.generate(ids, max_new_tokens=1)
+    assert before.shape == (ids.shape[0], ids.shape[1] + 1)
+    old = engine.weight_checksums()
+    strategy.backward(actor(**batch_of("llama_tied", 0, dist.get_rank())).logits.square().mean(), actor, optimizer)
+    strategy.optimizer_step(optimizer, actor)
+    strategy.maybe_sleep_inference_engine()
+    strategy.offload_model(actor)
+    strategy.update_engine_weights(actor, verify=True)
+    with pytest.raises(RolloutError, match="engine is asleep"):
+        engine.generate(ids)
+    strategy.wakeup_inference_engine()
+    new = engine.weight_checksums()
+    assert new == weight_checksums(stream_weights(actor)) and not set(new.values()) & set(old.values())
+    strategy.reload_model(actor)
+    with torch.no_grad():
+        expected = actor.eval()(input_ids=ids).logits
+    got = engine.model(input_ids=ids).logits
+    torch.testing.assert_close(got, expected.to(got.dtype), rtol=0, atol=0)
+
+
+class Recorder:
+    """An engine that keeps what it gets, and may fail."""
+
+    def __init__(self, fault=None):
+        self.fault = fault
+        self.calls = []
+        self.held = {}
+
+    def update_weights(self, weights):
+        self.calls.append("update")
+        if self.fault == "at once" and dist.get_rank() == 1:
+            raise OSError("no engine")
+        for i, (name, tensor) in enumerate(weights):
+            if self.fault == "midway" and dist.get_rank() == 1 and i == 2:
+                raise OSError("engine lost")
+            if self.fault == "stops" and i == 2:
+                return
+            self.held[name] = tensor
+        if self.fault == "flips":
+            next(iter(self.held.values())).view(-1)[0] += 1
+
+    def weight_checksums(self):
+        return weight_checksums(self.held.items())
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake_up(self):
+        self.calls.append("wake_up")
+
+    def generate(self, prompt):
+        return prompt
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_of_ones_own_takes_its_place_by_name_or_as_it_is(monkeypatch):
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama"), is_training=True)
+    with pytest.raises(RolloutError, match=r"engine_type is 'vllm', expected one of transformers"):
+        strategy.setup_inference_engine(args_of(enable_engine_sleep=True), actor=actor)
+    with pytest.raises(RolloutError, match="no inference engine"):
+        strategy.update_engine_weights(actor)
+    with pytest.raises(RolloutError, match="it is a Linear, expected an object with update_weights"):
+        strategy.setup_inference_engine(None, nn.Linear(1, 1))
+    with pytest.raises(RolloutError, match="actor is None"):
+        strategy.setup_inference_engine(None, "transformers")
+    with pytest.raises(RolloutError, match="expected one of transformers that has generate"):
+        strategy.setup_inference_engine(None, "transformers", strategy.prepare_model(build("mlp")))
+    with monkeypatch.context() as patched:
+        # One engine, on rank 0; the other rank takes part all the same.
+        patched.setitem(ENGINES, "vllm", lambda args, actor, dtype: None if dist.get_rank() else Recorder())
+        engine = strategy.setup_inference_engine(args_of(enable_engine_sleep=True), "vllm", actor)
+    strategy.update_engine_weights(actor, verify=True)
+    expected = weight_checksums(stream_weights(actor))
+    if dist.get_rank():
+        assert engine is None
+    else:
+        assert engine.weight_checksums() == expected
+        assert engine.calls == ["update", "sleep", "wake_up", "update", "sleep"]
+    mine = Recorder()
+    assert strategy.setup_inference_engine(None, mine) is mine and strategy.inference_engine_type == "Recorder"
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        ("at once", "failed on rank 1: OSError: no engine"),
+        ("midway", "failed on rank 1: OSError: engine lost"),
+        ("stops", "the engine took 3 tensors of"),
+        ("flips", r"1 names \(.*\) of \d+ differ from what was sent"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_an_engine_that_fails_stops_early_or_holds_something_else_is_an_error_on_every_rank(fault, match):
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama"), is_training=True)
+    strategy.setup_inference_engine(None, Recorder(fault))
+    with pytest.raises(RolloutError, match=match):
+        strategy.update_engine_weights(actor, verify=True)
+    strategy.setup_inference_engine(None, Recorder())
+    strategy.update_engine_weights(actor, verify=True)
+
+
+def test_an_engine_with_some_of_its_weights_does_not_generate():
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama"), is_training=True)
+    engine = TransformersEngine(actor)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(RolloutError, match="has not all of its weights"):
+        engine.generate(ids)
+    weights = dict(stream_weights(actor))
+    first, *others = weights
+    faults = {
+        r"1 names \(.*\) did not come": {name: weights[name] for name in others},
+        "came unasked": weights | {"model.norm.weigth": weights[first]},
+        "has shape": weights | {first: weights[first][:1]},
+    }
+    for message, wrong in faults.items():
+        engine.update_weights(iter(weights.items()))
+        with pytest.raises(RolloutError, match=message):
+            engine.update_weights(iter(wrong.items()))
+        with pytest.raises(RolloutError, match="has not all of its weights"):
+            engine.generate(ids)
+    with pytest.raises(RolloutError, match="came twice"):
+        engine.update_weights(itertools.chain(weights.items(), weights.items()))
+
+
+def test_an_engine_shares_nothing_with_the_model_it_copies():
+    logging.getLogger("fsdp2_strategy").setLevel(logging.WARNING)
+    strategy = FSDPV2Strategy(
+        config=StrategyConfig(activation_checkpointing=("LlamaDecoderLayer",), compile_blocks="eager")
+    )
+    actor = strategy.prepare_model(build("llama_tied"), is_training=True)
+    engine = TransformersEngine(actor)
+    theirs = {id(m) for m in unwrap_model(actor).modules()} | {id(t) for t in actor.parameters()}
+    for module in engine.model.modules():
+        assert id(module) not in theirs and not hasattr(module, "_is_fsdp_managed_module")
+        assert not any(callable(getattr(type(module), name, None)) for name in vars(module))
+    assert engine.model.get_input_embeddings().weight is engine.model.get_output_embeddings().weight
+    assert not engine.model.training and actor.training
