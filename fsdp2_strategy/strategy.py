@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fsdp2_strategy import collect, memory, ranks, residency
-from fsdp2_strategy.checkpoint import end_saving, load_checkpoint, save_checkpoint
+from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.ema import EMA
@@ -728,6 +728,7 @@ class FSDPV2Strategy:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         *,
+        dataloader: Loader | None = None,
         tokenizer: Any = None,
         ema: EMA | nn.Module | None = None,
         protect: bool = False,
@@ -746,6 +747,7 @@ class FSDPV2Strategy:
             save_latest: let the file ``latest`` name this checkpoint.
             optimizer: by default the one that ``create_optimizer`` made for this model.
             scheduler: by default the one last used with it.
+            dataloader: a ResumableLoader, or another loader with ``state_dict``; see `save_checkpoint`.
             tokenizer: tokenizer or processor to save into ``model/``, by default that of the model's own folder.
             ema: averages, or the second model of `moving_average`; by default those last used with this model.
             protect: never let rotation remove it.
@@ -771,6 +773,7 @@ class FSDPV2Strategy:
             optimizer=optimizer or run.optimizer,
             scheduler=scheduler or run.scheduler,
             client_state=dict(client_state or {}),
+            dataloader=dataloader,
             tokenizer=tokenizer,
             ema=averages.averages if averages else None,
             loss_scale=asdict(run.scale) if run.scale else None,
@@ -795,6 +798,7 @@ class FSDPV2Strategy:
         load_lr_scheduler_states: bool = True,
         *,
         tag: str | None = None,
+        dataloader: Loader | None = None,
         ema: EMA | nn.Module | None = None,
         load_module: bool = True,
         verify: bool = True,
@@ -813,6 +817,7 @@ class FSDPV2Strategy:
             load_optimizer_states: load them, where there is an optimizer.
             load_lr_scheduler_states: load them, where there is a schedule.
             tag: the checkpoint to load instead of the newest.
+            dataloader: goes on where it was; it must not have begun.
             ema: averages that get their values back, or the second model of `moving_average`.
             load_module: load the model; without it, the optimizer's state alone.
             verify: compare what is read with its checksums.
@@ -835,6 +840,7 @@ class FSDPV2Strategy:
             optimizer=(optimizer or run.optimizer) if load_optimizer_states else None,
             scheduler=(scheduler or run.scheduler) if load_lr_scheduler_states else None,
             ema=averages.averages if averages else None,
+            dataloader=dataloader,
             load_model=load_module,
             strict=load_module_strict,
             verify=verify,

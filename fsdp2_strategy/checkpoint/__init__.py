@@ -1,9 +1,10 @@
-"""Checkpoints: `layout` (names, manifest, commit, `lock`), `parts` and `state` (what is saved, with `rng`), `storage`
-(tensors in files, under torch's driver), `rotation`, and `verify`.
+"""Checkpoints: `layout` (names, manifest, commit, `lock`), `parts` and `state` (what is saved, with `rng` and `data`),
+`storage` (tensors in files, under torch's driver), `rotation`, and `verify`.
 
 `save` and `load` tie them together; both are collective, and end alike on every rank.
 """
 
+from fsdp2_strategy.checkpoint.data import Loader
 from fsdp2_strategy.checkpoint.layout import Checkpoint, list_checkpoints
 from fsdp2_strategy.checkpoint.load import load_checkpoint
 from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint
@@ -13,6 +14,7 @@ from fsdp2_strategy.checkpoint.verify import VerifyReport, verify_checkpoint
 __all__ = [
     "Checkpoint",
     "LoadedCheckpoint",
+    "Loader",
     "VerifyReport",
     "end_saving",
     "list_checkpoints",

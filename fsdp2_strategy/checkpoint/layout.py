@@ -41,12 +41,13 @@ WRAPPER = "wrapper"
 OPTIMIZER = "optimizer"
 EMA = "ema"
 RNG = "rng"
+DATA = "data"
 CHECKSUMS = "checksums"
 TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
-_PARTS = {MODEL, WRAPPER, OPTIMIZER, EMA, RNG, CHECKSUMS, TRAINER_STATE, MANIFEST}
+_PARTS = {MODEL, WRAPPER, OPTIMIZER, EMA, RNG, DATA, CHECKSUMS, TRAINER_STATE, MANIFEST}
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2

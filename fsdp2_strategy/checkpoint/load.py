@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.data import Loader, check_position, file_of_rank, restore_position
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.parts import match_model
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
@@ -55,6 +56,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     ema: Mapping[str, torch.Tensor] | None = None,
+    dataloader: Loader | None = None,
     load_model: bool = True,
     strict: bool = True,
     verify: bool = True,
@@ -71,6 +73,7 @@ def load_checkpoint(
             state is restored too; a model that is loaded alone leaves it as it is.
         scheduler: gets its state back.
         ema: averages of parameters by name (``EMA.averages``), which get their values back.
+        dataloader: goes on where it was, a ResumableLoader on any number of ranks. It must not have begun.
         load_model: load parameters and buffers; without them, the optimizer's state alone.
         strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
             reported. Shapes must agree either way.
@@ -94,6 +97,7 @@ def load_checkpoint(
         optimizer is None,
         scheduler is None,
         ema is None,
+        dataloader is None,
         load_model,
         strict,
         verify,
@@ -110,12 +114,15 @@ def load_checkpoint(
             foreign = find_foreign(where, trust=trust) if is_rank_0() else None
         foreign = from_rank_0(foreign)
         if foreign is not None:
+            if dataloader is not None:
+                require(None, "data position", "dataloader=None", load_dir)
             return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
+    into = _Into(model, optimizer, scheduler, ema, dataloader)
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
-            return _load(model, path, optimizer, scheduler, ema, load_model=load_model, strict=strict, verify=verify)
+            return _load(into, path, load_model=load_model, strict=strict, verify=verify)
         except DamageError as error:
             if older is None:
                 raise
@@ -123,23 +130,27 @@ def load_checkpoint(
     return None
 
 
-def _load(
-    model: nn.Module,
-    path: Path,
-    optimizer: Optimizer | None,
-    scheduler: LRScheduler | None,
-    ema: Mapping[str, torch.Tensor] | None,
-    *,
-    load_model: bool,
-    strict: bool,
-    verify: bool,
-) -> LoadedCheckpoint:
+@dataclass(frozen=True)
+class _Into:
+    """What is loaded into."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    ema: Mapping[str, torch.Tensor] | None
+    dataloader: Loader | None
+
+
+def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bool) -> LoadedCheckpoint:
+    model, optimizer, scheduler, ema, dataloader = (getattr(into, field.name) for field in fields(into))
     with all_or_none(f"load {path}", DamageError):
         opened = open_checkpoint(path)
         opened.check_headers()
         state = opened.read_json(layout.TRAINER_STATE)
         same_ranks = state["world_size"] == dist.get_world_size()
         rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors") if same_ranks else None
+        has_file = dataloader is not None and same_ranks and "ranks" in (state.get("data") or {})
+        of_rank = opened.read(file_of_rank()) if has_file else None
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
         targets, report = match_model(root, path, strict=strict) if load_model else ([], LoadReport())
@@ -147,6 +158,8 @@ def _load(
         of_ema = _plan_ema(ema, path) if ema is not None else []
         if scheduler is not None:
             require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
+        if dataloader is not None:
+            check_position(dataloader, state.get("data"), path)
     of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched):
@@ -162,9 +175,13 @@ def _load(
                 restore_scheduler(scheduler, state["scheduler"])
             if optimizer is not None:
                 _restore_rng(rng, state)
+            if dataloader is not None:
+                restore_position(dataloader, state["data"], of_rank)
     log("loaded %s (step %d)", path, state["step"])
     if ema is None and load_model and (path / layout.EMA).is_dir():
         log("%s holds averages that nobody asked for: pass ema= to go on with them", path, level=logging.WARNING)
+    if dataloader is None and optimizer is not None and state.get("data"):
+        log("%s holds a data position that nobody asked for: pass dataloader=", path, level=logging.WARNING)
     return LoadedCheckpoint(
         path=path,
         step=state["step"],

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.data import DataPosition, Loader, file_of_rank
 from fsdp2_strategy.checkpoint.lock import hold, let_go
 from fsdp2_strategy.checkpoint.parts import ModelOnDisk
 from fsdp2_strategy.checkpoint.rng import save_rng
@@ -45,6 +46,7 @@ def save_checkpoint(
     tokenizer: Any = None,
     ema: Mapping[str, torch.Tensor] | None = None,
     loss_scale: dict[str, Any] | None = None,
+    dataloader: Loader | None = None,
     seed: int = 0,
     max_num: int | None = 3,
     max_mem: float | None = 1000,
@@ -67,6 +69,8 @@ def save_checkpoint(
             came from, where that is known.
         ema: averages of parameters by name (``EMA.averages``).
         loss_scale: state of a loss scale, as JSON.
+        dataloader: a ResumableLoader, whose position is one for all ranks; or another loader with ``state_dict``, whose
+            state is kept for each rank and loads on as many ranks alone.
         seed: from which a run on another number of ranks derives its random state.
         max_num: checkpoints to keep; older ones go once this one is committed. None for no limit.
         max_mem: GB (10^9 bytes) that all checkpoints may take together; None for no limit.
@@ -85,7 +89,8 @@ def save_checkpoint(
     save_dir = Path(save_dir)
     tag = f"global_step{step}" if tag is None else tag
     limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better)
-    asked = (str(save_dir), tag, step, optimizer is None, scheduler is None, ema is None, loss_scale, *limits)
+    missing = tuple(given is None for given in (optimizer, scheduler, ema, dataloader))
+    asked = (str(save_dir), tag, step, missing, loss_scale, *limits)
     expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
     agree("save", asked, CheckpointError, expected)
     with all_or_none("save", CheckpointError):
@@ -102,7 +107,10 @@ def save_checkpoint(
             ema=ema,
             client_state=client_state or {},
             loss_scale=loss_scale,
+            dataloader=dataloader,
         )
+    if state.data is not None:
+        agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
     facts = {"step": step, "protected": protect, "metric": metric, "higher_is_better": higher_is_better}
     with _removed_on_failure(layout.partial_path(save_dir, tag)):
         _write(state, save_dir, tag, step=step, seed=seed, max_mem=max_mem, tokenizer=tokenizer)
@@ -133,6 +141,7 @@ class _State:
     schedule: dict[str, Any] | None
     client_state: dict[str, Any]
     loss_scale: dict[str, Any] | None
+    data: DataPosition | None
 
 
 def _collect(
@@ -144,6 +153,7 @@ def _collect(
     ema: Mapping[str, torch.Tensor] | None,
     client_state: dict[str, Any],
     loss_scale: dict[str, Any] | None,
+    dataloader: Loader | None,
 ) -> _State:
     """Collect what is saved, and check that it can be.
 
@@ -172,6 +182,7 @@ def _collect(
         schedule=schedule,
         client_state=client_state,
         loss_scale=loss_scale,
+        data=DataPosition.of(dataloader) if dataloader is not None else None,
     )
 
 
@@ -188,12 +199,15 @@ def _write(
             layout.finish_removals()
             layout.sweep(save_dir)
             check_room(save_dir, sum(part.total_bytes for part in state.parts), max_mem)
-            for folder in (layout.RNG, layout.CHECKSUMS):
+            of_ranks = [layout.DATA] if state.data and state.data.of_rank is not None else []
+            for folder in (layout.RNG, layout.CHECKSUMS, *of_ranks):
                 (partial / folder).mkdir(parents=True)
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_parts(partial, state.parts)
     with all_or_none(f"write the random state of {tag}", CheckpointError):
         save_rng(partial / layout.RNG / f"rank{dist.get_rank():05d}.safetensors")
+        if state.data and state.data.of_rank is not None:
+            (partial / file_of_rank()).write_bytes(state.data.of_rank)
         if is_rank_0():
             state.model.write_beside(tokenizer)
             content = {
@@ -204,6 +218,7 @@ def _write(
                 "scheduler": state.schedule,
                 "optimizer": state.hyper,
                 "loss_scale": state.loss_scale,
+                "data": state.data.facts if state.data else None,
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             }
             layout.write_json(partial / layout.TRAINER_STATE, content)

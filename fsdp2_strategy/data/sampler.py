@@ -1,4 +1,4 @@
-"""Which indices of a data set a rank draws, from a seed, an epoch and how many samples are consumed already.
+"""Which indices of a data set a rank draws, for trainers that make their own DataLoader and count samples themselves.
 
 Input: the length of a data set. Output: indices, each once an epoch over all ranks, the same number on every rank.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 
-import torch
+import numpy as np
 from torch.utils.data import Sampler
 
+from fsdp2_strategy.data.order import GlobalOrder, SequentialOrder
 from fsdp2_strategy.errors import ConfigError
+
+_AT_ONCE = 1024
 
 
 class ResumableSampler(Sampler[int]):
@@ -59,15 +62,16 @@ class ResumableSampler(Sampler[int]):
         return (self._total() - self.consumed_samples) // self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        length = len(self.dataset)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order: list[int] = torch.randperm(length, generator=generator).tolist()
-        else:
-            order = list(range(length))
-        while 0 < len(order) < self._total():
-            order += order[: self._total() - len(order)]
-        return iter(order[self.consumed_samples + self.rank : self._total() : self.num_replicas])
+        length, total = len(self.dataset), self._total()
+        if not total:
+            return
+        order = GlobalOrder(length, self.seed, self.epoch) if self.shuffle else SequentialOrder(length)
+        for at in range(self.consumed_samples, total, _AT_ONCE * self.num_replicas):
+            end = min(at + _AT_ONCE * self.num_replicas, total)
+            given = [order.indices(at, min(end, length))] if at < length else []
+            if end > length:  # the first ones come again
+                given.append(order.indices(0, length)[np.arange(max(at, length), end) % length])
+            yield from np.concatenate(given)[self.rank :: self.num_replicas].tolist()
 
     def _total(self) -> int:
         """Return the samples of an epoch over all ranks."""

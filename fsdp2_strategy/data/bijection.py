@@ -1,0 +1,110 @@
+"""A keyed permutation of the numbers below n, which gives any of them without the others.
+
+Input: n, a key, and indices or values. Output: the other. Exact integer arithmetic: the same on every machine.
+
+Up to 2^16 numbers the permutation is a table, sorted by a keyed hash. Above, the numbers are pairs (left, right) below
+(a, b) with a x b just above n, and eight rounds add a keyed hash of one half to the other, modulo its range (Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002). What falls on or above n is permuted again until it does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+
+_TABLE_SIZE = 1 << 16
+_ROUNDS = 8
+_AT_ONCE = 1 << 14  # what a round works on stays in the processor's cache
+_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93))
+
+
+class Bijection:
+    """Permute the numbers below ``n`` by a key.
+
+    Args:
+        n: at least 1, below 2^62.
+        key: facts that the permutation follows from, with a faithful ``repr``.
+    """
+
+    def __init__(self, n: int, *key: object) -> None:
+        self.n = n
+        self._keys = np.frombuffer(hashlib.blake2b(repr(key).encode()).digest(), dtype="<u8").astype(np.uint64)
+        a = math.isqrt(n - 1) + 1
+        self._sizes = a, -(-n // a)
+
+    def values(self, positions: Indices) -> Indices:
+        """Return the values that stand at positions."""
+        return self._table[positions] if self.n <= _TABLE_SIZE else _in_parts(positions, self._forward, self.n)
+
+    def positions(self, values: Indices) -> Indices:
+        """Return at which positions values stand."""
+        if self.n <= _TABLE_SIZE:
+            return np.argsort(self._table)[values]
+        return _in_parts(values, self._backward, self.n)
+
+    @cached_property
+    def _table(self) -> Indices:
+        return np.argsort(_hash(np.arange(self.n, dtype=np.uint64), self._keys[0]), kind="stable")
+
+    def _forward(self, numbers: _Words) -> _Words:
+        halves = self._split(numbers)
+        for i in range(_ROUNDS):
+            half, size = halves[i % 2], self._sizes[i % 2]
+            half += _below(_hash(halves[1 - i % 2], self._keys[i]), size)
+            half -= np.uint64(size) * (half >= size)
+        return self._join(halves)
+
+    def _backward(self, numbers: _Words) -> _Words:
+        halves = self._split(numbers)
+        for i in reversed(range(_ROUNDS)):
+            half, size = halves[i % 2], self._sizes[i % 2]
+            half += np.uint64(size) - _below(_hash(halves[1 - i % 2], self._keys[i]), size)
+            half -= np.uint64(size) * (half >= size)
+        return self._join(halves)
+
+    def _split(self, numbers: _Words) -> tuple[_Words, _Words]:
+        left, right = np.divmod(numbers, np.uint64(self._sizes[1]))
+        return left, right
+
+    def _join(self, halves: tuple[_Words, _Words]) -> _Words:
+        return halves[0] * np.uint64(self._sizes[1]) + halves[1]
+
+
+def _in_parts(numbers: Indices, step: Callable[[_Words], _Words], n: int) -> Indices:
+    """Carry out a step on numbers, again on those that it takes to ``n`` or above."""
+    result = np.empty(len(numbers), dtype=np.int64)
+    for at in range(0, len(numbers), _AT_ONCE):
+        part = step(numbers[at : at + _AT_ONCE].astype(np.uint64))
+        outside = np.flatnonzero(part >= n)
+        while outside.size:
+            again = part[outside] = step(part[outside])
+            outside = outside[again >= n]
+        result[at : at + _AT_ONCE] = part
+    return result
+
+
+def _hash(numbers: _Words, key: np.uint64) -> _Words:
+    """Return 64 bits for each number, of which the high ones are well mixed."""
+    mixed = (numbers + key) * _MIX[0]
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIX[1]
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MIX[0]
+    return mixed
+
+
+def _below(words: _Words, size: int) -> _Words:
+    """Scale words to the numbers below ``size``, with as many bits as the product has room for."""
+    bits = np.uint64(size.bit_length())
+    words >>= bits
+    words *= np.uint64(size)
+    words >>= np.uint64(64) - bits
+    return words
