@@ -29,10 +29,12 @@ demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py
 
 bench: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/data.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

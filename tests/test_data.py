@@ -260,7 +260,7 @@ def run(dataset, batch, states, world, steps, **options):
     saved = [loader.state_dict() for loader in loaders]
     assert all(state == saved[0] for state in saved)
     for loader in loaders:
-        loader._in_flight = None
+        loader.close()
     return batches, saved[0]
 
 
@@ -336,7 +336,7 @@ def test_only_what_the_trainer_got_counts_and_its_generators_stay_as_they_are():
         resumed = ResumableLoader(Numbers(100), 10)
         resumed.load_state_dict(loader.state_dict())
         assert ids(next(iter(resumed))) == ids(next(feed)) and len(got) == 3
-        loader._in_flight = None
+        loader.close()
 
 
 def test_augmentation_follows_from_seed_epoch_and_sample_wherever_it_is_fetched():
@@ -374,7 +374,7 @@ def test_skipped_samples_stay_skipped_and_epochs_are_audited_all_the_same():
         loader.skip(range(20))
     with pytest.raises(DataError, match="expected 0 to 19"):
         loader.skip([20])
-    loader._in_flight = None
+    loader.close()
 
 
 def test_a_sample_that_cannot_be_fetched_can_be_skipped():
@@ -394,7 +394,7 @@ def test_a_sample_that_cannot_be_fetched_can_be_skipped():
             except OSError:
                 loader.skip([7])
         assert sorted(seen[:15]) == [i for i in range(16) if i != 7]
-        loader._in_flight = None
+        loader.close()
 
 
 def test_an_epoch_that_is_not_exactly_once_is_found_at_its_end(monkeypatch):
@@ -534,7 +534,7 @@ def train(strategy, model, optimizer, loader, steps, *, shuffled=True):
         strategy.backward(loss, model, optimizer, num_items_in_batch=items)
         strategy.optimizer_step(optimizer, model)
         losses.append((loss.item(), batch["sample"].tolist()))
-    loader._in_flight = None
+    loader.close()
     return losses
 
 

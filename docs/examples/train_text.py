@@ -11,34 +11,36 @@ import argparse
 import json
 import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain
+from fsdp2_strategy.data import ResumableLoader
 
 
-class Text:
-    """Bytes of all files under a path; sequence i is a function of the seed and i alone, on any number of ranks."""
+class Text(Dataset):
+    """Bytes of all files under a path, cut into sequences."""
 
-    def __init__(self, path: Path, length: int, seed: int) -> None:
+    def __init__(self, path: Path, length: int) -> None:
         files = [path] if path.is_file() else sorted(p for p in path.glob("*") if p.suffix in (".py", ".txt", ".md"))
         content = b"\n".join(file.read_bytes() for file in files)
-        if len(content) <= length:
-            raise SystemExit(f"{path} holds {len(content)} bytes of text, expected more than {length}.")
-        self.content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.length, self.seed = length, seed
+        if len(content) < length:
+            raise SystemExit(f"{path} holds {len(content)} bytes of text, expected at least {length}.")
+        self.sequences = torch.frombuffer(bytearray(content), dtype=torch.uint8).unfold(0, length, length)
 
-    def sequence(self, i: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + i)
-        start = int(torch.randint(len(self.content) - self.length, (1,), generator=generator))
-        return self.content[start : start + self.length].long()
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.sequences[i].long()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,12 +54,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def forever(loader: ResumableLoader) -> Iterator[torch.Tensor]:
+    """Return the batches of one epoch after the other."""
+    while True:
+        yield from loader
+
+
 def train(settings: dict, text: Path, run_dir: Path) -> None:
     options = settings["train"]
     with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
-        rank, world_size = strategy.get_rank(), strategy.world_size
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
+        (run_dir / f"rank{strategy.get_rank()}.pid").write_text(str(os.getpid()))
         config = transformers.LlamaConfig(
             vocab_size=256, bos_token_id=None, eos_token_id=None, pad_token_id=0, **settings["model"]
         )
@@ -71,41 +78,36 @@ def train(settings: dict, text: Path, run_dir: Path) -> None:
             optimizer, "cosine", num_training_steps=options["steps"], warmup_ratio=options["warmup_ratio"]
         )
         strategy.set_seed(strategy.config.seed, per_rank=True)  # dropout differs between the ranks
-        resumed, client_state = strategy.load_ckpt(model, run_dir / "checkpoints")
-        sequences = client_state.get("sequences", 0)  # how many all ranks have seen together
+        batch_size = strategy.config.micro_train_batch_size * strategy.world_size
+        loader = ResumableLoader(Text(text, options["sequence_length"]), batch_size, seed=strategy.config.seed)
+        resumed, _ = strategy.load_ckpt(model, run_dir / "checkpoints", dataloader=loader)
         if strategy.is_rank_0() and resumed:
             print(f"resumed from {resumed}", flush=True)
 
-        data = Text(text, options["sequence_length"], strategy.config.seed)
-        batch_size = strategy.config.micro_train_batch_size
         start = strategy.global_step(model)
         bar = tqdm(total=options["steps"], initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
+        losses = []
         with (run_dir / "losses.jsonl").open("a") as log:
-            while strategy.global_step(model) < options["steps"]:
-                losses = []
-                stepped = False
-                while not stepped:
-                    first = sequences + rank * batch_size
-                    batch = torch.stack([data.sequence(first + i) for i in range(batch_size)]).to(strategy.device)
-                    loss = model(input_ids=batch, labels=batch).loss
-                    strategy.backward(loss, model, optimizer)
-                    losses.append(loss.detach())
-                    sequences += batch_size * world_size
-                    result = strategy.optimizer_step(optimizer, model, scheduler)
-                    stepped = result.stepped or result.skipped
-                mean = torch.stack(losses).mean()
-                dist.all_reduce(mean)
-                mean = mean.item() / world_size
+            for batch in forever(loader):
+                ids = batch.to(strategy.device)
+                loss = model(input_ids=ids, labels=ids).loss
+                strategy.backward(loss, model, optimizer)
+                losses.append(loss.detach())
+                result = strategy.optimizer_step(optimizer, model, scheduler)
+                if not (result.stepped or result.skipped):
+                    continue
+                mean = strategy.all_reduce(torch.stack(losses).mean()).item()
+                losses.clear()
                 if strategy.is_rank_0():
                     print(
                         json.dumps({"step": result.step, "loss": mean, "norm": result.grad_norm}), file=log, flush=True
                     )
                 bar.update(result.stepped)
-                bar.set_postfix(loss=f"{mean:.3f}", norm=f"{result.grad_norm:.2f}")
+                bar.set_postfix(loss=f"{mean:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
                 if result.step % options["save_every"] == 0:
-                    strategy.save_ckpt(
-                        model, run_dir / "checkpoints", max_num=2, max_mem=10, client_state={"sequences": sequences}
-                    )
+                    strategy.save_ckpt(model, run_dir / "checkpoints", max_num=2, max_mem=10, dataloader=loader)
+                if result.step == options["steps"]:
+                    break
         bar.close()
         strategy.save_model(model, byte_tokenizer(), run_dir / "export", dtype=torch.bfloat16)
 

@@ -141,7 +141,8 @@ class BatchPlan:
         first, last = (self._position(stretch.epoch, place) for place in (stretch.begin, stretch.end - 1))
         gaps = self.gaps(stretch.epoch)
         inside = gaps[(gaps >= first) & (gaps <= last)] - first
-        return np.delete(at(first, last + 1), inside)
+        found = at(first, last + 1)
+        return np.delete(found, inside) if inside.size else found
 
     def _position(self, epoch: int, place: int) -> int:
         gaps, begin = self.gaps(epoch), self._begin(epoch)

@@ -170,7 +170,7 @@ class ResumableLoader:
             try:
                 keys, batch = next(self._in_flight)
             except BaseException:
-                self._in_flight = None  # what was fetched ahead is fetched again
+                self.close()  # what was fetched ahead is fetched again
                 raise
             mask = self._deliver(keys)
             yield batch if mask is None else _with_mask(batch, mask)
@@ -210,6 +210,13 @@ class ResumableLoader:
         if self.tail != "pad":
             return None
         return torch.arange(self.global_batch_size)[part] < real
+
+    def close(self) -> None:
+        """End the workers, and drop what they have fetched ahead; the next ``for`` starts new ones."""
+        in_flight, self._in_flight = self._in_flight, None
+        # Left to the garbage collector, a worker may be waited for.
+        if shut_down := getattr(in_flight, "_shutdown_workers", None):
+            shut_down()
 
     # --- resuming ------------------------------------------------------------------------------------------------
 
@@ -277,7 +284,7 @@ class ResumableLoader:
         if self._batches < self._end:
             still = self._plan.epoch_of(self._batches) == epoch
             self._end = self._plan.end_of(epoch) if still else self._batches
-        self._in_flight = None
+        self.close()
 
     def _replan(self, skipped: Sequence[int], anchor: Anchor) -> None:
         old = self._plan
