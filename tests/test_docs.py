@@ -14,6 +14,7 @@ import pytest
 
 import fsdp2_strategy
 from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy.data import ResumableLoader
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,7 +26,7 @@ def snippets(page):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("page", ["quickstart.md", "weights.md"])
+@pytest.mark.parametrize("page", ["quickstart.md", "weights.md", "data.md"])
 def test_the_code_of_a_page_runs(page, tmp_path):
     os.chdir(tmp_path)
     names = {}
@@ -42,8 +43,9 @@ def test_the_readme_example_runs(tmp_path):
     directory = [str(tmp_path)]
     dist.broadcast_object_list(directory)
     os.chdir(directory[0])
-    ids = [tokens(torch.Generator().manual_seed(i)) for i in range(50)]
-    names = {"model": build("llama"), "loader": [{"input_ids": i, "labels": i} for i in ids]}
+    ids = [tokens(torch.Generator().manual_seed(i), batch=1)[0] for i in range(100)]
+    loader = ResumableLoader([{"input_ids": i, "labels": i} for i in ids], 2)
+    names = {"model": build("llama"), "loader": loader}
     (snippet,) = snippets(ROOT / "README.md")
     exec(compile(snippet, "README.md", "exec"), names)
     assert names["result"].step == 50
