@@ -1,22 +1,16 @@
-"""The facade that a trainer holds: the trainer's vocabulary over the free functions.
+"""The facade that an RLHF trainer holds: `TrainingStrategy`, and the rest of the trainer's vocabulary.
 
-Input: a configuration and the trainer's models. Output: what the free functions return. What the facade adds is memory
-of what belongs together: for each model its optimizer, its schedule and how far its accumulation is.
+Input: a configuration and the trainer's models. Output: what the free functions return.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,43 +19,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fsdp2_strategy import collect, memory, ranks, residency
-from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint
-from fsdp2_strategy.config import StrategyConfig
+from fsdp2_strategy import collect, memory, residency
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.ema import EMA
-from fsdp2_strategy.errors import ConfigError, OptimizerError, StepError
-from fsdp2_strategy.hf.export import save_model
-from fsdp2_strategy.hf.folder import init_on_meta
-from fsdp2_strategy.hf.load import load_remembered
+from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.masters import FSDPadaptOptimizer, is_mp_optimizer
-from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.offload import forget_slabs, offload, reload
-from fsdp2_strategy.optimizer import build_optimizer, rebind_optimizer
+from fsdp2_strategy.offload import offload, reload
+from fsdp2_strategy.optimizer import rebind_optimizer
 from fsdp2_strategy.rollout import Rollout, RolloutEngine
-from fsdp2_strategy.schedule import build_scheduler
-from fsdp2_strategy.shard import shard_model
-from fsdp2_strategy.step import (
-    LossScale,
-    StepResult,
-    check_belongs,
-    clip_grad_norm,
-    loss_scale,
-    set_gradient_sync,
-    take_step,
-)
+from fsdp2_strategy.training import TrainingStrategy
+
+__all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
 ModelOptimPair = tuple[nn.Module, Optimizer]
 ModelOrModelOptimPair = nn.Module | ModelOptimPair
 
 T = TypeVar("T")
-__all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
-
-ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
 # What RLHF trainers set where their arguments say nothing.
-_RLHF_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "actor_learning_rate": 1e-6,
     "critic_learning_rate": 9e-6,
     "adam_betas": (0.9, 0.95),
@@ -72,37 +49,7 @@ _RLHF_DEFAULTS: dict[str, Any] = {
 }
 
 
-class _Unset:
-    """Stands for an argument that was not given, so that the configuration's value holds."""
-
-    def __repr__(self) -> str:
-        return "<from the configuration>"
-
-
-_UNSET: Any = _Unset()
-
-
-@dataclass
-class _Run:
-    """What belongs to one model."""
-
-    optimizer: Optimizer | None = None
-    scheduler: LRScheduler | None = None
-    checked: Optimizer | None = None
-    """The optimizer that is known to step this model's parameters."""
-    micro_batches: int = 0
-    """Backward passes since the last optimizer step."""
-    steps: int = 0
-    """Optimizer steps taken."""
-    scale: LossScale | None = None
-    """What losses are multiplied with, in float16."""
-    ema: EMA | None = None
-    """Averages of its parameters that `moving_average` keeps."""
-    synced_as: bool | None = None
-    """Whether the units were last told that a backward pass is the last of its step."""
-
-
-class FSDPV2Strategy:
+class FSDPV2Strategy(TrainingStrategy):
     """Shard, train, save and resume models with FSDP2; one object a process, the same on every rank.
 
     Constructing it is collective: it starts the process group where there is none (under torchrun from its variables,
@@ -133,83 +80,7 @@ class FSDPV2Strategy:
         (1, True)
     """
 
-    def __init__(
-        self,
-        seed: int = _UNSET,
-        max_norm: float = _UNSET,
-        micro_train_batch_size: int = _UNSET,
-        train_batch_size: int | None = _UNSET,
-        bf16: bool = _UNSET,
-        args: object = None,
-        *,
-        config: StrategyConfig | None = None,
-    ) -> None:
-        given = {
-            "seed": seed,
-            "max_norm": max_norm,
-            "micro_train_batch_size": micro_train_batch_size,
-            "train_batch_size": train_batch_size,
-            "bf16": bf16,
-        }
-        base = _base_config(args, config)
-        self.config = base.replace(**{name: value for name, value in given.items() if value is not _UNSET})
-        self.args = args
-        self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
-        self.world_size = dist.get_world_size()
-        self.accumulated_gradient = self._accumulation()
-        self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
-        self._rollout = Rollout(torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else None)
-        self.set_seed(self.config.seed)
-        ranks.show_log()
-        ranks.log("strategy on %d ranks\n%s", self.world_size, self.config)
-
-    # --- the process ---------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return ranks.current_device()
-
-    def get_rank(self) -> int:
-        """Return the number of this rank."""
-        return dist.get_rank()
-
-    def is_rank_0(self) -> bool:
-        """Say whether this is rank 0."""
-        return ranks.is_rank_0()
-
-    def print(self, *message: object) -> None:
-        """Log a message once for all ranks."""
-        ranks.log("%s", " ".join(map(str, message)))
-
-    def set_seed(self, seed: int, *, per_rank: bool = False) -> None:
-        """Seed all generators; not collective.
-
-        Build models under one seed for all ranks; ``per_rank`` then lets dropout and noise differ between the ranks.
-        """
-        ranks.seed_everything(seed + dist.get_rank() if per_rank else seed)
-
-    def close(self) -> None:
-        """End the process group if this strategy started it; collective, and harmless when called again.
-
-        Directories that this process saved into are free for other runs from then on.
-        """
-        self._runs.clear()
-        self._rollout = Rollout(None)
-        end_saving()
-        forget_slabs()
-        if self._owns_process_group and dist.is_initialized():
-            forget_meshes()
-            dist.destroy_process_group()
-        self._owns_process_group = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    # --- the ranks ----------------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
         """Have nothing left to start: constructing the strategy did; collective where it sets a time-out.
@@ -239,7 +110,7 @@ class FSDPV2Strategy:
         dist.barrier()
         memory.clear_cache()
 
-    # --- data ----------------------------------------------------------------------------------------------------
+    # --- data ---------------------------------------------------------------------------------------------------------
 
     def setup_dataloader(
         self,
@@ -282,103 +153,7 @@ class FSDPV2Strategy:
             dataset, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pin_memory
         )
 
-    # --- models --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Build models inside; with ``meta_init`` without memory, as `init_on_meta` does; not collective."""
-        with init_on_meta() if meta_init else nullcontext():
-            yield
-
-    def prepare_model(
-        self,
-        model: ModelT,
-        is_training: bool = False,
-        shard_size: ShardSize = -1,
-        reshard_after_forward: bool | int = True,
-    ) -> ModelT:
-        """Shard a model in place, as the configuration says; collective. Prepared models and None pass through.
-
-        Args:
-            model: any module, or a wrapper around one; every rank must hold the same weights.
-            is_training: keep fp32 masters and reduce in fp32; else hold the compute dtype alone.
-            shard_size: ranks that a parameter is split over, a divisor of the world size; -1 for all; "auto" for all
-                in training, else the fewest that a model of its size needs.
-            reshard_after_forward: free gathered parameters after a block's forward; or the number of ranks to keep them
-                split over until backward.
-
-        Returns:
-            ``model`` itself.
-
-        Raises:
-            MeshError, ShardError: on every rank; see `build_mesh` and `shard_model`.
-        """
-        if model is None or not _is_ours_to_shard(model):
-            return model
-        if shard_size == "auto":
-            count = sum(p.numel() for p in model.parameters())
-            shard_size = auto_shard_size(count, is_training=is_training, world_size=self.world_size)
-        config = self.config
-        shard_model(
-            model,
-            build_mesh(shard_size),
-            is_training=is_training,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            keep_fp32=config.keep_fp32,
-            masters_in_optimizer=config.use_mp_opt,
-            class_names=config.block_class_names,
-            min_unit_params=config.min_unit_params,
-            reshard_after_forward=reshard_after_forward,
-            cpu_offload=config.cpu_offload,
-            prefetch_depth=config.prefetch_depth,
-            activation_checkpointing=config.activation_checkpointing,
-            compile_blocks=config.compile_blocks,
-            forward_methods=config.forward_methods,
-        )
-        if residency.is_unreal(model):
-            load_remembered(model)
-        return model
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the inner model of an actor wrapper, else the model itself."""
-        return residency.unwrap_model(model)
-
-    def create_optimizer(
-        self,
-        model: nn.Module,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        **kwargs: Any,
-    ) -> Optimizer:
-        """Build the optimizer of a prepared model, and remember it as this model's; not collective.
-
-        Args:
-            model: the model, or its wrapper.
-            lr: learning rate; like the next three by default that of the optimizer class.
-            betas: Adam's decay rates.
-            eps: Adam's denominator term.
-            weight_decay: decay of all parameters but biases and norms.
-            **kwargs: no_decay, optimizer_cls, param_groups, masters (by default what ``use_mp_opt`` says) and options
-                of the class, as in `build_optimizer`.
-
-        Raises:
-            OptimizerError: see `build_optimizer`.
-        """
-        kwargs = {"masters": self.config.use_mp_opt, **kwargs}
-        optimizer = build_optimizer(model, lr, betas, eps, weight_decay, **kwargs)
-        self._run(model).optimizer = optimizer
-        return optimizer
-
-    def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
-        """Build a schedule, and remember it beside its optimizer; not collective; see `build_scheduler`."""
-        scheduler = build_scheduler(optimizer, name, **kwargs)
-        for run in self._runs.values():
-            if run.optimizer is optimizer:
-                run.scheduler = scheduler
-        return scheduler
+    # --- the roles of a trainer's models ------------------------------------------------------------------------------
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepare models for inference, and (model, optimizer, ...) tuples for training; collective.
@@ -482,9 +257,9 @@ class FSDPV2Strategy:
             value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
             if value is not None:
                 return value
-        return _RLHF_DEFAULTS[name]
+        return _DEFAULTS[name]
 
-    # --- memory that moves ---------------------------------------------------------------------------------------
+    # --- memory that moves --------------------------------------------------------------------------------------------
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
         """Move models' parameters to host memory until `reload_model`; not collective; see `offload`.
@@ -532,6 +307,8 @@ class FSDPV2Strategy:
             reload(optimizer)
         return optimizer
 
+    # --- averages -----------------------------------------------------------------------------------------------------
+
     def moving_average(
         self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
     ) -> None:
@@ -554,20 +331,12 @@ class FSDPV2Strategy:
         if ema is not model_ema:
             ema.copy_to(model_ema)  # type: ignore[arg-type]
 
-    def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
-        """Return the averages behind a second model, and remember them beside the first."""
-        run = self._run(model)
-        if isinstance(model_ema, EMA):
-            run.ema = model_ema
-            return model_ema
-        kept = self._run(model_ema)
-        if kept.ema is None:
-            trained = [name for name, p in named_parameters(self.unwrap_model(model)).items() if p.requires_grad]
-            kept.ema = EMA(model_ema, names=trained, device="cpu" if torch.device(device).type == "cpu" else None)
-        run.ema = kept.ema
-        return kept.ema
+    # --- rollout ------------------------------------------------------------------------------------------------------
 
-    # --- rollout -------------------------------------------------------------------------------------------------
+    @cached_property
+    def _rollout(self) -> Rollout:
+        config = self.config
+        return Rollout(torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None)
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
@@ -623,266 +392,10 @@ class FSDPV2Strategy:
         """Wake the engine if it sleeps; not collective."""
         self._rollout.wake_up()
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def backward(
-        self,
-        loss: torch.Tensor,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        *,
-        num_items_in_batch: float | torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add the gradient of one micro-batch; collective.
-
-        The loss is divided by ``accumulated_gradient`` here: a caller that divides already must not.
-
-        Args:
-            loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
-            model: the model, or its wrapper, that made the loss.
-            optimizer: accepted for its place in the trainer's call.
-            num_items_in_batch: items (tokens, say) of all micro-batches of all ranks in this step; the gradient is that
-                of (sum of all losses) / num_items_in_batch.
-            **kwargs: accepted for trainers that pass more.
-
-        Raises:
-            StepError: ``num_items_in_batch`` is not positive.
-        """
-        run = self._run(model)
-        scale = loss_scale(accumulation_steps=self.accumulated_gradient, num_items_in_batch=num_items_in_batch)
-        scale *= run.scale.value if run.scale else 1.0
-        is_last = (run.micro_batches + 1) % self.accumulated_gradient == 0
-        if is_last != (run.synced_as is not False):
-            set_gradient_sync(model, self.config.grad_sync, is_last=is_last)
-            run.synced_as = is_last
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        run.micro_batches += 1
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        scheduler: LRScheduler | None = None,
-        name: str = "model",
-        **kwargs: Any,
-    ) -> StepResult:
-        """Step once the micro-batches of a step are through; call it after each ``backward``; collective.
-
-        At the boundary gradients are clipped to ``max_norm``, optimizer and schedule step, gradients are cleared. A
-        norm that is not finite skips optimizer and schedule on every rank.
-
-        Args:
-            optimizer: the model's optimizer.
-            model: the model, or its wrapper.
-            scheduler: stepped with the optimizer; None is fine.
-            name: labels the log, nothing else.
-            **kwargs: accepted for trainers that pass more.
-
-        Returns:
-            What happened; between boundaries nothing did.
-
-        Raises:
-            StepError: there was no ``backward``, or the optimizer is not this model's.
-        """
-        run = self._run(model)
-        if run.checked is not optimizer:
-            check_belongs(optimizer, model)
-            run.checked = optimizer
-        if not run.micro_batches:
-            raise StepError(
-                f"cannot step {name!r}: no backward pass since its last step, expected strategy.backward(loss, model, "
-                "optimizer). Call it instead of loss.backward()."
-            )
-        if run.micro_batches % self.accumulated_gradient:
-            return StepResult(step=run.steps, stepped=False, skipped=False, grad_norm=None)
-        run.optimizer, run.scheduler = optimizer, scheduler or run.scheduler
-        stepped, norm = take_step(optimizer, model, scheduler, self.config.max_norm, run.scale)
-        run.micro_batches = 0
-        run.steps += stepped
-        if not stepped:
-            message = "%s: step %d is skipped on all ranks: the gradient norm is %s"
-            ranks.log(message, name, run.steps + 1, norm, level=logging.WARNING)
-        return StepResult(step=run.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
-        """Clip a model's gradients to one global norm, by default the configured one; collective."""
-        scale = run.scale.value if (run := self._run(model)).scale else 1.0
-        return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
-
-    def global_step(self, model: nn.Module) -> int:
-        """Return how many optimizer steps a model has taken, those before a resume included."""
-        return self._run(model).steps
-
-    # --- checkpoints ---------------------------------------------------------------------------------------------
-
-    def save_ckpt(
-        self,
-        model: nn.Module,
-        save_dir: str | Path,
-        tag: str | None = None,
-        max_num: int | None = 3,
-        max_mem: float | None = 1000,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-        *,
-        dataloader: Loader | None = None,
-        tokenizer: Any = None,
-        ema: EMA | nn.Module | None = None,
-        protect: bool = False,
-        metric: float | None = None,
-        higher_is_better: bool = True,
-    ) -> str:
-        """Save a model with its optimizer, schedule and random state, then rotate; collective.
-
-        Args:
-            model: a prepared model, or its wrapper.
-            save_dir: directory of the run's checkpoints, seen by every rank.
-            tag: name of this checkpoint, by default ``global_step<step>``.
-            max_num: checkpoints to keep, at least 1; None for no limit.
-            max_mem: GB (10^9 bytes) that all checkpoints may take; None for no limit.
-            client_state: anything that JSON holds.
-            save_latest: let the file ``latest`` name this checkpoint.
-            optimizer: by default the one that ``create_optimizer`` made for this model.
-            scheduler: by default the one last used with it.
-            dataloader: a ResumableLoader, or another loader with ``state_dict``; see `save_checkpoint`.
-            tokenizer: tokenizer or processor to save into ``model/``, by default that of the model's own folder.
-            ema: averages, or the second model of `moving_average`; by default those last used with this model.
-            protect: never let rotation remove it.
-            metric: how good it is; rotation never removes the best.
-            higher_is_better: what is good of ``metric``.
-
-        Returns:
-            The checkpoint's directory.
-
-        Raises:
-            CheckpointError: on every rank; see `save_checkpoint`.
-        """
-        run = self._run(model)
-        if pending := run.micro_batches % self.accumulated_gradient:
-            message = "saving between steps: the gradients of %d micro-batches are not part of a checkpoint"
-            ranks.log(message, pending, level=logging.WARNING)
-        averages = self._ema(model, ema) if ema is not None else run.ema
-        path = save_checkpoint(
-            model,
-            save_dir,
-            tag,
-            step=run.steps,
-            optimizer=optimizer or run.optimizer,
-            scheduler=scheduler or run.scheduler,
-            client_state=dict(client_state or {}),
-            dataloader=dataloader,
-            tokenizer=tokenizer,
-            ema=averages.averages if averages else None,
-            loss_scale=asdict(run.scale) if run.scale else None,
-            seed=self.config.seed,
-            max_num=max_num,
-            max_mem=max_mem,
-            save_latest=save_latest,
-            protect=protect,
-            metric=metric,
-            higher_is_better=higher_is_better,
-        )
-        return str(path)
-
-    def load_ckpt(
-        self,
-        model: nn.Module,
-        load_dir: str | Path,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        *,
-        tag: str | None = None,
-        dataloader: Loader | None = None,
-        ema: EMA | nn.Module | None = None,
-        load_module: bool = True,
-        verify: bool = True,
-        fallback: bool = False,
-        trust: bool = False,
-        **kwargs: Any,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load the newest checkpoint of a directory, one by tag, or one directory; collective.
-
-        Args:
-            model: a prepared model, or its wrapper.
-            load_dir: directory of a run's checkpoints, or one checkpoint.
-            optimizer: by default the one that ``create_optimizer`` made for this model, if any.
-            scheduler: by default the one made for it.
-            load_module_strict: names in checkpoint and model must agree in both directions.
-            load_optimizer_states: load them, where there is an optimizer.
-            load_lr_scheduler_states: load them, where there is a schedule.
-            tag: the checkpoint to load instead of the newest.
-            dataloader: goes on where it was; it must not have begun.
-            ema: averages that get their values back, or the second model of `moving_average`.
-            load_module: load the model; without it, the optimizer's state alone.
-            verify: compare what is read with its checksums.
-            fallback: where the newest is damaged, load the newest that is not, and say so.
-            trust: load what other systems wrote, whose pickles run code.
-            **kwargs: accepted for trainers that pass more.
-
-        Returns:
-            The directory that was loaded, and its client state; (None, {}) where there is no checkpoint.
-
-        Raises:
-            CheckpointError: on every rank; see `load_checkpoint`.
-        """
-        run = self._run(model)
-        averages = self._ema(model, ema) if ema is not None else None
-        loaded = load_checkpoint(
-            model,
-            load_dir,
-            tag=tag,
-            optimizer=(optimizer or run.optimizer) if load_optimizer_states else None,
-            scheduler=(scheduler or run.scheduler) if load_lr_scheduler_states else None,
-            ema=averages.averages if averages else None,
-            dataloader=dataloader,
-            load_model=load_module,
-            strict=load_module_strict,
-            verify=verify,
-            fallback=fallback,
-            trust=trust,
-        )
-        if loaded is None:
-            return None, {}
-        run.micro_batches, run.steps, run.checked = 0, loaded.step, None
-        if run.scale is not None and loaded.loss_scale:
-            run.scale = LossScale(**loaded.loss_scale)
-        if averages is not None and isinstance(ema, nn.Module):
-            averages.copy_to(ema)
-        return str(loaded.path), loaded.client_state
-
-    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
-        """Write a Hugging Face folder that ``from_pretrained`` loads; collective; see `save_model`."""
-        save_model(model, tokenizer, output_dir, **kwargs)
-
-    # --- memory of what belongs together ---------------------------------------------------------------------------
-
-    def _run(self, model: nn.Module) -> _Run:
-        if not isinstance(model, nn.Module):
-            raise StepError(
-                f"cannot use this model: it is a {type(model).__name__}, expected the nn.Module that prepare_model "
-                "returned. Check the order of the arguments."
-            )
-        fresh = _Run(scale=LossScale() if self.config.fp16 else None)
-        return self._runs.setdefault(residency.unwrap_model(model), fresh)
-
-    def _accumulation(self) -> int:
-        micro, total = self.config.micro_train_batch_size, self.config.train_batch_size
-        at_once = micro * self.world_size
-        if total is None:
-            return 1
-        if total % at_once:
-            below = max(total // at_once, 1) * at_once
-            raise ConfigError(
-                f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
-                f"ranks = {micro} x {self.world_size} = {at_once}. Use {below} or {below + at_once}."
-            )
-        return total // at_once
+    def close(self) -> None:
+        """End the process group if this strategy started it; collective, and harmless when called again."""
+        self.__dict__.pop("_rollout", None)  # an engine's memory goes with it
+        super().close()
 
 
 def _each(models: Any) -> Iterator[nn.Module]:
@@ -890,25 +403,3 @@ def _each(models: Any) -> Iterator[nn.Module]:
     for model in models if isinstance(models, list | tuple) else [models]:
         if isinstance(model, nn.Module):
             yield model
-
-
-def _base_config(args: object, config: StrategyConfig | None) -> StrategyConfig:
-    if config is not None and not isinstance(config, StrategyConfig):
-        raise ConfigError(
-            f"cannot configure: config is a {type(config).__name__}, expected a StrategyConfig. Use "
-            "StrategyConfig.from_mapping, from_yaml or from_args."
-        )
-    if config is not None and isinstance(args, StrategyConfig):
-        raise ConfigError(
-            "cannot configure: args and config are both a StrategyConfig, expected one. Drop one of them."
-        )
-    if config is not None:
-        return config
-    return StrategyConfig() if args is None else StrategyConfig.from_args(args)
-
-
-def _is_ours_to_shard(model: object) -> bool:
-    """Say whether a model is one to shard: no wrapper around an engine, and none whose parameters all are sharded."""
-    if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
-        return False
-    return residency.is_sharded(model) or residency.has_unsharded_parameters(model)
