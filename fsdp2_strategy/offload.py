@@ -121,7 +121,7 @@ def _keys(subject: nn.Module | Optimizer) -> list[Any]:
 
 def _fetch(keys: Sequence[Any]) -> None:
     """Bring back what is away of units or optimizers."""
-    with _Queue() as queue:
+    with CopyQueue() as queue:
         for key in filter(_is_away, keys):
             trip: _Trip = key.__dict__[_TRIP]
             while trip.loads:  # one after the other is let go of; where memory runs out, the rest is still away
@@ -166,7 +166,7 @@ def _is_away(key: Any) -> bool:
 def _send(key: Any, items: Sequence[_Item], guard: Callable[[Any], Callable[[Any], None]]) -> None:
     loads: list[_Load] = []
     try:
-        with _Queue() as queue:
+        with CopyQueue() as queue:
             for members, nbytes in _packed(items):
                 load = _Load(_slabs.take(nbytes), [])
                 loads.append(load)
@@ -343,14 +343,14 @@ def _pins() -> bool:
     return torch.cuda.is_available()
 
 
-class _Queue:
+class CopyQueue:
     """Copies between host and device, queued on a stream of their own where there is an accelerator."""
 
     def __init__(self) -> None:
         self.is_async = current_device().type == "cuda"
         self._to_host = False
 
-    def __enter__(self) -> _Queue:
+    def __enter__(self) -> CopyQueue:
         if self.is_async:
             self._stream = _stream_of(current_device())
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -16,6 +16,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,6 +30,8 @@ from fsdp2_strategy.rendezvous import fresh_store
 logger = logging.getLogger("fsdp2_strategy")
 
 T = TypeVar("T")
+
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 
 
 def start_process_group(timeout_minutes: float) -> bool:
@@ -63,6 +66,21 @@ def start_process_group(timeout_minutes: float) -> bool:
     return True
 
 
+@contextmanager
+def on_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let what this thread says to other ranks go over a group of its own inside."""
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def group_in_use() -> dist.ProcessGroup | None:
+    """Return the group that this thread talks on; None for the default one."""
+    return _group.get()
+
+
 def current_device() -> torch.device:
     """Return the device that this rank computes on: its own accelerator, else the CPU."""
     if torch.cuda.is_available():
@@ -78,7 +96,7 @@ def adopt_device(device: torch.device) -> None:
 
 def control_device() -> torch.device:
     """Return the device whose backend carries small messages: the CPU wherever the group has a CPU backend."""
-    if "cpu:" in dist.get_backend_config():
+    if _group.get() is not None or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return current_device()
 
@@ -130,12 +148,12 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
             raise  # they have heard of it, in an inner phase or in this one
         cause = failure
     flag = torch.tensor(float(cause is not None), device=control_device())
-    dist.all_reduce(flag)
+    dist.all_reduce(flag, group=_group.get())
     if not flag.item():
         return
     texts: list[str | None] = [None] * dist.get_world_size()
     own = None if cause is None else _text(cause)
-    dist.all_gather_object(texts, own)
+    dist.all_gather_object(texts, own, group=_group.get())
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     rank, text = next(iter(failed.items()))
     others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
@@ -159,7 +177,7 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
         expected: what should be the same, and what to do about it.
     """
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(value).encode()).hexdigest())
+    dist.all_gather_object(digests, hashlib.sha256(repr(value).encode()).hexdigest(), group=_group.get())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
@@ -168,5 +186,5 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
 def from_rank_0(value: T) -> T:
     """Return rank 0's value on every rank; collective."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=control_device())
+    dist.broadcast_object_list(box, src=0, group=_group.get(), device=control_device())
     return box[0]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import ranks, residency
-from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint
+from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.ema import EMA
 from fsdp2_strategy.errors import ConfigError, StepError
@@ -137,17 +137,22 @@ class TrainingStrategy:
         ranks.seed_everything(seed + dist.get_rank() if per_rank else seed)
 
     def close(self) -> None:
-        """End the process group if this strategy started it; collective, and harmless when called again.
+        """Wait for a save, and end the process group if this strategy started it; collective, harmless when repeated.
 
         Directories that this process saved into are free for other runs from then on.
+
+        Raises:
+            CheckpointError: on every rank: the save that was in flight has failed. Everything is ended all the same.
         """
         self._runs.clear()
-        end_saving()
-        forget_slabs()
-        if self._owns_process_group and dist.is_initialized():
-            forget_meshes()
-            dist.destroy_process_group()
-        self._owns_process_group = False
+        try:
+            end_saving()
+        finally:
+            forget_slabs()
+            if self._owns_process_group and dist.is_initialized():
+                forget_meshes()
+                dist.destroy_process_group()
+            self._owns_process_group = False
 
     def __enter__(self) -> Self:
         return self
@@ -379,6 +384,7 @@ class TrainingStrategy:
         protect: bool = False,
         metric: float | None = None,
         higher_is_better: bool = True,
+        async_save: bool = False,
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then rotate; collective.
 
@@ -398,9 +404,10 @@ class TrainingStrategy:
             protect: never let rotation remove it.
             metric: how good it is; rotation never removes the best.
             higher_is_better: what is good of ``metric``.
+            async_save: return once this rank's part is copied; the rest happens behind the trainer.
 
         Returns:
-            The checkpoint's directory.
+            The checkpoint's directory; in an async save it is there once that has ended.
 
         Raises:
             CheckpointError: on every rank; see `save_checkpoint`.
@@ -429,8 +436,17 @@ class TrainingStrategy:
             protect=protect,
             metric=metric,
             higher_is_better=higher_is_better,
+            async_save=async_save,
         )
         return str(path)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no async save is in flight; call it alike on every rank.
+
+        Raises:
+            CheckpointError: on every rank: it has failed. It is raised once.
+        """
+        wait_for_save()
 
     def load_ckpt(
         self,

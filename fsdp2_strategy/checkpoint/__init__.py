@@ -1,5 +1,5 @@
 """Checkpoints: `layout` (names, manifest, commit, `lock`), `parts` and `state` (what is saved, with `rng` and `data`),
-`storage` (tensors in files, under torch's driver), `rotation`, and `verify`.
+`storage` (tensors in files, under torch's driver), `rotation`, `background` (saves behind the trainer), and `verify`.
 
 `save` and `load` tie them together; both are collective, and end alike on every rank.
 """
@@ -7,7 +7,7 @@
 from fsdp2_strategy.checkpoint.data import Loader
 from fsdp2_strategy.checkpoint.layout import Checkpoint, list_checkpoints
 from fsdp2_strategy.checkpoint.load import load_checkpoint
-from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint
+from fsdp2_strategy.checkpoint.save import end_saving, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.state import LoadedCheckpoint
 from fsdp2_strategy.checkpoint.verify import VerifyReport, verify_checkpoint
 
@@ -21,4 +21,5 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "verify_checkpoint",
+    "wait_for_save",
 ]

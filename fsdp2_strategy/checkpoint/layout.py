@@ -305,7 +305,17 @@ def finish_removals() -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write strict JSON and force it to disk."""
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, as_json(content))
+
+
+def as_json(content: Any) -> str:
+    """Return strict JSON."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and force it to disk."""
+    path.write_text(text, encoding="utf-8")
     _fsync(path)
 
 

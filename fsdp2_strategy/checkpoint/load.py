@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import Loader, check_position, file_of_rank, restore_position
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.parts import match_model
@@ -90,6 +90,7 @@ def load_checkpoint(
         DamageError: on every rank: files are not what was written. Where that shows only while they are read, model and
             optimizer refuse to be used until a load succeeds.
     """
+    background.wait()
     load_dir = Path(load_dir)
     asked = (
         str(load_dir),

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save
 
 from fsdp2_strategy.ranks import seed_everything
 
 
-def save_rng(path: Path) -> None:
-    """Write the states of this rank's generators."""
+def rng_content() -> bytes:
+    """Return the states of this rank's generators, as the content of a file."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  the one users draw from
     tensors = {
@@ -30,7 +30,12 @@ def save_rng(path: Path) -> None:
     }
     if torch.cuda.is_available():
         tensors["torch.cuda"] = torch.cuda.get_rng_state()
-    save_file(tensors, path, metadata={"python.version": str(version)})
+    return save(tensors, metadata={"python.version": str(version)})
+
+
+def save_rng(path: Path, content: bytes) -> None:
+    """Write what `rng_content` gave."""
+    path.write_bytes(content)
 
 
 def load_rng(content: bytes) -> None:

@@ -10,7 +10,8 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import DataPosition, Loader, file_of_rank
 from fsdp2_strategy.checkpoint.lock import hold, let_go
 from fsdp2_strategy.checkpoint.parts import ModelOnDisk
-from fsdp2_strategy.checkpoint.rng import save_rng
+from fsdp2_strategy.checkpoint.rng import rng_content, save_rng
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
 from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimizer_tensors, prepared
-from fsdp2_strategy.checkpoint.storage import Part, write_parts
+from fsdp2_strategy.checkpoint.storage import Part, staged, write_parts
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
@@ -54,6 +55,7 @@ def save_checkpoint(
     protect: bool = False,
     metric: float | None = None,
     higher_is_better: bool = True,
+    async_save: bool = False,
 ) -> Path:
     """Save a sharded model and what belongs to it as one committed checkpoint; collective.
 
@@ -78,17 +80,21 @@ def save_checkpoint(
         protect: never let rotation remove it.
         metric: how good it is; rotation never removes the best of those that have one.
         higher_is_better: what is good of ``metric``.
+        async_save: return once this rank's part is copied in host memory, and write, commit and rotate behind the
+            trainer. What the trainer changes from then on is not in the checkpoint. One save is in flight: the next
+            one, a load, `wait_for_save` and ``close`` wait for it, and raise its failure.
 
     Returns:
-        The checkpoint's directory.
+        The checkpoint's directory; in an async save it is there once that has ended.
 
     Raises:
         CheckpointError: on every rank; nothing that was committed before is lost. Another run that saves into the same
             directory is one reason.
     """
+    background.wait()
     save_dir = Path(save_dir)
     tag = f"global_step{step}" if tag is None else tag
-    limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better)
+    limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better, async_save)
     missing = tuple(given is None for given in (optimizer, scheduler, ema, dataloader))
     asked = (str(save_dir), tag, step, missing, loss_scale, *limits)
     expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
@@ -98,36 +104,40 @@ def save_checkpoint(
         check_limits(max_num, max_mem)
         if metric is not None and not math.isfinite(metric):
             raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
-        partial = layout.partial_path(save_dir, tag)
         state = _collect(
             model,
-            partial,
+            layout.partial_path(save_dir, tag),
             optimizer=optimizer,
             scheduler=scheduler,
             ema=ema,
-            client_state=client_state or {},
-            loss_scale=loss_scale,
             dataloader=dataloader,
+            facts={
+                "step": step,
+                "seed": seed,
+                "world_size": dist.get_world_size(),
+                "client_state": client_state or {},
+                "loss_scale": loss_scale,
+            },
         )
     if state.data is not None:
         agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
-    facts = {"step": step, "protected": protect, "metric": metric, "higher_is_better": higher_is_better}
-    with _removed_on_failure(layout.partial_path(save_dir, tag)):
-        _write(state, save_dir, tag, step=step, seed=seed, max_mem=max_mem, tokenizer=tokenizer)
-        with all_or_none(f"commit {tag}", CheckpointError):
-            if is_rank_0():
-                layout.commit(save_dir, tag, facts)
-                if save_latest:
-                    layout.point_latest(save_dir, tag)
-    with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
-        if is_rank_0():
-            old = surplus(layout.list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            layout.remove(old)
-            if layout.named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
-                layout.point_latest(save_dir, tag)
-            for gone in old:
-                log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, max_num, max_mem)
-    log("saved %s", save_dir / tag)
+    order = _Order(
+        state=state,
+        save_dir=save_dir,
+        tag=tag,
+        facts={"step": step, "protected": protect, "metric": metric, "higher_is_better": higher_is_better},
+        tokenizer=tokenizer,
+        max_num=max_num,
+        max_mem=max_mem,
+        save_latest=save_latest,
+    )
+    if async_save:
+        background.staging().begin()
+        parts = staged(state.parts, background.staging().copies_of)
+        order = replace(order, state=replace(state, parts=parts))
+        background.behind(str(save_dir / tag), partial(_carry_out, order))
+    else:
+        _carry_out(order)
     return save_dir / tag
 
 
@@ -137,60 +147,94 @@ class _State:
 
     model: ModelOnDisk
     parts: list[Part]
-    hyper: dict[str, Any] | None
-    schedule: dict[str, Any] | None
-    client_state: dict[str, Any]
-    loss_scale: dict[str, Any] | None
+    trainer_state: str
+    """As JSON."""
+    rng: bytes
     data: DataPosition | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """What is saved, where, and what goes for it."""
+
+    state: _State
+    save_dir: Path
+    tag: str
+    facts: dict[str, Any]
+    """Of the manifest."""
+    tokenizer: Any
+    max_num: int | None
+    max_mem: float | None
+    save_latest: bool
 
 
 def _collect(
     model: nn.Module,
-    partial: Path,
+    directory: Path,
     *,
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
     ema: Mapping[str, torch.Tensor] | None,
-    client_state: dict[str, Any],
-    loss_scale: dict[str, Any] | None,
     dataloader: Loader | None,
+    facts: dict[str, Any],
 ) -> _State:
     """Collect what is saved, and check that it can be.
 
     Raises:
         CheckpointError: something cannot.
     """
-    check_json(client_state, "client_state")
+    check_json(facts["client_state"], "client_state")
     root = prepared(model)
     check_usable(root)
-    on_disk = ModelOnDisk.of(root, partial)
+    on_disk = ModelOnDisk.of(root, directory)
     parts = list(on_disk.parts)
     hyper = None
     if optimizer is not None:
         check_usable(optimizer)
-        parts.append(Part.of(partial / layout.OPTIMIZER, optimizer_tensors(model, optimizer), stem=layout.OPTIMIZER))
+        parts.append(Part.of(directory / layout.OPTIMIZER, optimizer_tensors(model, optimizer), stem=layout.OPTIMIZER))
         hyper = optimizer_hyper(model, optimizer)
         check_json(hyper, "optimizer")
     if ema is not None:
-        parts.append(Part.of(partial / layout.EMA, ema, stem=layout.EMA))
+        parts.append(Part.of(directory / layout.EMA, ema, stem=layout.EMA))
     schedule = scheduler.state_dict() if scheduler is not None else None
     check_json(schedule, "scheduler")
-    return _State(
-        model=on_disk,
-        parts=parts,
-        hyper=hyper,
-        schedule=schedule,
-        client_state=client_state,
-        loss_scale=loss_scale,
-        data=DataPosition.of(dataloader) if dataloader is not None else None,
-    )
+    data = DataPosition.of(dataloader) if dataloader is not None else None
+    trainer_state = {
+        **facts,
+        "scheduler": schedule,
+        "optimizer": hyper,
+        "data": data.facts if data else None,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    text = layout.as_json(trainer_state)
+    return _State(model=on_disk, parts=parts, trainer_state=text, rng=rng_content(), data=data)
 
 
-def _write(
-    state: _State, save_dir: Path, tag: str, *, step: int, seed: int, max_mem: float | None, tokenizer: Any
-) -> None:
+def _carry_out(order: _Order) -> None:
+    """Write, commit, rotate; collective, and in an async save behind the trainer."""
+    save_dir, tag = order.save_dir, order.tag
+    with _removed_on_failure(layout.partial_path(save_dir, tag)):
+        _write(order)
+        with all_or_none(f"commit {tag}", CheckpointError):
+            if is_rank_0():
+                layout.commit(save_dir, tag, order.facts)
+                if order.save_latest:
+                    layout.point_latest(save_dir, tag)
+    with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
+        if is_rank_0():
+            old = surplus(layout.list_checkpoints(save_dir), max_num=order.max_num, max_mem=order.max_mem)
+            layout.remove(old)
+            if layout.named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
+                layout.point_latest(save_dir, tag)
+            for gone in old:
+                log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, order.max_num, order.max_mem)
+    log("saved %s", save_dir / tag)
+
+
+def _write(order: _Order) -> None:
     """Write everything but the manifest; collective."""
-    partial = layout.partial_path(save_dir, tag)
+    state, save_dir, tag = order.state, order.save_dir, order.tag
+    directory = layout.partial_path(save_dir, tag)
     with all_or_none(f"save into {save_dir}", CheckpointError):
         if is_rank_0():
             save_dir.mkdir(parents=True, exist_ok=True)
@@ -198,42 +242,47 @@ def _write(
             layout.check_replaceable(save_dir, tag)
             layout.finish_removals()
             layout.sweep(save_dir)
-            check_room(save_dir, sum(part.total_bytes for part in state.parts), max_mem)
+            check_room(save_dir, sum(part.total_bytes for part in state.parts), order.max_mem)
             of_ranks = [layout.DATA] if state.data and state.data.of_rank is not None else []
             for folder in (layout.RNG, layout.CHECKSUMS, *of_ranks):
-                (partial / folder).mkdir(parents=True)
+                (directory / folder).mkdir(parents=True)
     with all_or_none(f"write {tag}", CheckpointError):
-        blocks = write_parts(partial, state.parts)
+        blocks = write_parts(directory, state.parts)
     with all_or_none(f"write the random state of {tag}", CheckpointError):
-        save_rng(partial / layout.RNG / f"rank{dist.get_rank():05d}.safetensors")
+        save_rng(directory / layout.RNG / f"rank{dist.get_rank():05d}.safetensors", state.rng)
         if state.data and state.data.of_rank is not None:
-            (partial / file_of_rank()).write_bytes(state.data.of_rank)
+            (directory / file_of_rank()).write_bytes(state.data.of_rank)
         if is_rank_0():
-            state.model.write_beside(tokenizer)
-            content = {
-                "step": step,
-                "seed": seed,
-                "world_size": dist.get_world_size(),
-                "client_state": state.client_state,
-                "scheduler": state.schedule,
-                "optimizer": state.hyper,
-                "loss_scale": state.loss_scale,
-                "data": state.data.facts if state.data else None,
-                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            }
-            layout.write_json(partial / layout.TRAINER_STATE, content)
+            state.model.write_beside(order.tokenizer)
+            layout.write_text(directory / layout.TRAINER_STATE, state.trainer_state)
     with all_or_none(f"write the checksums of {tag}", CheckpointError):
         if is_rank_0():
             tensors = {file.path for part in state.parts for file in part.files}
-            small = [path for path in partial.rglob("*") if path.is_file() and path not in tensors]
+            small = [path for path in directory.rglob("*") if path.is_file() and path not in tensors]
             blocks |= layout.blocks_of_files(path for path in small if path.parent.name != layout.CHECKSUMS)
-        layout.write_checksums(partial, dist.get_rank(), blocks)
+        layout.write_checksums(directory, dist.get_rank(), blocks)
+
+
+def wait_for_save() -> None:
+    """Return when no save is in flight; call it alike on every rank.
+
+    Raises:
+        CheckpointError: on every rank: the save that was in flight has failed. It is raised once.
+    """
+    background.wait()
 
 
 def end_saving() -> None:
-    """Wait until rotated checkpoints are gone, and let other runs save where this process did; not collective."""
-    layout.finish_removals()
-    let_go()
+    """Wait for saves and removals, and let other runs save where this process did; call it alike on every rank.
+
+    Raises:
+        CheckpointError: see `wait_for_save`.
+    """
+    try:
+        background.end()
+    finally:
+        layout.finish_removals()
+        let_go()
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ from fsdp2_strategy.hf.container import Entry, read_header
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import wish_for
-from fsdp2_strategy.hf.write import force_to_disk, write_all
-from fsdp2_strategy.ranks import all_or_none
+from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
+from fsdp2_strategy.ranks import all_or_none, group_in_use
 
 MOST_BYTES = 5 * 10**9
 
@@ -69,6 +69,8 @@ class Part:
     regions: Mapping[str, Region]
     """What goes to the files, by its name there; the sources are names of tensors."""
     files: Sequence[File]
+    staged: Sequence[Job] | None = None
+    """What this rank writes, where it was copied beforehand."""
 
     @classmethod
     def of(
@@ -100,6 +102,10 @@ class Part:
         """What needs whole tensors."""
         direct = self.direct
         return {name: region for name, region in self.regions.items() if name not in direct}
+
+    def jobs(self) -> Sequence[Job]:
+        """Return what this rank writes without the others."""
+        return list(own_jobs(self.direct, self.tensors, self.entries)) if self.staged is None else self.staged
 
     @property
     def total_bytes(self) -> int:
@@ -203,8 +209,7 @@ class SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's, and return when it is on disk."""
-        jobs = [job for part in self.parts for job in own_jobs(part.direct, part.tensors, part.entries)]
-        self.keep(write_all(jobs, hashed=True))
+        self.keep(write_all([job for part in self.parts for job in part.jobs()], hashed=True))
         force_to_disk([file.path for part in self.parts for file in part.files])
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
@@ -370,16 +375,46 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
     """
     writer = SafetensorsWriter(folder, parts)
     with one_error():
-        save({}, storage_writer=writer, planner=LocalSavePlanner(), no_dist=not dist.is_initialized())
-    for part in parts:
-        gathered: dict[str, torch.Tensor] = {}
-        for name, region in part.gathered.items():
-            # A phase each: the next gather needs every rank.
-            with all_or_none(f"write {name}", CheckpointError):
-                job = gathered_job(region, part.tensors, gathered, part.entries[name])
+        save(
+            {},
+            storage_writer=writer,
+            planner=LocalSavePlanner(),
+            process_group=group_in_use(),
+            no_dist=not dist.is_initialized(),
+        )
+    for part in (part for part in parts if part.staged is None):
+        for job in _gathered_jobs(part):
+            with all_or_none(f"write {job.entry.name}", CheckpointError):
                 writer.keep(write_all([job], hashed=True))
-                force_to_disk([part.entries[name].path])
+                force_to_disk([job.entry.path])
     return writer.blocks
+
+
+def staged(parts: Sequence[Part], copies_of: Callable[[Sequence[Job]], Sequence[Job]]) -> list[Part]:
+    """Return parts that no longer look at their tensors; collective where some need a gather.
+
+    Args:
+        parts: what is to be written.
+        copies_of: copies the tensors of jobs.
+    """
+    result = []
+    for part in parts:
+        with all_or_none("copy what is to be saved", CheckpointError):
+            jobs = list(copies_of(part.jobs()))
+        for job in _gathered_jobs(part):
+            with all_or_none("copy what is to be saved", CheckpointError):
+                jobs += copies_of([job])
+        result.append(replace(part, staged=jobs))
+    return result
+
+
+def _gathered_jobs(part: Part) -> Iterator[Job]:
+    """Return this rank's share of what needs whole tensors, one after the other; collective."""
+    gathered: dict[str, torch.Tensor] = {}
+    for name, region in part.gathered.items():
+        with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next gather needs every rank
+            job = gathered_job(region, part.tensors, gathered, part.entries[name])
+        yield job
 
 
 def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | None, what: str) -> None:

@@ -1,0 +1,161 @@
+"""Saves behind the trainer's back: one copy of what this rank writes, and a thread that does the rest.
+
+Input: what to write, as tensors that go on changing; and the work that follows. Output: the same in host memory of our
+own, the work done on a thread, and its failure at the next call.
+
+[Note: behind the trainer] The thread talks to those of the other ranks on a process group of its own, so that their
+collectives never mix with the trainer's. One save is in flight at a time. What fails there fails on every rank alike
+([Note: one decision] in `ranks`), and is raised where the trainer next comes by: at a save, a load, `wait` or `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2_strategy.errors import FSDP2StrategyError
+from fsdp2_strategy.hf.write import Job
+from fsdp2_strategy.offload import CopyQueue
+from fsdp2_strategy.ranks import adopt_device, current_device, logger, on_group
+
+_SLAB_BYTES = 256 << 20  # a power of two: pinned memory is given in those
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Host memory for one copy of what a rank writes, kept from one save to the next, whichever model it is of."""
+
+    def __init__(self) -> None:
+        self._slabs: list[torch.Tensor] = []
+
+        self._slab, self._filled = 0, 0
+
+    def begin(self) -> None:
+        """Overwrite the copies of the save before."""
+        self._slab, self._filled = 0, 0
+
+    def copies_of(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs with their tensors as they are now, whatever becomes of these."""
+        staged: list[Job] = []
+        with CopyQueue() as queue:
+            for job in itertools.chain.from_iterable(map(_pieces, jobs)):
+                copied = self._room(job.tensor.nbytes).view(job.tensor.dtype).view(job.tensor.shape)
+                queue.copy(copied, job.tensor)
+                staged.append(replace(job, tensor=copied))
+        return staged
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._slabs.clear()
+        self.begin()
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        """Return memory for a tensor: in the slab that is being filled, or the next one that has room."""
+        while self._slab < len(self._slabs) and self._filled + nbytes > self._slabs[self._slab].numel():
+            self._slab, self._filled = self._slab + 1, 0
+        if self._slab == len(self._slabs):
+            size = max(_SLAB_BYTES, nbytes)
+            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+        begin = self._filled
+        self._filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._slabs[self._slab][begin : begin + nbytes]
+
+
+def _pieces(job: Job) -> Iterator[Job]:
+    """Cut a job that is larger than a slab into rows that are not, where it has rows."""
+    shape = tuple(job.tensor.shape)
+    row_bytes = math.prod(shape[1:]) * job.tensor.element_size()
+    if job.tensor.nbytes <= _SLAB_BYTES or not shape:
+        yield job
+        return
+    begin, at_once = job.box[0][0], max(1, _SLAB_BYTES // row_bytes)
+    for at in range(0, shape[0], at_once):
+        rows = job.tensor[at : at + at_once]
+        yield replace(job, box=((begin + at, len(rows)), *job.box[1:]), tensor=rows)
+
+
+class _Save:
+    """A save in flight."""
+
+    def __init__(self, name: str, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+        self.error: BaseException | None = None
+        self._name, self._work, self._group, self._device = name, work, group, current_device()
+        self._thread = threading.Thread(target=self._run, name=f"save {name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        adopt_device(self._device)
+        try:
+            with on_group(self._group):
+                self._work()
+        except BaseException as error:  # noqa: BLE001  torch's report of failing ranks is one; all are raised by `join`
+            self.error = error
+            logger.error("saving %s failed, which the next save, load, wait or close raises: %s", self._name, error)
+
+    def join(self) -> None:
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+def _at_exit() -> None:
+    """Wait before the interpreter ends its thread pools: a program that ends by itself gets what it asked for."""
+    with contextlib.suppress(FSDP2StrategyError):  # it is in the log
+        wait()
+
+
+# Ahead of that of concurrent.futures, which was registered before; atexit comes after both.
+threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
+
+_staging = Staging()
+_in_flight: list[_Save] = []
+_groups: list[tuple[Any, dist.ProcessGroup]] = []
+
+
+def staging() -> Staging:
+    """Return this process's memory for copies; free once `wait` has returned."""
+    return _staging
+
+
+def behind(name: str, work: Callable[[], None]) -> None:
+    """Do work on a thread, on a process group of its own; collective the first time. See [Note: behind the trainer]."""
+    wait()
+    _in_flight.append(_Save(name, work, _own_group()))
+
+
+def wait() -> None:
+    """Return when no save is in flight; not collective, but the same on every rank.
+
+    Raises:
+        CheckpointError: the one that was has failed; it is raised once.
+    """
+    while _in_flight:
+        _in_flight.pop().join()
+
+
+def end() -> None:
+    """Wait, and give the memory back.
+
+    Raises:
+        CheckpointError: see `wait`.
+    """
+    try:
+        wait()
+    finally:
+        _staging.clear()
+        _groups.clear()
+
+
+def _own_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if not _groups or _groups[0][0] is not world:
+        _groups[:] = [(world, dist.new_group(backend="gloo"))]
+    return _groups[0][1]

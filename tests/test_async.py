@@ -1,0 +1,221 @@
+"""Saves behind the trainer: a snapshot, whatever it does meanwhile, and failures that are heard of."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
+
+from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, verify_checkpoint
+from fsdp2_strategy.checkpoint import background
+from fsdp2_strategy.checkpoint import save as saving
+from fsdp2_strategy.data import ResumableLoader
+
+
+class Gate:
+    """Hold back what writes behind the trainer until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        write = saving.write_parts
+
+        def held(*args):
+            self.reached.set()
+            assert self.opened.wait(60)
+            return write(*args)
+
+        monkeypatch.setattr(saving, "write_parts", held)
+
+
+def contents(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(Path(directory).rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shard_size"),
+    [
+        pytest.param("llama_tied", -1, marks=pytest.mark.ranks(3)),
+        pytest.param("gpt_oss", -1, marks=pytest.mark.ranks(2)),  # some of its tensors need a gather
+        pytest.param("deepseek_v3", 2, marks=pytest.mark.ranks(4)),
+        pytest.param("unet", -1, marks=pytest.mark.ranks(1)),
+    ],
+)
+def test_an_async_save_is_the_moment_of_the_call_whatever_comes_after(name, shard_size, tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, name, shard_size=shard_size)
+    train(strategy, model, optimizer, scheduler, range(2), name)
+    ema = EMA(model, 0.5)
+    loader = ResumableLoader(range(40), 8)
+    next(iter(loader))
+    client_state = {"list": [1]}
+    options = {"client_state": client_state, "ema": ema, "dataloader": loader}
+    strategy.save_ckpt(model, tmp_path / "sync", "now", **options)
+    before = full_state(model, optimizer)
+    with monkeypatch.context() as patched:
+        gate = Gate(patched)
+        path = strategy.save_ckpt(model, tmp_path / "async", "now", async_save=True, **options)
+        client_state["list"].append(2)
+        train(strategy, model, optimizer, scheduler, range(2, 4), name)  # with collectives of its own
+        ema.update(model)
+        next(iter(loader))
+        torch.rand(3)
+        assert gate.reached.wait(60) and not Path(path).exists()
+        assert list_checkpoints(tmp_path / "async") == []
+        gate.opened.set()
+        strategy.wait_for_checkpoint()
+    dist.barrier()
+    assert contents(tmp_path / "sync" / "now") == contents(path) and verify_checkpoint(path).ok
+    other, other_optimizer, other_scheduler = prepared(strategy, name, shard_size=shard_size, seed=1)
+    strategy.load_ckpt(other, tmp_path / "async", optimizer=other_optimizer, scheduler=other_scheduler)
+    assert_same(full_state(other, other_optimizer), before)
+
+
+@pytest.mark.ranks(2)
+def test_training_beside_saves_has_the_same_losses(tmp_path):
+    losses = []
+    for async_save in (False, True):
+        strategy = strategy_for()
+        model, optimizer, scheduler = prepared(strategy)
+        found = []
+        for step in range(6):
+            found += train(strategy, model, optimizer, scheduler, [step])
+            directory = tmp_path / str(async_save)
+            strategy.save_ckpt(model, directory, optimizer=optimizer, max_num=2, async_save=async_save)
+        strategy.wait_for_checkpoint()
+        losses.append(found)
+        assert len(tags(directory)) == 2
+    assert losses[0] == losses[1]
+    dist.barrier()
+    for tag in ("global_step5", "global_step6"):
+        assert contents(tmp_path / "True" / tag) == contents(tmp_path / "False" / tag)
+
+
+@pytest.mark.ranks(2)
+def test_the_next_save_a_load_and_close_wait_for_the_one_in_flight(tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    for come_by in (
+        lambda: strategy.save_ckpt(model, tmp_path, "second"),
+        lambda: strategy.load_ckpt(model, tmp_path),
+        strategy.close,
+    ):
+        with monkeypatch.context() as patched:
+            gate = Gate(patched)
+            strategy.save_ckpt(model, tmp_path, "first", async_save=True)
+            assert gate.reached.wait(60)
+            threading.Timer(0.3, gate.opened.set).start()
+            come_by()
+            assert gate.opened.is_set() and "first" in tags(tmp_path)
+
+
+@pytest.mark.parametrize("come_by", ["save", "save behind", "load", "wait", "close"])
+@pytest.mark.ranks(3)
+def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp_path, monkeypatch, come_by):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
+    original = saving.write_parts
+
+    def failing(*args):
+        original(*args)
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", "model.bin")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "write_parts", failing)
+        strategy.save_ckpt(model, tmp_path, "new", async_save=True)
+        train(strategy, model, optimizer, scheduler, [0], "mlp")  # training goes on
+        call = {
+            "save": lambda: strategy.save_ckpt(model, tmp_path, "next"),
+            "save behind": lambda: strategy.save_ckpt(model, tmp_path, "next", async_save=True),
+            "load": lambda: strategy.load_ckpt(model, tmp_path),
+            "wait": strategy.wait_for_checkpoint,
+            "close": strategy.close,
+        }[come_by]
+        with pytest.raises(CheckpointError, match=r"failed on rank 1: OSError: .*No space left on device"):
+            call()
+    strategy.wait_for_checkpoint()
+    dist.barrier()
+    assert tags(tmp_path) == ["old"] and not list(tmp_path.glob(".*.partial"))
+    train(strategy, model, optimizer, scheduler, [1], "mlp")
+    strategy.save_ckpt(model, tmp_path, "new", async_save=True, client_state={"saved": 2})
+    assert strategy.load_ckpt(model, tmp_path)[1] == {"saved": 2}
+
+
+@pytest.mark.ranks(2)
+def test_the_memory_of_a_copy_serves_one_save_after_the_other(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(background, "_SLAB_BYTES", 1 << 16)
+        strategy = strategy_for()
+        actor, *_ = prepared(strategy)
+        critic, *_ = prepared(strategy, "mistral")
+        taken = []
+        for _ in range(3):
+            for name, model in (("actor", actor), ("critic", critic)):
+                strategy.save_ckpt(model, tmp_path / name, "tag", async_save=True)
+                taken.append(sorted(slab.data_ptr() for slab in background.staging()._slabs))
+        strategy.wait_for_checkpoint()
+        own_bytes = max(sum(p.to_local().nbytes for p in model.parameters()) for model in (actor, critic))
+        total = sum(slab.numel() for slab in background.staging()._slabs)
+        assert taken[1] == taken[-1] and total <= own_bytes + 2 * (1 << 16)
+        strategy.close()
+        assert not background.staging()._slabs
+
+
+@pytest.mark.ranks(2)
+def test_what_is_away_and_tensors_larger_than_a_slab_are_copied_all_the_same(tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(2))
+    strategy.save_ckpt(model, tmp_path / "sync", "now")
+    strategy.offload_model(model)
+    strategy.maybe_offload_optimizer(optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(background, "_SLAB_BYTES", 1000)
+        strategy.save_ckpt(model, tmp_path / "async", "now", async_save=True)
+        strategy.reload_model(model)
+        strategy.maybe_load_optimizer(optimizer)
+        train(strategy, model, optimizer, scheduler, [2])
+        strategy.wait_for_checkpoint()
+    dist.barrier()
+    saved = [contents(tmp_path / kind / "now") for kind in ("sync", "async")]
+    # Larger pieces have fewer checksums.
+    assert {n: c for n, c in saved[0].items() if "checksums" not in n} == {
+        n: c for n, c in saved[1].items() if "checksums" not in n
+    }
+    assert verify_checkpoint(tmp_path / "async" / "now").ok
+    strategy.close()
+
+
+def test_a_program_that_ends_without_closing_still_saves(tmp_path):
+    program = f"""
+        import torch
+        from fsdp2_strategy import FSDPV2Strategy
+        strategy = FSDPV2Strategy(bf16=False)
+        model = strategy.prepare_model(torch.nn.Linear(512, 512), is_training=True)
+        strategy.save_ckpt(model, {str(tmp_path)!r}, "last", async_save=True)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    assert [c.tag for c in list_checkpoints(tmp_path)] == ["last"] and verify_checkpoint(tmp_path / "last").ok
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_ask_for_different_saves_all_raise(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
+        strategy.save_ckpt(model, tmp_path, "tag", async_save=dist.get_rank() == 0)
+    assert not tags(tmp_path)
