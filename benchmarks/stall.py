@@ -1,0 +1,210 @@
+"""How long a save keeps the training thread, and what training loses while it runs.
+
+    python benchmarks/stall.py [--ranks 2] [--rounds 7] [--parameters 100] [--dir DIR]
+
+The state is a Llama of so many million parameters with AdamW, all fp32: 12 bytes a parameter over all ranks.
+Contestants take turns: ours behind the trainer, ours in front of it, torch's `dcp.async_save` in a thread and in a
+process, and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). Beside them
+a copy of the same bytes into memory that is there. What is timed is the call; then the files are waited for, and not
+timed. After that, steps of a smaller model are timed with a save of the large state in flight and without. Writes
+stall.json, prints a table.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from harness import attempt, become_rank, circumstances, in_turns, local_of, merge, ratio, spread, summary, turn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def llama(strategy: FSDPV2Strategy, millions: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    width = 1024 if millions > 20 else 256
+    layers = max(2, round(millions * 1e6 / (15.7 * width * width)))
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=4096,
+    )
+    model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-4)
+    step(strategy, model, optimizer)
+    return model, optimizer
+
+
+def step(strategy: FSDPV2Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ids = torch.zeros(1, 32, dtype=torch.long, device=strategy.device)
+    strategy.backward(model(input_ids=ids, labels=ids).loss, model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+class Contestants:
+    """Each method begins a save and returns what waits for its end."""
+
+    def __init__(self, strategy: FSDPV2Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        state = [t for slots in optimizer.state.values() for t in slots.values()]
+        self.tensors = [local_of(t.detach()) for t in [*model.parameters(), *state]]
+        self.copies = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in self.tensors]
+        self.group = dist.new_group(backend="gloo")
+
+    def memcpy(self, _folder: Path) -> Callable[[], object]:
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return int
+
+    def ours(self, folder: Path) -> Callable[[], object]:
+        self.strategy.save_ckpt(self.model, folder, "tag", async_save=True)
+        return self.strategy.wait_for_checkpoint
+
+    def ours_sync(self, folder: Path) -> Callable[[], object]:
+        self.strategy.save_ckpt(self.model, folder, "tag")
+        return int
+
+    def dcp_thread(self, folder: Path) -> Callable[[], object]:
+        return self._dcp(folder, AsyncCheckpointerType.THREAD)
+
+    def dcp_process(self, folder: Path) -> Callable[[], object]:
+        return self._dcp(folder, AsyncCheckpointerType.PROCESS)
+
+    def _dcp(self, folder: Path, kind: AsyncCheckpointerType) -> Callable[[], object]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        future = dcp.async_save(state, checkpoint_id=folder, process_group=self.group, async_checkpointer_type=kind)
+        return getattr(future, "upload_completion", future).result
+
+    def gather_then_thread(self, folder: Path) -> Callable[[], object]:
+        state = get_state_dict(self.model, self.optimizer, options=FULL)
+        if dist.get_rank():
+            return int
+        folder.mkdir(parents=True, exist_ok=True)
+        thread = threading.Thread(target=torch.save, args=(state, folder / "state.pt"))
+        thread.start()
+        return thread.join
+
+
+NAMES = ["memcpy", "ours", "ours_sync", "dcp_thread", "dcp_process", "gather_then_thread"]
+
+
+def stalls(contestants: Contestants, rounds: int, folder: Path) -> dict[str, list]:
+    """Time the calls; each contestant has saved once before, so that what it keeps is there."""
+    found: dict[str, list] = {name: [] for name in NAMES}
+    for name in [*NAMES, *in_turns(NAMES, rounds)]:
+        if any("error" in outcome for outcomes in found[name] for outcome in outcomes):
+            continue
+        ends: list[Callable[[], object]] = []
+
+        def timed(name: str = name, ends: list = ends) -> dict:
+            outcome = turn(lambda: ends.append(getattr(contestants, name)(folder / name)))
+            ends[0]()
+            return outcome
+
+        found[name].append(attempt(timed))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        dist.barrier()
+        gc.collect()
+    return {name: turns[1:] or turns for name, turns in found.items()}
+
+
+def throughput(strategy: FSDPV2Strategy, large: Contestants, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Time steps of a small model while nothing is saved, and while the large state is."""
+    model, optimizer = llama(strategy, 4)
+    found: dict[str, list[float]] = {"alone": [], "beside a save": []}
+    for _ in range(rounds):
+        for name, times in found.items():
+            end: Callable[[], object] = int
+            if name != "alone":
+                end = large.ours(folder / "beside")
+            start, steps = time.perf_counter(), 0
+            while steps < 5:
+                step(strategy, model, optimizer)
+                steps += 1
+            times.append((time.perf_counter() - start) / steps)
+            end()
+            dist.barrier()
+    return found
+
+
+def work(rank: int, options: dict) -> None:
+    become_rank(rank, options["ranks"], options["store"])
+    folder = Path(options["dir"])
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, max_norm=1.0))
+    contestants = Contestants(strategy, *llama(strategy, options["parameters"]))
+    result = {
+        "bytes_of_a_rank": sum(t.nbytes for t in contestants.tensors),
+        "stalls": stalls(contestants, options["rounds"], folder),
+        "throughput": throughput(strategy, contestants, options["rounds"], folder),
+    }
+    if rank == 0:
+        Path(options["results"]).write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # gloo can abort an interpreter that is on its way out
+
+
+def table(entry: dict) -> str:
+    nbytes = entry["bytes_of_a_rank"]
+    lines = [f"{nbytes / 1e9:.2f} GB a rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
+    lines += ["| | stall, s (least - most) | over memcpy (middle half) | extra memory, MB |", "|---|---|---|---|"]
+    bare = entry["stalls"]["memcpy"]["seconds"]
+    for name, facts in entry["stalls"].items():
+        if "error" in facts:
+            lines.append(f"| {name} | {facts['error'][:120]} | | |")
+            continue
+        beside = ratio(facts["seconds"], bare)
+        text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
+        lines.append(f"| {name} | {spread(facts['seconds'])} | {text} | {facts['peak_bytes'] / 1e6:.0f} |")
+    alone, beside_a_save = (entry["throughput"][name] for name in ("alone", "beside a save"))
+    slower = ratio(beside_a_save, alone)
+    lines += ["", f"a step of the small model: {statistics.median(alone) * 1e3:.0f} ms alone, "]
+    lines[-1] += f"{slower[0]:.2f} x as long beside a save ({slower[1]:.2f} - {slower[2]:.2f})"
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parameters", type=float, default=100, help="in millions")
+    parser.add_argument("--dir", type=Path, default=Path("runs/stall"), help="where the checkpoints go")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    store, results = args.out / f"store-{os.getpid()}", args.out / f"results-{os.getpid()}.json"
+    paths = {"store": str(store), "results": str(results), "out": str(args.out), "dir": str(args.dir)}
+    mp.spawn(work, ({**vars(args), **paths},), nprocs=args.ranks)
+    measured = json.loads(results.read_text())
+    for path in (store, results):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(args.dir, ignore_errors=True)
+    entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(), **measured}
+    entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
+    merge(args.out / "stall.json", entry, ("ranks", "hardware", "dir"))
+    print(table(entry))
+
+
+if __name__ == "__main__":
+    main()
