@@ -84,7 +84,7 @@ GOLDEN = {
     "table": [1, 2, 9, 6, 7, 0, 8, 4, 3, 5],
     "rounds": [97971724896, 850085529615, 563597096300, 450583050721],
     "episodes": [16, 15, 14, 23, 24, 19, 17, 20, 5, 4, 30, 1],
-    "mixture": [4, 0, 2, 10, 0, 5, 4, 3, 7, 2, 3, 1, 1],
+    "mixture": [1, 2, 4, 10, 2, 5, 4, 3, 7, 0, 0, 1, 3],
 }
 
 
@@ -124,7 +124,7 @@ def test_wrong_arguments_of_orders_are_errors():
         GlobalOrder(10).indices(3, 11)
     with pytest.raises(DataError, match="reach from 10 to 10"):
         GlobalOrder(10).positions([10])
-    with pytest.raises(DataError, match="there are none"):
+    with pytest.raises(DataError, match="expected none below 0 and some above"):
         EpisodeOrder([0, 0], 0, 0, 2)
     with pytest.raises(DataError, match="lanes 4"):
         EpisodeOrder([3, 4], 0, 0, 2, lanes=4)
@@ -192,10 +192,10 @@ def test_mixtures_draw_by_weight_and_go_through_each_data_set_in_passes():
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def naive_batches(n, batch, tail, seed, events, count):
+def naive_batches(n, batch, tail, order_of, events, count):
     """Make batches by keeping lists: the epochs' samples one after the other, less what is skipped by then."""
     made, epoch, skipped = [], 0, set()
-    rest = GlobalOrder(n, seed, 0).indices(0, n).tolist()
+    rest = order_of(0).indices(0, n).tolist()
     while len(made) < count:
         if len(made) in events:
             skipped |= events[len(made)]
@@ -208,7 +208,7 @@ def naive_batches(n, batch, tail, seed, events, count):
                 if got and tail != "carry":
                     break
                 epoch += 1
-                rest = [s for s in GlobalOrder(n, seed, epoch).indices(0, n).tolist() if s not in skipped]
+                rest = [s for s in order_of(epoch).indices(0, n).tolist() if s not in skipped]
                 continue
             got.append((epoch, rest.pop(0)))
         made.append(got)
@@ -226,8 +226,8 @@ def test_batches_equal_those_of_lists_whatever_is_skipped_and_however_epochs_end
         events = {}
         for sample in candidates:
             events.setdefault(rng.randint(0, count), set()).add(sample)
-        expected = naive_batches(n, batch, tail, trial, events, count)
         plan = BatchPlan(lambda epoch, n=n, trial=trial: GlobalOrder(n, trial, epoch), batch, tail)
+        expected = naive_batches(n, batch, tail, plan.order_of, events, count)
         for number in range(count):
             if number in events:
                 anchor = Anchor(number, *plan.position_of(number))
@@ -240,6 +240,54 @@ def test_batches_equal_those_of_lists_whatever_is_skipped_and_however_epochs_end
             assert number == 0 or plan.end_of(epoch) > number >= plan.end_of(epoch - 1) or epoch == plan.anchor.epoch
     far = BatchPlan(lambda epoch: GlobalOrder(7, 0, epoch), 3)
     assert far.epoch_of(10**12) == 3 * 10**12 // 7
+
+
+@pytest.mark.parametrize("kind", ["carry", "pad", "drop", "pool", "mixture"])
+def test_whatever_is_skipped_saved_and_loaded_batches_equal_those_of_lists(kind):
+    """Also when samples are skipped twice in a row, until an epoch has none left, and by ranks that come and go."""
+    rng = random.Random(kind)
+    for trial in range(60):
+        n, tail = rng.randint(2, 30), kind if kind in ("pad", "drop") else "carry"
+        batch = rng.randint(2, max(2, n // 2))
+        options = {"seed": trial, "tail": tail, "global_batch_size": batch}
+        dataset, order_of = Numbers(n, [1] * n), lambda epoch: GlobalOrder(n, trial, epoch)  # noqa: B023
+        if kind == "pool":
+            options["pool"] = rng.randint(1, 5)
+            order_of = lambda epoch: EpisodeOrder([1] * n, trial, epoch, options["pool"], batch=batch)  # noqa: B023, E731
+        if kind == "mixture":
+            parts = [n, rng.randint(2, 9)]
+            dataset = ConcatDataset([range(part) for part in parts])
+            options["weights"] = [1, rng.choice([0.5, 1, 4])]
+            order_of = lambda epoch: MixtureOrder(parts, options["weights"], trial, epoch)  # noqa: B023, E731
+        samples = list(range(len(dataset)))
+        may_go = rng.sample(samples, rng.randint(0, max(0, min(len(samples) - batch - 1, 8))))
+        loader = ResumableLoader(dataset, dp_rank=0, dp_size=1, **options)
+        events, number, steps = {}, 0, rng.randint(5, 40)
+        found = []
+        feed = itertools.chain.from_iterable(iter(lambda: iter(loader), None))  # noqa: B023
+        while number < steps:
+            while may_go and rng.random() < 0.3:
+                some = [may_go.pop() for _ in range(min(len(may_go), rng.randint(1, 3)))]
+                events.setdefault(number, set()).update(some)
+                loader.skip(some)
+            if rng.random() < 0.2:
+                state = json.loads(json.dumps(loader.state_dict()))
+                loader = ResumableLoader(dataset, dp_rank=0, dp_size=1, **options)
+                loader.load_state_dict(state)
+                feed = itertools.chain.from_iterable(iter(lambda: iter(loader), None))  # noqa: B023
+            ahead = loader.peek(batch).tolist()
+            real = loader.consumed_samples
+            got = next(feed)
+            got = got if kind == "mixture" else ids(got)
+            real = loader.consumed_samples - real
+            if kind != "mixture":  # whose data set says no more than which of its parts' samples it is
+                found.append(got[:real])
+                assert ahead[:real] == got[:real]
+            else:
+                found.append(ahead[:real])
+            number += 1
+        expected = naive_batches(len(dataset), batch, tail, order_of, events, steps)
+        assert found == [[sample for _, sample in made] for made in expected], trial
 
 
 # --- the loader ------------------------------------------------------------------------------------------------------
@@ -400,10 +448,11 @@ def test_a_sample_that_cannot_be_fetched_can_be_skipped():
 def test_an_epoch_that_is_not_exactly_once_is_found_at_its_end(monkeypatch):
     class Twice(GlobalOrder):
         def indices(self, start, stop):
-            found = super().indices(start, stop)
-            return np.where(found == 3, 4, found)
+            return self.slots_at(np.arange(start, stop))
 
-        slots = indices
+        def slots_at(self, positions):
+            found = super().slots_at(positions)
+            return np.where(found == 3, 4, found)
 
     with monkeypatch.context() as patched:
         patched.setattr("fsdp2_strategy.data.loader.GlobalOrder", Twice)
@@ -418,6 +467,53 @@ def test_an_epoch_that_is_not_exactly_once_is_found_at_its_end(monkeypatch):
     for n in (1, 2, 9, 10**12):
         assert audit_module.all_below(n)[0] == n
     assert audit_module.all_below(10) == audit_module._sums_of(np.arange(10))
+
+
+def test_what_makes_a_batch_draws_under_a_seed_of_its_own():
+    def collate(samples):
+        return [s["i"] for s in samples], torch.rand(2).tolist()
+
+    torch.manual_seed(1)
+    before = states_of_generators()
+    found = [list(ResumableLoader(Numbers(8), 4, collate_fn=collate, num_workers=w)) for w in (0, 1)]
+    assert found[0] == found[1] and found[0][0][1] != found[0][1][1] and states_of_generators() == before
+
+
+def test_an_iterator_of_an_epoch_that_is_over_gives_nothing_of_the_next():
+    loader = ResumableLoader(Numbers(8), 4)
+    old = iter(loader)
+    next(old)
+    list(loader)
+    next(iter(loader))
+    assert list(old) == [] and loader.batches == 3
+
+
+def test_samples_that_were_skipped_before_a_position_is_loaded_stay_skipped():
+    loader = ResumableLoader(Numbers(8), 4)
+    next(iter(loader))
+    loader.skip([1])
+    resumed = ResumableLoader(Numbers(8), 4)
+    resumed.skip([2])
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.skipped == (1, 2)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_are_not_equally_far_cannot_skip():
+    loader = ResumableLoader(Numbers(20), 4)
+    loader.skip([3])
+    for _ in range(1 + dist.get_rank()):
+        next(iter(loader))
+    with pytest.raises(DataError, match=r"ranks \[1\] differ from rank 0"):
+        loader.skip([4])
+
+
+def test_a_rank_alone_is_not_known(monkeypatch):
+    with pytest.raises(DataError, match="dp_rank is None, dp_size 2"):
+        ResumableLoader(Numbers(8), 4, dp_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DataError, match="no process group"):
+        ResumableLoader(Numbers(8), 4)
 
 
 def test_a_position_in_another_order_is_refused_by_name():
@@ -438,6 +534,8 @@ def test_a_position_in_another_order_is_refused_by_name():
             continue
         with pytest.raises(DataError, match=match):
             other.load_state_dict(state)
+    with pytest.raises(DataError, match="lacks batches"):
+        ResumableLoader(Numbers(10), 4, seed=1).load_state_dict({k: v for k, v in state.items() if k != "batches"})
     with pytest.raises(DataError, match="version 99"):
         ResumableLoader(Numbers(10), 4, seed=1).load_state_dict(state | {"version": 99})
     pooled = ResumableLoader(Numbers(10, [4, 6]), 4, pool=2)
@@ -641,6 +739,10 @@ def test_loaders_of_others_keep_a_state_a_rank(tmp_path):
     with pytest.raises(CheckpointError, match=r"dataloader\['it'\] is a generator"):
         loader.state_dict = lambda: {"it": (i for i in ())}
         strategy.save_ckpt(model, tmp_path, "other", optimizer=optimizer, dataloader=loader)
+    for odd in (np.array(["text"]), np.longdouble(1), torch.eye(2).to_sparse(), {1}):
+        loader.state_dict = lambda odd=odd: {"it": odd}
+        with pytest.raises(CheckpointError, match=r"dataloader\['it'\] is a "):
+            strategy.save_ckpt(model, tmp_path, "other", optimizer=optimizer, dataloader=loader)
     with pytest.raises(CheckpointError, match="the data loader is a list"):
         strategy.save_ckpt(model, tmp_path, "other", optimizer=optimizer, dataloader=[1])
 

@@ -52,3 +52,7 @@ def test_a_killed_run_resumes_by_itself_with_the_same_losses(tmp_path):
     assert len(entries) > len(expected) == 40, "some steps ran twice"
     assert all(entry == expected[entry["step"]] for entry in entries)
     assert "resumed from" in output
+
+    again = launch(tmp_path / "killed", config)  # a run that is through has nothing left to train
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0 and logged(tmp_path / "killed") == entries, output[-3000:]

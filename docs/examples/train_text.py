@@ -8,10 +8,10 @@ The same command runs on GPUs. ``--text`` takes a file or a folder; by default i
 """
 
 import argparse
+import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -54,12 +54,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def forever(loader: ResumableLoader) -> Iterator[torch.Tensor]:
-    """Return the batches of one epoch after the other."""
-    while True:
-        yield from loader
-
-
 def train(settings: dict, text: Path, run_dir: Path) -> None:
     options = settings["train"]
     with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
@@ -78,26 +72,25 @@ def train(settings: dict, text: Path, run_dir: Path) -> None:
             optimizer, "cosine", num_training_steps=options["steps"], warmup_ratio=options["warmup_ratio"]
         )
         strategy.set_seed(strategy.config.seed, per_rank=True)  # dropout differs between the ranks
-        batch_size = strategy.config.micro_train_batch_size * strategy.world_size
-        loader = ResumableLoader(Text(text, options["sequence_length"]), batch_size, seed=strategy.config.seed)
+        data = Text(text, options["sequence_length"])
+        loader = ResumableLoader(data, strategy.config.train_batch_size, seed=strategy.config.seed)
         resumed, _ = strategy.load_ckpt(model, run_dir / "checkpoints", dataloader=loader)
         if strategy.is_rank_0() and resumed:
             print(f"resumed from {resumed}", flush=True)
 
         start = strategy.global_step(model)
         bar = tqdm(total=options["steps"], initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
-        losses = []
         with (run_dir / "losses.jsonl").open("a") as log:
-            for batch in forever(loader):
-                ids = batch.to(strategy.device)
-                loss = model(input_ids=ids, labels=ids).loss
-                strategy.backward(loss, model, optimizer)
-                losses.append(loss.detach())
-                result = strategy.optimizer_step(optimizer, model, scheduler)
-                if not (result.stepped or result.skipped):
-                    continue
+            for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # epoch after epoch
+                if strategy.global_step(model) >= options["steps"]:
+                    break
+                losses = []
+                for ids in batch.to(strategy.device).split(strategy.config.micro_train_batch_size):
+                    loss = model(input_ids=ids, labels=ids).loss
+                    strategy.backward(loss, model, optimizer)
+                    losses.append(loss.detach())
+                    result = strategy.optimizer_step(optimizer, model, scheduler)
                 mean = strategy.all_reduce(torch.stack(losses).mean()).item()
-                losses.clear()
                 if strategy.is_rank_0():
                     print(
                         json.dumps({"step": result.step, "loss": mean, "norm": result.grad_norm}), file=log, flush=True
@@ -106,8 +99,6 @@ def train(settings: dict, text: Path, run_dir: Path) -> None:
                 bar.set_postfix(loss=f"{mean:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
                 if result.step % options["save_every"] == 0:
                     strategy.save_ckpt(model, run_dir / "checkpoints", max_num=2, max_mem=10, dataloader=loader)
-                if result.step == options["steps"]:
-                    break
         bar.close()
         strategy.save_model(model, byte_tokenizer(), run_dir / "export", dtype=torch.bfloat16)
 

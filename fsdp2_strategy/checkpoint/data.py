@@ -106,9 +106,11 @@ def _packed(state: Any) -> bytes:
     def packed(value: Any, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, np.generic):
-            return packed(value.item(), where)
-        if isinstance(value, torch.Tensor | np.ndarray | bytes):
+        if isinstance(value, np.bool | np.integer | np.float32 | np.float64):
+            return value.item()
+        plain = isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if plain or dense or isinstance(value, bytes):
             return {type(value).__name__: _kept(value, tensors)}
         if isinstance(value, Mapping):
             return {"dict": [[packed(k, where), packed(v, f"{where}[{k!r}]")] for k, v in value.items()]}
@@ -125,7 +127,7 @@ def _packed(state: Any) -> bytes:
 
 
 def _kept(value: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """Put an array, tensor or bytes among the tensors; return its name there."""
+    """Put a plain array, a dense tensor or bytes among the tensors; return its name there."""
     if isinstance(value, bytes):
         value = np.frombuffer(value, dtype=np.uint8)
     tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value.detach().cpu().clone()

@@ -76,6 +76,10 @@ class BatchPlan:
                 "choose a smaller batch."
             )
 
+    def moved(self, skipped: Sequence[int], anchor: Anchor) -> BatchPlan:
+        """Return the plan that holds from an anchor on, with other samples skipped."""
+        return BatchPlan(self.order_of, self.batch, self.tail, tuple(skipped), anchor)
+
     def gaps(self, epoch: int) -> Indices:
         """Return the positions of skipped samples in an epoch, as far as the plan holds there."""
         if not self.skipped:
@@ -113,41 +117,50 @@ class BatchPlan:
         epoch, place = self._locate(batch)
         return epoch, self._position(epoch, place)
 
+    def part(self, batch: int, low: int, high: int) -> tuple[list[tuple[int, Indices]], int]:
+        """Return the samples at ``low`` to ``high`` of a batch, by epoch, and how many places there are padding."""
+        found, begin = [], 0
+        for stretch in self.stretches(batch):
+            own = Stretch(
+                stretch.epoch,
+                stretch.begin + min(max(low - begin, 0), len(stretch)),
+                stretch.begin + min(max(high - begin, 0), len(stretch)),
+            )
+            if len(own):
+                found.append((own.epoch, self.samples(own)))
+            begin += len(stretch)
+        return found, high - low - sum(len(samples) for _, samples in found)
+
     def samples(self, stretch: Stretch) -> Indices:
         """Return the samples of a stretch."""
-        return self._given(stretch, self.order_of(stretch.epoch).indices)
+        if not len(stretch):
+            return np.empty(0, dtype=np.int64)
+        first, last = (self._position(stretch.epoch, place) for place in (stretch.begin, stretch.end - 1))
+        found = self.order_of(stretch.epoch).indices(first, last + 1)
+        gaps = self.gaps(stretch.epoch)
+        inside = gaps[(gaps >= first) & (gaps <= last)] - first
+        return np.delete(found, inside) if inside.size else found
 
     def slots(self, stretch: Stretch) -> Indices:
         """Return the slots of a stretch; see [Note: orders]."""
-        return self._given(stretch, self.order_of(stretch.epoch).slots)
+        places = np.arange(stretch.begin, stretch.end)
+        return self.order_of(stretch.epoch).slots_at(self._positions(stretch.epoch, places))
 
     def left_out(self, epoch: int) -> Indices:
         """Return the slots of an epoch that no batch gives: of skipped samples, and of a tail that is dropped."""
-        slots = self.slots_at(epoch, self.gaps(epoch))
+        slots = self.order_of(epoch).slots_at(self.gaps(epoch))
         places = self._places(epoch)
         if self.tail == "drop" and (rest := places % self.batch):
             slots = np.concatenate([slots, self.slots(Stretch(epoch, places - rest, places))])
         return slots
 
-    def slots_at(self, epoch: int, positions: Indices) -> Indices:
-        """Return the slots at some positions of an epoch."""
-        order = self.order_of(epoch)
-        slots = [order.slots(int(p), int(p) + 1) for p in positions]
-        return np.concatenate(slots) if slots else np.empty(0, dtype=np.int64)
-
-    def _given(self, stretch: Stretch, at: Callable[[int, int], Indices]) -> Indices:
-        if not len(stretch):
-            return np.empty(0, dtype=np.int64)
-        first, last = (self._position(stretch.epoch, place) for place in (stretch.begin, stretch.end - 1))
-        gaps = self.gaps(stretch.epoch)
-        inside = gaps[(gaps >= first) & (gaps <= last)] - first
-        found = at(first, last + 1)
-        return np.delete(found, inside) if inside.size else found
+    def _positions(self, epoch: int, places: Indices) -> Indices:
+        gaps, begin = self.gaps(epoch), self._begin(epoch)
+        before = np.searchsorted(gaps - begin - np.arange(len(gaps)), places, side="right")
+        return begin + places + before
 
     def _position(self, epoch: int, place: int) -> int:
-        gaps, begin = self.gaps(epoch), self._begin(epoch)
-        before = int(np.searchsorted(gaps - begin - np.arange(len(gaps)), place, side="right"))
-        return begin + place + before
+        return int(self._positions(epoch, np.asarray([place]))[0])
 
     def _begin(self, epoch: int) -> int:
         return self.anchor.position if epoch == self.anchor.epoch else 0

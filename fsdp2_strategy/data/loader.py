@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
+import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -26,6 +28,7 @@ from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
 from fsdp2_strategy.data.bijection import Indices
 from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
 from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.ranks import agree
 
 _VERSION = 1
 _TAILS = ("carry", "pad", "drop")
@@ -41,7 +44,8 @@ class ResumableLoader:
     in the middle goes on there. A batch belongs to the epoch in which it begins.
 
     Before a sample is fetched, the generators of torch (CPU), NumPy and Python are seeded from seed, epoch and sample,
-    so that its augmentation is the same wherever it is fetched; the trainer's own generators are not touched.
+    so that its augmentation is the same wherever it is fetched; ``collate_fn`` runs under a seed of the part's first
+    sample. The trainer's own generators are not touched. Samples are fetched one by one, never by ``__getitems__``.
 
     Args:
         dataset: has a length, and samples by index. With ``pool`` it also has ``episode_lengths``; with ``weights`` it
@@ -93,18 +97,18 @@ class ResumableLoader:
         lanes: int = 1,
         weights: Sequence[float] | None = None,
     ) -> None:
-        in_group = dist.is_initialized()
-        self.dp_size = dp_size if dp_size is not None else dist.get_world_size() if in_group else 1
-        self.dp_rank = dp_rank if dp_rank is not None else dist.get_rank() if in_group else 0
-        self.dataset, self.global_batch_size, self.seed = dataset, int(global_batch_size), int(seed)
-        self.tail = tail
+        self._is_of_all_ranks = dp_rank is None and dp_size is None and dist.is_initialized()
+        self.dp_rank, self.dp_size = _rank_and_size(dp_rank, dp_size)
+        self.dataset, self.tail = dataset, tail
+        self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)
         self._check()
         self._fingerprint, make_order = _order_of(
             dataset, self.global_batch_size, self.seed, tail=tail, pool=pool, lanes=lanes, weights=weights
         )
         self._plan = BatchPlan(lru_cache(maxsize=4)(make_order), self.global_batch_size, tail)
+        self._collate = collate_fn or default_collate
         self._fetch: dict[str, Any] = {
-            "collate_fn": _Collate(collate_fn or default_collate),
+            "collate_fn": _as_it_is,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor if num_workers else None,
@@ -151,20 +155,21 @@ class ResumableLoader:
 
     def peek(self, k: int) -> Indices:
         """Return the next ``k`` samples of all ranks together, as indices of the data set: int64 of shape (k,)."""
-        found = [np.empty(0, dtype=np.int64)]
+        found, missing = [np.empty(0, dtype=np.int64)], k
         for batch in itertools.count(self._batches):
-            if sum(map(len, found)) >= k:
-                return np.concatenate(found)[:k]
+            if missing <= 0:
+                break
             found += [self._plan.samples(stretch) for stretch in self._plan.stretches(batch)]
-        raise AssertionError
+            missing -= sum(map(len, self._plan.stretches(batch)))
+        return np.concatenate(found)[:k]
 
     # --- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches >= self._end:
-            self._began, self._end = self._batches, self._plan.end_of(self.epoch)
-        while self._batches < self._end:
-            self._has_begun = True
+            self._begin_epoch()
+        began = self._began
+        while self._began == began and self._batches < self._end:
             if self._in_flight is None:
                 self._in_flight = iter(self._loader())
             try:
@@ -175,11 +180,16 @@ class ResumableLoader:
             mask = self._deliver(keys)
             yield batch if mask is None else _with_mask(batch, mask)
 
+    def _begin_epoch(self) -> None:
+        if self._plan.skipped:  # so that nothing is counted through from long ago
+            self._replan(self._plan.skipped)
+        self._began, self._end = self._batches, self._plan.end_of(self.epoch)
+
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(
-            _Samples(self.dataset, self.seed),
+            _Samples(self.dataset, self.seed, self._collate),
             batch_sampler=_Parts(self._plan, self._batches, self.dp_rank, self.dp_size),
-            generator=torch.Generator().manual_seed(self.seed),  # it draws a seed, else from the trainer's generator
+            generator=torch.Generator().manual_seed(0),  # it draws a seed, else from the trainer's generator
             **self._fetch,
         )
 
@@ -190,26 +200,28 @@ class ResumableLoader:
             DataError: the workers gave other samples than were asked for, or an epoch ended that lacks some.
         """
         plan, batch = self._plan, self._batches
-        stretches = plan.stretches(batch)
-        part = slice(*_cut(self.global_batch_size, self.dp_rank, self.dp_size))
-        samples = _padded([(s.epoch, plan.samples(s)) for s in stretches], self.global_batch_size)
-        fetched = [tuple(key) for key in keys]
-        if fetched != samples[part]:
+        low, high = _cut(self.global_batch_size, self.dp_rank, self.dp_size)
+        asked, fetched = _keys(plan, batch, low, high), [tuple(key) for key in keys]
+        if fetched != asked:
             raise DataError(
-                f"cannot deliver batch {batch}: the workers fetched {fetched[:3]}…, expected {samples[part][:3]}…. "
-                "Load a checkpoint, and report this: the loader is broken."
+                f"cannot deliver batch {batch}: the workers fetched {fetched[:3]}…, expected {asked[:3]}…. Load a "
+                "checkpoint, and report this: the loader is broken."
             )
+        stretches = plan.stretches(batch)
         for stretch in stretches:
             self._audit.add(stretch.epoch, plan.slots(stretch))
         real = sum(map(len, stretches))
+        self._has_begun = True
         self._batches += 1
         self._samples += real
-        for epoch in self._audit.begun():
-            if epoch < self.epoch:
-                self._audit.close(epoch, len(plan.order_of(epoch)), plan.left_out(epoch))
-        if self.tail != "pad":
-            return None
-        return torch.arange(self.global_batch_size)[part] < real
+        self._close_epochs(self.epoch)
+        return torch.arange(low, high) < real if self.tail == "pad" else None
+
+    def _close_epochs(self, epoch: int) -> None:
+        """Audit the epochs before one."""
+        for ended in self._audit.begun():
+            if ended < epoch:
+                self._audit.close(ended, len(self._plan.order_of(ended)), self._plan.left_out(ended))
 
     def close(self) -> None:
         """End the workers, and drop what they have fetched ahead; the next ``for`` starts new ones."""
@@ -246,8 +258,13 @@ class ResumableLoader:
                 "cannot load a data position: the loader has delivered batches, expected one that has not begun. Load "
                 "before the first batch, or make a new loader."
             )
+        if lacking := [name for name in self.state_dict() if name not in state]:
+            raise DataError(
+                f"cannot load a data position: it lacks {', '.join(lacking)}, expected what state_dict gave. Load it "
+                "with the version of this package that saved it."
+            )
         known = {**self._fingerprint, "version": _VERSION}
-        given = {**state.get("fingerprint", {}), "version": state.get("version")}
+        given = {**state["fingerprint"], "version": state["version"]}
         if wrong := [name for name in known | given if given.get(name) != known.get(name)]:
             texts = [f"{name} {given.get(name)!r}, expected {known.get(name)!r}" for name in wrong]
             raise DataError(
@@ -262,33 +279,44 @@ class ResumableLoader:
             DataError: see `check_state`.
         """
         self.check_state(state)
-        self._replan(state["skipped"], Anchor(*state["anchor"]))
+        asked_for = set(self.skipped) - set(state["skipped"])
+        self._plan = self._plan.moved(state["skipped"], Anchor(*state["anchor"]))
         self._batches, self._samples = state["batches"], state["samples"]
         self._began, self._end = state["began"], state["end"]
         self._audit = Audit(state["audit"])
+        if asked_for:
+            self.skip(asked_for)
 
     def skip(self, samples: Iterable[int]) -> None:
-        """Leave samples out from now on, in this epoch and all others; call it alike on every rank.
+        """Leave samples out from now on, in this epoch and all others; collective where the ranks are all ranks.
 
-        The samples behind them move up, so batches stay full; it is part of the state.
+        The samples behind them move up, so batches stay full; it is part of the state. All ranks must have got the same
+        batches: where one could not fetch its part, the step of the others is lost, so load a checkpoint first.
 
         Raises:
-            DataError: one is no sample of the data set, or nothing would be left.
+            DataError: on every rank: one is no sample of the data set, nothing would be left, or the ranks are not
+                equally far.
         """
-        plan, epoch = self._plan, self.epoch
-        at_epoch, position = plan.position_of(self._batches)
-        gaps = plan.gaps(at_epoch)
-        self._replan(sorted({*plan.skipped, *map(int, samples)}), Anchor(self._batches, at_epoch, position))
-        if passed := gaps[gaps < position].tolist():
-            self._audit.add(at_epoch, plan.slots_at(at_epoch, np.asarray(passed)))
+        chosen = sorted({*self._plan.skipped, *map(operator.index, samples)})
+        if self._is_of_all_ranks:
+            expected = "the same batches and samples everywhere. Load a checkpoint, and skip before the first batch."
+            agree("skip samples", (self._batches, chosen), DataError, expected)
+        epoch = self.epoch
+        self._replan(chosen)
         if self._batches < self._end:
             still = self._plan.epoch_of(self._batches) == epoch
             self._end = self._plan.end_of(epoch) if still else self._batches
         self.close()
 
-    def _replan(self, skipped: Sequence[int], anchor: Anchor) -> None:
+    def _replan(self, skipped: Sequence[int]) -> None:
+        """Let a plan without samples hold from the next batch on; what the old one passed over is accounted for."""
         old = self._plan
-        self._plan = BatchPlan(old.order_of, old.batch, old.tail, tuple(skipped), anchor)
+        epoch, position = old.position_of(self._batches)
+        self._close_epochs(epoch)
+        self._plan = old.moved(skipped, Anchor(self._batches, epoch, position))
+        gaps = old.gaps(epoch)
+        if (passed := gaps[gaps < position]).size:
+            self._audit.add(epoch, old.order_of(epoch).slots_at(passed))
 
     def _check(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
@@ -299,7 +327,7 @@ class ResumableLoader:
         if not 0 <= self.dp_rank < self.dp_size <= self.global_batch_size:
             raise DataError(
                 f"cannot cut batches: dp_rank is {self.dp_rank}, dp_size {self.dp_size}, global_batch_size "
-                f"{self.global_batch_size}, expected a rank below the size, and a sample for each. Raise the batch."
+                f"{self.global_batch_size}, expected a rank below the size, and a sample for each rank."
             )
         if self.tail not in _TAILS:
             raise DataError(f"cannot end an epoch: tail is {self.tail!r}, expected one of {', '.join(_TAILS)}.")
@@ -325,7 +353,7 @@ def _order_of(
         )
     if pool is not None:
         lengths = _episode_lengths(dataset, n)
-        facts |= {"pool": pool, "lanes": lanes, "episodes": _digest(lengths.tobytes())}
+        facts |= {"pool": int(pool), "lanes": int(lanes), "episodes": _digest(lengths.tobytes())}
         carries = tail == "carry"
         return facts, lambda epoch: EpisodeOrder(
             lengths, seed, epoch, pool, lanes=lanes, batch=batch, offset=epoch * n % batch if carries else 0
@@ -362,14 +390,39 @@ def _cut(batch: int, rank: int, size: int) -> tuple[int, int]:
     return rank * batch // size, (rank + 1) * batch // size
 
 
-def _padded(pieces: Sequence[tuple[int, Indices]], batch: int) -> list[Key]:
-    """Return the samples of a batch, the first one repeated for want of others."""
+def _keys(plan: BatchPlan, batch: int, low: int, high: int) -> list[Key]:
+    """Return the samples at places of a batch; the batch's first stands for those that it lacks."""
+    pieces, missing = plan.part(batch, low, high)
     keys = [(epoch, sample) for epoch, samples in pieces for sample in samples.tolist()]
-    return keys + keys[:1] * (batch - len(keys))
+    if missing:
+        [(epoch, first)], _ = plan.part(batch, 0, 1)
+        keys += [(epoch, int(first[0]))] * missing
+    return keys
 
 
 def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
-    return {**batch, "sample_mask": mask} if isinstance(batch, Mapping) else (batch, mask)
+    if not isinstance(batch, MutableMapping):
+        return batch, mask
+    if "sample_mask" in batch:
+        raise DataError(
+            "cannot deliver a padded batch: it has a 'sample_mask' already, expected that name to be free. Rename it."
+        )
+    batch["sample_mask"] = mask
+    return batch
+
+
+def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
+    """Return this rank among those that share the data: as given, or of the process group."""
+    if dp_rank is not None and dp_size is not None:
+        return operator.index(dp_rank), operator.index(dp_size)
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if dp_rank is not None or dp_size is not None or launched:
+        raise DataError(
+            f"cannot cut batches: dp_rank is {dp_rank}, dp_size {dp_size}, and there is "
+            f"{'a' if dist.is_initialized() else 'no'} process group, expected both numbers, or neither and a group. "
+            "Construct the strategy first."
+        )
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class _Parts:
@@ -381,37 +434,30 @@ class _Parts:
 
     def __iter__(self) -> Iterator[list[Key]]:
         for batch in itertools.count(self.first):
-            stretches = self.plan.stretches(batch)
-            if sum(map(len, stretches)) < self.plan.batch:
-                pieces = [(s.epoch, self.plan.samples(s)) for s in stretches]
-                yield _padded(pieces, self.plan.batch)[self.low : self.high]
-                continue
-            begin = 0
-            pieces = []
-            for s in stretches:
-                low, high = (min(max(place - begin, 0), len(s)) for place in (self.low, self.high))
-                pieces.append((s.epoch, self.plan.samples(type(s)(s.epoch, s.begin + low, s.begin + high))))
-                begin += len(s)
-            yield _padded(pieces, self.high - self.low)
+            yield _keys(self.plan, batch, self.low, self.high)
 
 
 class _Samples(Dataset[Any]):
-    """Fetch the samples of a part, each under its own seed."""
+    """Fetch the samples of a part, each under its own seed, and make a batch of them, under that of the first."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
 
-    def __getitems__(self, keys: list[Key]) -> tuple[list[Key], list[Any]]:
+    def __getitems__(self, keys: list[Key]) -> tuple[list[Key], Any]:
         with _own_generators():
-            return keys, [self._fetched(*key) for key in keys]
+            samples = []
+            for epoch, sample in keys:
+                self._seed(epoch, sample)
+                samples.append(self.dataset[sample])
+            self._seed(*keys[0], "collate")
+            return keys, self.collate(samples)
 
-    def _fetched(self, epoch: int, sample: int) -> Any:
-        facts = f"{self.seed}/{epoch}/{sample}".encode()
-        word = int.from_bytes(hashlib.blake2b(facts, digest_size=8).digest(), "little")
+    def _seed(self, *facts: object) -> None:
+        text = "/".join(map(str, (self.seed, *facts)))
+        word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         torch.default_generator.manual_seed(word)
         np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002  the generator that data sets draw from
         random.seed(word)
-        return self.dataset[sample]
 
 
 @contextmanager
@@ -429,12 +475,5 @@ def _own_generators() -> Iterator[None]:
         random.setstate(of_python)
 
 
-class _Collate:
-    """Make a batch, and say of which samples."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, fetched: tuple[list[Key], list[Any]]) -> tuple[list[Key], Any]:
-        keys, samples = fetched
-        return keys, self.collate(samples)
+def _as_it_is(fetched: Any) -> Any:
+    return fetched

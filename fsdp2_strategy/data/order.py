@@ -4,13 +4,15 @@ Input: how many samples there are, or how long each episode is, or how much each
 samples. No order knows of ranks: they cut what it gives.
 
 [Note: orders] An order has ``len`` positions, ``indices(start, stop)`` for the samples that stand there, and
-``positions(samples)`` for the way back. Its ``slots(start, stop)`` are a permutation of the numbers below ``len``: the
+``positions(samples)`` for the way back. Its ``slots_at(positions)`` are a permutation of the numbers below ``len``: the
 samples themselves where each comes once, so that what was delivered can be compared with a closed form.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -35,8 +37,8 @@ class Order(Protocol):
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of samples, in ascending order."""
 
-    def slots(self, start: int, stop: int) -> Indices:
-        """Return the numbers below ``len`` that stand for these positions."""
+    def slots_at(self, positions: Indices) -> Indices:
+        """Return the numbers below ``len`` that stand for positions."""
 
 
 class GlobalOrder:
@@ -56,7 +58,7 @@ class GlobalOrder:
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
         if not 1 <= n < _MOST_SAMPLES:
             raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61. Give a data set that is not empty.")
-        self.n, self.seed, self.epoch = int(n), int(seed), int(epoch)
+        self.n, self.seed, self.epoch = operator.index(n), operator.index(seed), operator.index(epoch)
         self._bijection = Bijection(self.n, "samples", self.seed, self.epoch)
 
     def __len__(self) -> int:
@@ -68,14 +70,15 @@ class GlobalOrder:
         Raises:
             DataError: the positions are not within 0 to n.
         """
-        check_slice(start, stop, self.n)
-        return self._bijection.values(np.arange(start, stop))
+        return self._bijection.values(_within(start, stop, self.n))
+
+    def slots_at(self, positions: Indices) -> Indices:
+        """Return the samples at positions."""
+        return self._bijection.values(positions)
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of samples, in ascending order."""
         return np.sort(self._bijection.positions(_checked(samples, self.n)))
-
-    slots = indices
 
 
 class SequentialOrder:
@@ -89,14 +92,7 @@ class SequentialOrder:
 
     def indices(self, start: int, stop: int) -> Indices:
         """Return the samples at positions ``start`` to ``stop``."""
-        check_slice(start, stop, self.n)
-        return np.arange(start, stop)
-
-    def positions(self, samples: ArrayLike) -> Indices:
-        """Return the positions of samples, in ascending order."""
-        return np.sort(_checked(samples, self.n))
-
-    slots = indices
+        return _within(start, stop, self.n)
 
 
 class EpisodeOrder:
@@ -137,7 +133,10 @@ class EpisodeOrder:
         self.lengths = np.asarray(lengths, dtype=np.int64).reshape(-1)
         batch = lanes if batch is None else batch
         if not self.lengths.size or self.lengths.min() < 0 or not self.lengths.sum():
-            raise DataError("cannot order frames: there are none, expected the length of each episode. Give lengths.")
+            raise DataError(
+                f"cannot order frames: lengths are {self.lengths[:5].tolist()}…, expected none below 0 and some above. "
+                "Give the length of each episode."
+            )
         if pool < 1 or not 1 <= lanes <= min(pool, batch) or not 0 <= offset < batch:
             raise DataError(
                 f"cannot order frames: pool is {pool}, lanes {lanes}, batch {batch}, offset {offset}, expected lanes "
@@ -155,7 +154,6 @@ class EpisodeOrder:
         self._batches = (self.n - self._head) // batch if lanes > 1 else 0
         self._stretches = self._head + self._batches * self._cuts
         self._blocks = self._block_begins()
-        self._bijection = lru_cache(maxsize=2 * lanes + 4)(self._new_bijection)
 
     def __len__(self) -> int:
         return self.n
@@ -166,13 +164,14 @@ class EpisodeOrder:
         Raises:
             DataError: the positions are not within 0 to the number of frames.
         """
-        check_slice(start, stop, self.n)
-        on_line = self._in_blocks(self._to_line(np.arange(start, stop)), Bijection.values)
+        return self.slots_at(_within(start, stop, self.n))
+
+    def slots_at(self, positions: Indices) -> Indices:
+        """Return the frames at positions."""
+        on_line = self._in_blocks(self._to_line(positions), Bijection.values)
         place = np.searchsorted(self._line, on_line, side="right") - 1
         frames: Indices = self._begins[self._episodes[place]] + on_line - self._line[place]
         return frames
-
-    slots = indices
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of frames, in ascending order."""
@@ -226,21 +225,23 @@ class EpisodeOrder:
     def _in_blocks(self, on_line: Indices, change: Callable[[Bijection, Indices], Indices]) -> Indices:
         """Permute frames of the line within their blocks, or back."""
         block = np.searchsorted(self._blocks, on_line, side="right") - 1
+        by_block = np.argsort(block, kind="stable")
         result = np.empty_like(on_line)
-        for i in np.unique(block):
-            chosen = block == i
-            result[chosen] = self._blocks[i] + change(self._bijection(int(i)), on_line[chosen] - self._blocks[i])
+        for chosen in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if len(on_line) else ():
+            i = int(block[chosen[0]])
+            begin, end = self._blocks[i : i + 2]
+            bijection = _kept_bijection(int(end - begin), "frames", *self._key, i)
+            result[chosen] = begin + change(bijection, on_line[chosen] - begin)
         return result
-
-    def _new_bijection(self, block: int) -> Bijection:
-        return Bijection(int(self._blocks[block + 1] - self._blocks[block]), "frames", *self._key, block)
 
 
 class MixtureOrder:
     """Mix data sets by weight; samples are numbered through, as ``torch.utils.data.ConcatDataset`` does.
 
-    In an epoch of ``n`` samples each data set has its share of the positions, to the nearest whole number. It goes
-    through its own samples in permuted passes, each once a pass, and on in the next epoch where this one stopped.
+    In an epoch of ``n`` samples each data set has its share of the positions, to the nearest whole number. Its draws
+    are counted on from epoch to epoch, and each of its samples is drawn as often as any other, up to one: what an
+    epoch's share has beyond whole passes through the data set is a permuted part of a pass, whose rest the next epoch
+    draws.
 
     Args:
         lengths: samples of each data set.
@@ -250,14 +251,15 @@ class MixtureOrder:
         n: positions of an epoch; by default as many as there are samples.
 
     Raises:
-        DataError: lengths and weights do not fit each other, or are not positive.
+        DataError: lengths and weights do not fit each other, are not positive, or leave a data set without a share.
     """
 
     def __init__(
         self, lengths: Sequence[int], weights: Sequence[float], seed: int = 0, epoch: int = 0, n: int | None = None
     ) -> None:
         self.lengths = [int(length) for length in lengths]
-        if len(weights) != len(self.lengths) or min(self.lengths, default=0) < 1 or not all(w > 0 for w in weights):
+        sound = all(w > 0 and math.isfinite(w) for w in weights) and min(self.lengths, default=0) > 0
+        if len(weights) != len(self.lengths) or not sound:
             raise DataError(
                 f"cannot mix: lengths are {self.lengths} and weights {list(weights)}, expected as many, all above 0. "
                 "Leave out a data set that is not to be drawn from."
@@ -266,15 +268,20 @@ class MixtureOrder:
         self.seed, self.epoch = int(seed), int(epoch)
         ends = np.round(np.cumsum(np.asarray(weights, dtype=np.float64)) / np.sum(weights) * self.n)
         self._shares = _running(np.diff(np.concatenate([[0], ends])).astype(np.int64))
+        if (np.diff(self._shares) == 0).any():
+            raise DataError(
+                f"cannot mix: of {self.n} positions the weights {list(weights)} leave none to one of the data sets, "
+                "expected one each. Raise its weight, or leave it out."
+            )
         self._begins = _running(np.asarray(self.lengths))
         self._slots = GlobalOrder(self.n, seed, epoch)
 
     def __len__(self) -> int:
         return self.n
 
-    def slots(self, start: int, stop: int) -> Indices:
+    def slots_at(self, positions: Indices) -> Indices:
         """Return the numbers below ``n`` that stand for positions: the data sets' shares, one after the other."""
-        return self._slots.indices(start, stop)
+        return self._slots.slots_at(positions)
 
     def indices(self, start: int, stop: int) -> Indices:
         """Return the samples at positions ``start`` to ``stop``, int64 of shape (stop - start,).
@@ -282,54 +289,63 @@ class MixtureOrder:
         Raises:
             DataError: the positions are not within 0 to n.
         """
-        slots = self.slots(start, stop)
+        slots = self.slots_at(_within(start, stop, self.n))
         result = np.empty_like(slots)
         for i, length in enumerate(self.lengths):
-            chosen = (slots >= self._shares[i]) & (slots < self._shares[i + 1])
-            number, place = np.divmod(slots[chosen] - self._shares[i] + self._drawn_before(i), length)
-            drawn = np.empty_like(place)
-            for turn in np.unique(number):
-                now = number == turn
-                drawn[now] = self._begins[i] + self._pass(i, int(turn)).values(place[now])
-            result[chosen] = drawn
+            chosen = np.flatnonzero((slots >= self._shares[i]) & (slots < self._shares[i + 1]))
+            turn, place = np.divmod(slots[chosen] - self._shares[i] + self._drawn_before(i), length)
+            for partial in self._partial_passes(i):  # in a whole one the positions are permuted already
+                now = np.flatnonzero(turn == partial)
+                place[now] = self._pass(i, partial).values(place[now])
+            result[chosen] = self._begins[i] + place
         return result
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return all positions of samples, in ascending order; one that is drawn twice has two."""
         samples = _checked(samples, int(self._begins[-1]))
-        slots = []
+        slots = [np.empty(0, dtype=np.int64)]
         for i, length in enumerate(self.lengths):
             own = samples[(samples >= self._begins[i]) & (samples < self._begins[i + 1])] - self._begins[i]
+            if not own.size:
+                continue
             low, share = self._drawn_before(i), int(self._shares[i + 1] - self._shares[i])
-            for turn in range(low // length, (low + share - 1) // length + 1 if own.size and share else 0):
-                drawn = turn * length + self._pass(i, turn).positions(own) - low
-                slots.append(self._shares[i] + drawn[(drawn >= 0) & (drawn < share)])
-        found = np.concatenate(slots) if slots else np.empty(0, dtype=np.int64)
-        return self._slots.positions(found)
+            partial = self._partial_passes(i)
+            whole = np.setdiff1d(np.arange(low // length, (low + share - 1) // length + 1), partial)
+            drawn = [(whole[:, None] * length + own).reshape(-1) - low]
+            drawn += [turn * length + self._pass(i, turn).positions(own) - low for turn in partial]
+            found = np.concatenate(drawn)
+            slots.append(self._shares[i] + found[(found >= 0) & (found < share)])
+        return self._slots.positions(np.concatenate(slots))
 
     def _drawn_before(self, i: int) -> int:
         return self.epoch * int(self._shares[i + 1] - self._shares[i])
 
+    def _partial_passes(self, i: int) -> list[int]:
+        """Return the passes through a data set of which this epoch draws a part."""
+        low, length = self._drawn_before(i), self.lengths[i]
+        high = low + int(self._shares[i + 1] - self._shares[i])
+        return sorted({turn for turn, cut in ((low // length, low % length), (high // length, high % length)) if cut})
+
     def _pass(self, i: int, turn: int) -> Bijection:
-        return _pass_of(self.lengths[i], self.seed, i, turn)
+        return _kept_bijection(self.lengths[i], "pass", self.seed, i, turn)
 
 
-@lru_cache(maxsize=64)
-def _pass_of(length: int, seed: int, data_set: int, turn: int) -> Bijection:
-    return Bijection(length, "pass", seed, data_set, turn)
+# Their tables are made once, however many slices are asked for.
+_kept_bijection = lru_cache(maxsize=128)(Bijection)
 
 
-def check_slice(start: int, stop: int, n: int) -> None:
-    """Raise where positions are not within an order.
+def _within(start: int, stop: int, n: int) -> Indices:
+    """Return the positions of a slice.
 
     Raises:
-        DataError: they are not.
+        DataError: it is not within an order.
     """
     if not 0 <= start <= stop <= n:
         raise DataError(
             f"cannot list samples: the slice is {start} to {stop}, expected it within 0 to {n}. Begin another epoch "
             "for what comes after."
         )
+    return np.arange(start, stop)
 
 
 def _checked(samples: ArrayLike, n: int) -> Indices:

@@ -70,7 +70,8 @@ class ResumableSampler(Sampler[int]):
             end = min(at + _AT_ONCE * self.num_replicas, total)
             given = [order.indices(at, min(end, length))] if at < length else []
             if end > length:  # the first ones come again
-                given.append(order.indices(0, length)[np.arange(max(at, length), end) % length])
+                again = order.indices(0, min(length, end - length))
+                given.append(again[np.arange(max(at, length) - length, end - length) % length])
             yield from np.concatenate(given)[self.rank :: self.num_replicas].tolist()
 
     def _total(self) -> int:
