@@ -336,7 +336,7 @@ class FSDPV2Strategy(TrainingStrategy):
     @cached_property
     def _rollout(self) -> Rollout:
         config = self.config
-        return Rollout(torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None)
+        return Rollout(torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None)
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
@@ -367,8 +367,7 @@ class FSDPV2Strategy(TrainingStrategy):
         self._rollout.set_up(args, engine_type, actor)
         if actor is not None:
             self.update_engine_weights(actor)
-        if self._option("enable_engine_sleep", args):
-            self._rollout.sleep()
+        self.maybe_sleep_inference_engine()
         return self.inference_engine
 
     def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
@@ -385,7 +384,7 @@ class FSDPV2Strategy(TrainingStrategy):
 
     def maybe_sleep_inference_engine(self) -> None:
         """Let the engine give its memory away, where ``enable_engine_sleep`` says so; not collective."""
-        if self._option("enable_engine_sleep", None):
+        if self._option("enable_engine_sleep", self._rollout.args):
             self._rollout.sleep()
 
     def wakeup_inference_engine(self) -> None:

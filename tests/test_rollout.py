@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -13,11 +14,14 @@ from models import CASES, HUGGING_FACE, batch_of, build
 from test_export import files_of
 from torch import nn
 from torch.distributed.tensor import Shard
+from transformers import MarianConfig, MarianMTModel, PretrainedConfig
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, build_mesh, save_model, shard_model
 from fsdp2_strategy.errors import OffloadError, RolloutError
 from fsdp2_strategy.offload import offload
-from fsdp2_strategy.residency import unwrap_model
+from fsdp2_strategy.residency import parameter_groups, unwrap_model
 from fsdp2_strategy.rollout import ENGINES, TransformersEngine, stream_weights, weight_checksums
 from fsdp2_strategy.rollout import bucket as bucket_module
 
@@ -141,12 +145,30 @@ def test_a_rank_that_leaves_early_or_fails_does_not_hang_the_others():
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_that_closes_its_stream_takes_part_in_the_rest_in_two_buckets_of_memory(monkeypatch):
+    model = sharded("llama_tied")
+    made = []
+    with monkeypatch.context() as patched:
+        new = bucket_module.Buffers._new
+        patched.setattr(bucket_module.Buffers, "_new", lambda self, size: made.append(size) or new(self, size))
+        stream = stream_weights(model, bucket_bytes=6000)
+        with contextlib.closing(stream):
+            for _ in stream:
+                if dist.get_rank():
+                    break
+    assert len(made) <= 4  # two or three, and one for that into which the loop's variable looks
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+
+
+@pytest.mark.ranks(2)
 def test_ranks_that_call_differently_all_raise():
     model = sharded("llama")
     with pytest.raises(RolloutError, match=r"ranks \[1\] differ from rank 0"):
         next(stream_weights(model, dtype=torch.float16 if dist.get_rank() else None))
     with pytest.raises(RolloutError, match="bucket_bytes is 0"):
-        next(stream_weights(model, bucket_bytes=0))
+        next(stream_weights(model, bucket_bytes=0 if dist.get_rank() else 1))
     with torch.device("meta"):
         unreal = CASES["llama"].build()
     shard_model(unreal)
@@ -183,6 +205,17 @@ def test_buffers_that_differ_between_ranks_arrive_as_rank_0_has_them():
     assert list(streamed)[-3:] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert torch.equal(streamed["1.running_mean"], torch.ones(4)) and streamed["1.running_mean"].dtype == torch.float32
     assert streamed["0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_a_sharded_model_within_a_wrapper_of_any_kind_streams_what_it_is_now():
+    wrapper = nn.Sequential(sharded("llama"))
+    with torch.no_grad():
+        wrapper[0].eval()(torch.zeros(1, 3, dtype=torch.long))  # the root stays gathered
+        for group in parameter_groups(wrapper):
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.zero_()
+    assert not any(tensor.any() for _, tensor in stream_weights(wrapper))
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -242,6 +275,32 @@ def test_a_trainer_sets_up_updates_and_puts_its_engine_to_sleep():
         expected = actor.eval()(input_ids=ids).logits
     got = engine.model(input_ids=ids).logits
     torch.testing.assert_close(got, expected.to(got.dtype), rtol=0, atol=0)
+
+
+def test_an_engine_that_slept_somewhere_else_gets_its_weights(monkeypatch):
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama_tied"), is_training=True)
+    engine = strategy.setup_inference_engine(None, "transformers", actor)
+    model = engine.model
+    with monkeypatch.context() as patched:  # other memory, as on an accelerator
+        patched.setattr(model, "to", lambda device: model._apply(torch.clone))
+        engine.sleep()
+        with torch.no_grad():
+            for parameter in actor.parameters():
+                parameter.add_(1)
+        strategy.update_engine_weights(actor, verify=True)
+        assert engine.is_asleep
+        strategy.wakeup_inference_engine()
+    assert engine.weight_checksums() == weight_checksums(stream_weights(actor)) and not engine.is_asleep
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_the_engine_computes_in_the_dtype_of_the_strategy():
+    for config, dtype in (({"fp16": True}, torch.float16), ({}, torch.bfloat16), ({"bf16": False}, torch.float32)):
+        strategy = FSDPV2Strategy(config=StrategyConfig(**config))
+        actor = strategy.prepare_model(build("llama"), is_training=True)
+        engine = strategy.setup_inference_engine(None, "transformers", actor)
+        assert {p.dtype for p in engine.model.parameters()} == {dtype} and engine.model.config.dtype == dtype
 
 
 class Recorder:
@@ -327,6 +386,44 @@ def test_an_engine_that_fails_stops_early_or_holds_something_else_is_an_error_on
     strategy.update_engine_weights(actor, verify=True)
 
 
+@pytest.mark.ranks(2)
+def test_a_stream_that_fails_is_heard_of_on_every_rank_whatever_an_engine_makes_of_it(monkeypatch):
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama"), is_training=True)
+
+    class Wrapping(Recorder):
+        def update_weights(self, weights):
+            try:
+                super().update_weights(weights)
+            except Exception as error:
+                raise ValueError("the engine is broken") from error
+
+    with monkeypatch.context() as patched:
+        patched.setitem(ENGINES, "vllm", lambda args, actor, dtype: None if dist.get_rank() else Wrapping())
+        strategy.setup_inference_engine(None, "vllm")
+    with torch.device("meta"):
+        unreal = CASES["llama"].build()
+    shard_model(unreal)
+    with pytest.raises(RolloutError, match="have no values yet"):
+        strategy.update_engine_weights(unreal)
+    strategy.update_engine_weights(actor)
+
+    def broken(args, actor, dtype):
+        if dist.get_rank():
+            raise OSError("no port is free")
+        return Recorder()
+
+    with monkeypatch.context() as patched:
+        patched.setitem(ENGINES, "vllm", broken)
+        fresh = FSDPV2Strategy()
+        for call in (
+            lambda: fresh.setup_inference_engine(None, "vllm", actor),
+            lambda: fresh.update_engine_weights(actor),
+        ):
+            with pytest.raises(RolloutError, match=r"rank 1: OSError: no port is free|there is no inference engine"):
+                call()
+
+
 def test_an_engine_with_some_of_its_weights_does_not_generate():
     strategy = FSDPV2Strategy()
     actor = strategy.prepare_model(build("llama"), is_training=True)
@@ -364,3 +461,32 @@ def test_an_engine_shares_nothing_with_the_model_it_copies():
         assert not any(callable(getattr(type(module), name, None)) for name in vars(module))
     assert engine.model.get_input_embeddings().weight is engine.model.get_output_embeddings().weight
     assert not engine.model.training and actor.training
+    of_actor = {id(value) for m in actor.modules() for value in vars(m).values() if isinstance(value, PretrainedConfig)}
+    configs = [v for m in engine.model.modules() for v in vars(m).values() if isinstance(v, PretrainedConfig)]
+    assert len({id(value) for value in configs}) == 1 and not {id(value) for value in configs} & of_actor
+    assert engine.model.generation_config is not actor.generation_config
+    assert not {id(t) for t in (*engine.model.parameters(), *engine.model.buffers())} & {
+        id(t) for t in (*actor.parameters(), *actor.buffers())
+    }
+
+
+def test_an_engine_whose_parameters_no_stream_carries_is_refused():
+    config = MarianConfig(
+        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(RolloutError, match="are in no stream of its weights"):
+        TransformersEngine(MarianMTModel(config))
+
+
+def test_what_a_model_computes_from_several_tensors_of_the_hub_reaches_the_engine():
+    name = "test_rollout_computed"
+    model = build("llama")
+    model.config.model_type = name
+    register_checkpoint_conversion_mapping(
+        name, [WeightConverter("self_attn.q_proj", "self_attn.q_proj", operations=[PermuteForRope()])], overwrite=True
+    )
+    engine = TransformersEngine(model, dtype=None)
+    engine.update_weights(stream_weights(model, dtype=None))
+    for key, parameter in model.named_parameters():
+        assert torch.equal(engine.model.get_parameter(key), parameter), key

@@ -25,6 +25,8 @@ _LEFT_OUT = (
     "_values_on_tape",
     "_is_fsdp_managed_module",
     "_compiled_call_impl",
+    "_compiled_call",
+    "_last_compile_config",
 )
 _STATE_OF_FSDP = "__composable_api_state_key"
 
@@ -61,7 +63,7 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
             new = modules[id(module)] = cls.__new__(cls)
             nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
             own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
-            new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, cls)})
+            new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
             new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
             new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
             new._modules = {name: copy(child) if child is not None else None for name, child in module._modules.items()}
@@ -72,9 +74,10 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
     return copy(model)
 
 
-def _is_its_own(name: str, cls: type[nn.Module]) -> bool:
+def _is_its_own(name: str, value: object, cls: type[nn.Module]) -> bool:
     """Say whether an attribute speaks of the module alone: what shadows a method is bound to the original."""
-    return not (name in _LEFT_OUT or name.startswith(_STATE_OF_FSDP) or callable(getattr(cls, name, None)))
+    shadows = callable(value) and callable(getattr(cls, name, None))
+    return not (name in _LEFT_OUT or name.startswith(_STATE_OF_FSDP) or shadows)
 
 
 def _on_meta(original: torch.Tensor) -> torch.Tensor:

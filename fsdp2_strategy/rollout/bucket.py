@@ -12,6 +12,7 @@ is copied.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,8 @@ class Part:
         """Write this rank's chunk to its place in its row; collective for what is gathered alone."""
         local = whole_of(self.tensor) if self.route.is_gathered_alone else values_of(self.tensor)
         room = self._values_in(row)
+        if local.device != room.device:  # fewer bytes travel, and none lie in another dtype on the device
+            local = local.to(self.dtype)
         for dim, length in enumerate(local.shape):
             room = room.narrow(dim, 0, length) if length != room.shape[dim] else room
         room.copy_(local, non_blocking=True)
@@ -194,8 +197,8 @@ class Buffers:
     def __init__(self, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
         sizes = [bucket.nbytes for bucket in buckets]
         largest = [max(sizes[turn::3], default=0) for turn in range(3)]
-        self.are_enough = sum(largest) <= 2 * max(bucket_bytes, *largest)
-        count = 3 if self.are_enough else 2
+        self.may_begin_early = sum(largest) <= 2 * max(bucket_bytes, *largest)
+        count = 3 if self.may_begin_early else 2
         self._sizes = [max(sizes[turn::count], default=0) for turn in range(count)]
         self._held = [self._new(size) for size in self._sizes]
         self._uses = [_uses(buffer) for buffer in self._held]
@@ -208,12 +211,20 @@ class Buffers:
         """Return the buffer whose turn it is."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._held)
-        if _uses(self._held[turn]) > self._uses[turn]:
+        if self._is_looked_into(turn):
             self._held[turn] = self._new(self._sizes[turn])
         return self._held[turn]
 
+    def _is_looked_into(self, turn: int) -> bool:
+        """Say whether somebody else shares a buffer's memory; gloo's threads let go of it a moment after the end."""
+        for _ in range(10):
+            if _uses(self._held[turn]) <= self._uses[turn]:
+                return False
+            time.sleep(0.002)
+        return True
+
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors share a tensor's memory, and a constant."""
+    """Return how many references there are to a tensor's memory; those of this call are among them."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count

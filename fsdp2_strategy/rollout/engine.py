@@ -6,7 +6,7 @@ Input: weights under their hub names, as `stream_weights` gives them. Output: an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,7 +32,7 @@ class RolloutEngine(Protocol):
     """What drives the generation of sequences: this process's end of it, wherever it computes.
 
     It may also have ``weight_checksums() -> dict[str, str]``, by hub names and as `weight_checksums` takes them, for
-    updates that are verified.
+    updates that are verified; and ``is_asleep``, where it goes to sleep by itself.
     """
 
     def update_weights(self, weights: Weights) -> object:
@@ -72,17 +72,17 @@ class TransformersEngine:
 
         def room(original: torch.Tensor) -> torch.Tensor:
             if not isinstance(original, nn.Parameter):
-                return original.detach().clone()
+                return original.detach().clone().to(current_device())
             its_dtype = dtype if dtype and original.is_floating_point() else original.dtype
             return torch.empty(original.shape, dtype=its_dtype, device=current_device())
 
         copied: Any = twin(root, room).eval().requires_grad_(False)
-        copied.config = copy.deepcopy(root.config)
-        copied.generation_config = copy.deepcopy(root.generation_config)
+        _own_configs(copied)
+        copied.config.dtype = dtype or copied.dtype
         keep_dtypes(copied, copied._get_dtype_plan(dtype) if dtype else None)
         self.model = copied
         self._inbox = _Inbox(self.model)
-        self._is_asleep = False
+        self.is_asleep = False
         self._has_weights = False
 
     def update_weights(self, weights: Weights) -> None:
@@ -104,14 +104,14 @@ class TransformersEngine:
     def sleep(self) -> None:
         """Move the copy to host memory."""
         self.model.to("cpu")
-        self._is_asleep = True
+        self.is_asleep = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         """Move the copy back."""
         self.model.to(current_device())
-        self._is_asleep = False
+        self.is_asleep = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``model.generate`` does, with the same arguments and result.
@@ -129,10 +129,21 @@ class TransformersEngine:
             return self.model.generate(*args, **kwargs)
 
     def _check_awake(self, action: str) -> None:
-        if self._is_asleep:
+        if self.is_asleep:
             raise RolloutError(
                 f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
             )
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give a copied model configurations of its own, each once, wherever its modules hold one."""
+    from transformers import GenerationConfig, PretrainedConfig  # noqa: PLC0415
+
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PretrainedConfig | GenerationConfig):
+                vars(module)[name] = copy.deepcopy(value, memo)
 
 
 class _Inbox:
@@ -140,54 +151,74 @@ class _Inbox:
 
     def __init__(self, model: nn.Module) -> None:
         copied: Any = twin(model)
-        self._state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._model = model
         regions = regions_to_write(copied, tensors_to_write(model, copied))
         nowhere = Path()
         self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
         self._direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
-        self._computed: list[tuple[str, Piece]] = []
-        self._kept: set[str] = set()  # what computed pieces need in the end
-        for own_name, region in recipe_for(origin_for(copied), self._expected).regions.items():
+        self._computed: list[tuple[str, Piece, set[str]]] = []
+        recipe = recipe_for(origin_for(copied), self._expected).regions
+        for own_name, region in recipe.items():
             for piece in region.pieces:
                 if isinstance(piece.source, Computed):
-                    self._computed.append((own_name, piece))
-                    self._kept |= {entry.name for inner in piece.source.regions() for entry in sources_of(inner)}
+                    needed = {entry.name for inner in piece.source.regions() for entry in sources_of(inner)}
+                    self._computed.append((own_name, piece, needed))
                 else:
                     self._direct[piece.source.name].append((own_name, piece))
+        state = model.state_dict(keep_vars=True)
+        reached = {id(state[own_name]) for own_name in recipe}
+        if lost := [name for name, p in model.named_parameters() if id(p) not in reached]:
+            raise RolloutError(
+                f"cannot make an engine: {some(lost)} of {type(model).__name__} are in no stream of its weights, "
+                "expected all parameters. Name another engine."
+            )
 
     @torch.no_grad()
     def take(self, weights: Weights) -> None:
         """Write all of them; raise where they are not what the model needs."""
+        # Not kept from one update to the next: a model that slept has other memory.
+        state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
         missing = dict.fromkeys(self._expected)
-        kept: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:
-            if name not in missing:
-                raise RolloutError(
-                    f"cannot update weights: {name} came {'twice' if name in self._expected else 'unasked'}, expected "
-                    f"each of {len(self._expected)} names once.{did_you_mean(name, missing)}"
-                )
-            if tuple(tensor.shape) != self._expected[name].shape:
-                raise RolloutError(
-                    f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
-                    f"{list(self._expected[name].shape)}. Stream the model that the engine was made for."
-                )
+        pending = list(self._computed)
+        kept: dict[str, torch.Tensor] = {}  # for what is computed, until it can be
+        for name, given in weights:
+            self._check(name, given, missing)
             del missing[name]
-            if name in self._kept:
-                kept[name] = tensor.contiguous()
+            tensor = given.contiguous()
             for own_name, piece in self._direct[name]:
-                self._write(own_name, piece, tensor.contiguous())
+                _write(state[own_name], piece, tensor)
+            if any(name in needed for *_, needed in pending):
+                kept[name] = tensor
+                for own_name, piece, _ in (job for job in pending if job[2] <= kept.keys()):
+                    _write(state[own_name], piece, _computed(piece, kept))
+                pending = [job for job in pending if not job[2] <= kept.keys()]
+                kept = {n: t for n, t in kept.items() if any(n in needed for *_, needed in pending)}
         if missing:
             raise RolloutError(
                 f"cannot update weights: {some(list(missing))} did not come, expected all {len(self._expected)}. "
                 "Stream the whole model."
             )
-        for own_name, piece in self._computed:
-            value = value_of(piece.source, lambda entry: kept[entry.name])
-            self._write(own_name, piece, value)
 
-    def _write(self, own_name: str, piece: Piece, value: torch.Tensor) -> None:
-        view = value.as_strided(piece.shape, piece.strides, value.storage_offset() + piece.offset)
-        target_of(self._state[own_name], piece).copy_(view, non_blocking=True)
+    def _check(self, name: str, tensor: torch.Tensor, missing: Mapping[str, None]) -> None:
+        if name not in missing:
+            raise RolloutError(
+                f"cannot update weights: {name} came {'twice' if name in self._expected else 'unasked'}, expected "
+                f"each of {len(self._expected)} names once.{did_you_mean(name, missing)}"
+            )
+        if tuple(tensor.shape) != self._expected[name].shape:
+            raise RolloutError(
+                f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
+                f"{list(self._expected[name].shape)}. Stream the model that the engine was made for."
+            )
+
+
+def _computed(piece: Piece, arrived: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return value_of(piece.source, lambda entry: arrived[entry.name])
+
+
+def _write(target: torch.Tensor, piece: Piece, value: torch.Tensor) -> None:
+    view = value.as_strided(piece.shape, piece.strides, value.storage_offset() + piece.offset)
+    target_of(target, piece).copy_(view, non_blocking=True)
 
 
 Factory = Callable[[Any, nn.Module | None, torch.dtype | None], RolloutEngine | None]
@@ -215,23 +246,26 @@ class Rollout:
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.engine: RolloutEngine | None = None
         self.engine_type: str | None = None
+        self.args: object = None
         self._dtype = dtype
-        self._is_asleep = False
+        self._was_put_to_sleep = False
 
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
         """Build the engine, or take the one that is given; collective."""
         with all_or_none("set up an inference engine", RolloutError):
-            if not isinstance(engine_type, str):
-                self.engine, self.engine_type = _checked(engine_type), type(engine_type).__name__
-            elif engine_type in ENGINES:
+            built: Any = engine_type
+            if isinstance(engine_type, str):
+                if engine_type not in ENGINES:
+                    raise RolloutError(
+                        f"cannot set up an engine: engine_type is {engine_type!r}, expected one of "
+                        f"{', '.join(ENGINES)}, or an engine. Add what builds one to "
+                        f"fsdp2_strategy.rollout.ENGINES[{engine_type!r}]."
+                    )
                 built = ENGINES[engine_type](args, actor, self._dtype)
-                self.engine, self.engine_type = built and _checked(built), engine_type
-            else:
-                raise RolloutError(
-                    f"cannot set up an engine: engine_type is {engine_type!r}, expected one of {', '.join(ENGINES)}, "
-                    f"or an engine. Add what builds one to fsdp2_strategy.rollout.ENGINES[{engine_type!r}]."
-                )
-            self._is_asleep = False
+            if built is not None:
+                _check_engine(built)
+        self.engine, self.args, self._was_put_to_sleep = built, args, False
+        self.engine_type = engine_type if isinstance(engine_type, str) else type(engine_type).__name__
 
     def update(self, actor: nn.Module, *, verify: bool) -> None:
         """Bring the actor's weights into the engine of every rank that has one; collective."""
@@ -239,40 +273,49 @@ class Rollout:
             raise RolloutError(
                 "cannot update weights: there is no inference engine, expected one. Call setup_inference_engine first."
             )
-        was_asleep = self._is_asleep
         with all_or_none("update the engine's weights", RolloutError):
+            was_asleep = self._is_asleep
             self.wake_up()
-            sent = _Sent(stream_weights(actor, dtype=self._dtype), hashed=verify)
             try:
-                if self.engine is not None:
-                    self.engine.update_weights(iter(sent))
+                self._send(actor, verify=verify)
             finally:
-                sent.run_out()
+                if was_asleep:
+                    self.sleep()
+
+    def _send(self, actor: nn.Module, *, verify: bool) -> None:
+        sent = _Sent(stream_weights(actor, dtype=self._dtype), hashed=verify)
+        try:
             if self.engine is not None:
-                sent.check_arrival(self.engine)
-        if was_asleep:
-            self.sleep()
+                self.engine.update_weights(iter(sent))
+        finally:
+            sent.run_out()
+        if self.engine is not None:
+            sent.check_arrival(self.engine)
 
     def sleep(self) -> None:
         """Let the engine give its memory away, if it has not yet; not collective."""
         if self.engine is not None and not self._is_asleep:
             self.engine.sleep()
-            self._is_asleep = True
+            self._was_put_to_sleep = True
 
     def wake_up(self) -> None:
         """Wake the engine if it sleeps; not collective."""
         if self.engine is not None and self._is_asleep:
             self.engine.wake_up()
-            self._is_asleep = False
+            self._was_put_to_sleep = False
+
+    @property
+    def _is_asleep(self) -> bool:
+        """Whether the engine sleeps: it may know better."""
+        return bool(getattr(self.engine, "is_asleep", self._was_put_to_sleep))
 
 
-def _checked(engine: Any) -> RolloutEngine:
+def _check_engine(engine: object) -> None:
     if not isinstance(engine, RolloutEngine):
         raise RolloutError(
             f"cannot set up an engine: it is a {type(engine).__name__}, expected an object with update_weights, sleep, "
             "wake_up and generate. See RolloutEngine."
         )
-    return engine
 
 
 class _Sent:
@@ -284,18 +327,32 @@ class _Sent:
         self._checksums: dict[str, str] = {}
         self._taken = 0
         self._left = 0
+        self._failure: Exception | None = None
 
     def __iter__(self) -> Weights:
-        for name, tensor in self._stream:
+        while True:
+            try:
+                name, tensor = next(self._stream)
+            except StopIteration:
+                return
+            except Exception as failure:
+                self._failure = failure
+                raise
             if self._hashed:
                 self._checksums |= weight_checksums([(name, tensor)])
             self._taken += 1
             yield name, tensor
 
     def run_out(self) -> None:
-        """Take part in what the engine did not ask for, so that the other ranks get it."""
+        """Take part in what the engine did not ask for, so that the other ranks get it.
+
+        Raises:
+            RolloutError: the stream itself has failed, on every rank, whatever the engine made of that.
+        """
         for _ in self._stream:
             self._left += 1
+        if self._failure is not None:
+            raise self._failure
 
     def check_arrival(self, engine: RolloutEngine) -> None:
         """Raise where the engine did not take all, or holds something else."""

@@ -17,15 +17,16 @@ from functools import partial
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.damage import check_usable
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.arrange import is_identity, regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.container import memory_of
 from fsdp2_strategy.hf.region import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.ranks import agree, all_or_none
-from fsdp2_strategy.residency import is_sharded, reshard, unwrap_model
+from fsdp2_strategy.residency import reshard, unwrap_model
 from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, route_of
 
 # From here on a tensor travels alone: one collective costs little beside its bytes, and nothing is copied out.
@@ -38,11 +39,13 @@ def stream_weights(
     """Give out a model's weights under their hub names, each whole and once; collective.
 
     Every rank iterates, also one that has no use for the tensors: it runs through them. One that leaves the loop early
-    takes part in the rest without looking at it, so the others get theirs.
+    takes part in the rest without looking at it, so the others get theirs: at once where nobody else holds the iterator
+    (``for … in stream_weights(…)``), else when it is closed (``contextlib.closing``).
 
     A tensor is contiguous, on this rank's device, and stays as it is for as long as somebody holds it, whatever becomes
     of the model. Letting go of each before asking for the next bounds the extra memory: two buckets, of which one is
-    read and one on its way. Whatever reads tensors later on another stream of the device must hold them until then.
+    read and one on its way. What the hub arranges otherwise than the model is copied out, which comes on top. Reading
+    on another stream of the device: hold the tensor until that is through, and wait for the current stream first.
 
     Args:
         model: sharded or not, or a wrapper; it may be away in host memory. Nothing is collective for a plain model.
@@ -52,27 +55,33 @@ def stream_weights(
             larger than two thirds of it is not fetched while the one before is read.
 
     Yields:
-        Name and tensor, in the order and arrangement of the files that `save_model` writes; buffers come last, with
-        rank 0's values.
+        Name and tensor, as in the files that `save_model` writes; buffers come last, with rank 0's values.
 
     Raises:
         RolloutError: on every rank: the model has no values, or the ranks call differently.
     """
-    if bucket_bytes < 1:
-        raise RolloutError(f"cannot stream: bucket_bytes is {bucket_bytes}, expected at least 1. Use 512 * 2**20, say.")
     root = unwrap_model(model)
-    if not is_sharded(root):
-        loads = _plan(root, dtype, bucket_bytes)
-        yield from _run(loads, Buffers(loads, bucket_bytes))
+    if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+        try:
+            loads, buffers = _prepared(root, dtype, bucket_bytes)
+        except CheckpointError as error:
+            raise RolloutError(str(error)) from error
+        yield from _run(loads, buffers)
         return
     action = f"stream {original_class(root).__name__}"
     with all_or_none(action, RolloutError):
-        check_usable(root)
         reshard(root)
-        loads = _plan(root, dtype, bucket_bytes)
-        buffers = Buffers(loads, bucket_bytes)
+        loads, buffers = _prepared(root, dtype, bucket_bytes)
     agree(action, [load.facts() for load in loads], RolloutError, "the same model and arguments. Call it alike.")
     yield from _run(loads, buffers)
+
+
+def _prepared(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> tuple[list[_Load], Buffers]:
+    if bucket_bytes < 1:
+        raise RolloutError(f"cannot stream: bucket_bytes is {bucket_bytes}, expected at least 1. Use 512 * 2**20, say.")
+    check_usable(root)
+    loads = _plan(root, dtype, bucket_bytes)
+    return loads, Buffers(loads, bucket_bytes)
 
 
 def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,21 +94,26 @@ def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.
             begun.append(waiting.popleft())
             begun[-1].start(buffers.next())
 
+    def end() -> None:
+        load = begun.popleft()
+        load.wait()
+        load.end()
+
     begin(1)
     while begun:
-        if buffers.are_enough:
+        if buffers.may_begin_early:
             begin(2)
         begun[0].wait()
         try:
             for name, make in begun[0].outputs():
                 yield name, make()
-                begin(2)
+                begin(2)  # the tensor before is let go of by now
         except BaseException:  # the loop was left: the other ranks go on
             while begun:
-                begun.popleft().wait()
+                end()
                 begin(1)
             raise
-        begun.popleft().end()
+        end()
         begin(1)
 
 
@@ -168,11 +182,15 @@ class _Load(Bucket):
     def outputs(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Return names, and what makes the tensor of each."""
         tensors = {name: part.tensor for name, part in self.parts.items()}
+        sources: dict[str, torch.Tensor] = {}  # of the region before: several come from one
         for name, region in self.regions.items():
-            if is_identity(region, tensors):
-                yield name, partial(self.whole, region.pieces[0].source)
-            else:
-                yield name, partial(assemble, region, self.whole)
+            needed = sources_of(region)
+            if is_identity(region, tensors) and self.parts[needed[0]].dtype == region.dtype:
+                sources.clear()
+                yield name, partial(self.whole, needed[0])
+                continue
+            sources = {s: sources[s] if s in sources else self.whole(s) for s in needed}
+            yield name, partial(assemble, region, sources.__getitem__)
 
     def facts(self) -> list[object]:
         """Return what must be the same on every rank."""
@@ -184,7 +202,8 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
     copied = twin(root)
     tensors = tensors_to_write(root, copied)
     regions = regions_to_write(copied, tensors, dtype)
-    buffers = {id(buffer) for buffer in root.buffers()} if is_sharded(root) else set()
+    is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    buffers = {id(buffer) for buffer in root.buffers()} if is_shared else set()
     routes = {name: route_of(tensor, differs=id(tensor) in buffers) for name, tensor in tensors.items()}
     loads: list[_Load] = []
     filling: dict[tuple[int, bool], _Load] = {}
