@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
-from fsdp2_strategy.offload import _Queue, is_offloaded
+from fsdp2_strategy.offload import CopyQueue, is_offloaded
 from fsdp2_strategy.residency import _away, values_of
 
 
@@ -151,20 +151,20 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch):
 
     for countdown in (0, 5):
         with monkeypatch.context() as patched:
-            patched.setattr(_Queue, "copy", failing(countdown, _Queue.copy))
+            patched.setattr(CopyQueue, "copy", failing(countdown, CopyQueue.copy))
             with pytest.raises(OffloadError, match="everything is where it was"):
                 offload(optimizer)
         assert not is_offloaded(optimizer)
         assert_same(full_state(model, optimizer), expected)
     with monkeypatch.context() as patched:
-        patched.setattr(_Queue, "copy", failing(5, _Queue.copy))
+        patched.setattr(CopyQueue, "copy", failing(5, CopyQueue.copy))
         with pytest.raises(OffloadError, match="everything is where it was"):
             offload(model)
     assert not is_offloaded(model)
     offload(model)
     offload(optimizer)
     with monkeypatch.context() as patched:
-        patched.setattr(_Queue, "copy", failing(5, _Queue.copy))
+        patched.setattr(CopyQueue, "copy", failing(5, CopyQueue.copy))
         with pytest.raises(torch.OutOfMemoryError):
             reload(optimizer)
     assert is_offloaded(optimizer)
