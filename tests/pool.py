@@ -109,6 +109,9 @@ def _serve(pipe: Connection, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # A data loader's workers are children of this process, and forked, as in a process of one's own.
+    mp.current_process()._config["daemon"] = False
+    mp.set_start_method("fork", force=True)
     store = ""
     modules: dict[str, Any] = {}
     while True:
@@ -116,9 +119,6 @@ def _serve(pipe: Connection, rank: int) -> None:
             job: Job = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
-        # A data loader's workers are children of this process, and forked, as in a process of one's own.
-        mp.current_process()._config["daemon"] = False
-        mp.set_start_method("fork", force=True)
         try:
             if store != job.store:
                 if dist.is_initialized():

@@ -35,7 +35,6 @@ class Staging:
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
-
         self._slab, self._filled = 0, 0
 
     def begin(self) -> None:

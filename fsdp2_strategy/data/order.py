@@ -81,20 +81,6 @@ class GlobalOrder:
         return np.sort(self._bijection.positions(_checked(samples, self.n)))
 
 
-class SequentialOrder:
-    """Leave ``n`` samples as they are, in every epoch."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def indices(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions ``start`` to ``stop``."""
-        return _within(start, stop, self.n)
-
-
 class EpisodeOrder:
     """Permute the frames of episodes so that few episodes are open at a time.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sized
 import numpy as np
 from torch.utils.data import Sampler
 
-from fsdp2_strategy.data.order import GlobalOrder, SequentialOrder
+from fsdp2_strategy.data.order import GlobalOrder
 from fsdp2_strategy.errors import ConfigError
 
 _AT_ONCE = 1024
@@ -65,12 +65,12 @@ class ResumableSampler(Sampler[int]):
         length, total = len(self.dataset), self._total()
         if not total:
             return
-        order = GlobalOrder(length, self.seed, self.epoch) if self.shuffle else SequentialOrder(length)
+        indices = GlobalOrder(length, self.seed, self.epoch).indices if self.shuffle else np.arange
         for at in range(self.consumed_samples, total, _AT_ONCE * self.num_replicas):
             end = min(at + _AT_ONCE * self.num_replicas, total)
-            given = [order.indices(at, min(end, length))] if at < length else []
+            given = [indices(at, min(end, length))] if at < length else []
             if end > length:  # the first ones come again
-                again = order.indices(0, min(length, end - length))
+                again = indices(0, min(length, end - length))
                 given.append(again[np.arange(max(at, length) - length, end - length) % length])
             yield from np.concatenate(given)[self.rank :: self.num_replicas].tolist()
 
