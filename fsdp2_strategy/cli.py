@@ -16,7 +16,7 @@ import torch
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
 from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL
-from fsdp2_strategy.checkpoint.verify import open_checkpoint
+from fsdp2_strategy.checkpoint.opened import open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.copy import copy_folder
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -181,6 +181,13 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
+
+
+def to_rank_0(value: T) -> list[T]:
+    """Return all ranks' values on rank 0, an empty list elsewhere; collective."""
+    values: list[Any] = [None] * dist.get_world_size() if is_rank_0() else []
+    dist.gather_object(value, values or None, dst=0, group=_group.get())
+    return values
 
 
 def from_rank_0(value: T) -> T:

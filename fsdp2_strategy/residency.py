@@ -9,6 +9,7 @@ there without a byte on the accelerator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -197,6 +198,15 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
                     "expected shards and replicas. Use a mesh from build_mesh."
                 )
     return tuple(box)
+
+
+def shard_count(model: nn.Module) -> int:
+    """Return how many parts a model's parameters are cut into; 1 where none is."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
+    return 1
 
 
 def average_gradient(parameter: nn.Parameter) -> None:

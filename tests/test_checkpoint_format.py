@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from fsdp2_strategy import CheckpointError, build_mesh, list_checkpoints, load_checkpoint, verify_checkpoint
 from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.opened import _Lists
 from fsdp2_strategy.checkpoint.storage import (
     LocalLoadPlanner,
     LocalSavePlanner,
@@ -395,6 +396,43 @@ def test_structure_that_does_not_fit_is_found_before_anything_is_touched(tmp_pat
     loss_of("mlp", model, batch_of("mlp", 0, 0))  # still usable
 
 
+def lists_read(path, load):
+    """Return which ranks' lists of checksums this rank reads in a load."""
+    read = set()
+    original = _Lists._blocks
+    _Lists._blocks = lambda self, numbers: read.update(numbers) or original(self, numbers)
+    try:
+        load()
+    finally:
+        _Lists._blocks = original
+    return read
+
+
+def save_for_lists(path, shard_size):
+    strategy = strategy_for()
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), True, shard_size)
+    strategy.save_ckpt(model, path)
+    read = lists_read(path, lambda: strategy.load_ckpt(model, path))
+    rank = dist.get_rank()
+    column = range(rank % shard_size, dist.get_world_size(), shard_size)
+    assert {0, rank} <= read <= {0, *column}
+    if shard_size == dist.get_world_size():
+        assert read == {0, rank}
+
+
+def load_for_lists(path, lists):
+    strategy = strategy_for()
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), is_training=True)
+    assert lists_read(path, lambda: strategy.load_ckpt(model, path)) == lists[dist.get_rank()]
+
+
+def test_a_load_reads_the_lists_of_checksums_that_it_needs_alone(tmp_path, run_on):
+    run_on(4, save_for_lists, path=tmp_path / "whole", shard_size=4)
+    run_on(4, save_for_lists, path=tmp_path / "replicas", shard_size=2)
+    run_on(2, load_for_lists, path=tmp_path / "whole", lists=[{0, 1}, {0, 2, 3}])
+    run_on(1, load_for_lists, path=tmp_path / "whole", lists=[{0, 1, 2, 3}])
+
+
 def put_back(path, files):
     shutil.rmtree(path)
     for name, content in files.items():
@@ -413,21 +451,21 @@ def test_verifying_never_raises_for_damage(tmp_path):
     assert not verify_checkpoint(tmp_path).ok
     manifest |= {"sequence": 1, "tag": "x", "step": 1, "protected": False, "metric": None, "higher_is_better": True}
     layout.write_json(tmp_path / "manifest.json", manifest | {"digest": layout._digest(manifest)})
-    assert "not as they are written" in verify_checkpoint(tmp_path).problems[0]
+    assert "not as it is written" in verify_checkpoint(tmp_path).problems[0]
     assert tags(tmp_path.parent) == []
     assert not verify_checkpoint(tmp_path / "nowhere").ok
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "posix_fallocate", "write_text", "rename", "replace"])
+@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "posix_fallocate", "write_bytes", "rename", "replace"])
 def test_a_call_that_fails_on_one_rank_raises_on_all_and_loses_nothing(tmp_path, owner, number):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
     strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
-    where = Path if owner in ("write_text", "rename", "replace") else os
+    where = Path if owner in ("write_bytes", "rename", "replace") else os
     original = getattr(where, owner)
-    one_rank = 0 if owner in ("posix_fallocate", "write_text", "rename", "replace") else 2
+    one_rank = 0 if owner in ("posix_fallocate", "rename", "replace") else 2
 
     def failing(subject, *args, **kwargs):
         if dist.get_rank() == one_rank and (owner != "open" or "partial" in str(subject)):

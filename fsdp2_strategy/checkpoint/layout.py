@@ -26,14 +26,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import ALGORITHM, Block, blocks_of, digest_of
+from fsdp2_strategy.hf.checksum import ALGORITHM, Block, digest_of
 from fsdp2_strategy.ranks import logger
 
 MODEL = "model"
@@ -47,6 +47,8 @@ TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
+OF_RANKS = {RNG, DATA, CHECKSUMS}
+"""Folders that every rank writes a file of its own into."""
 _PARTS = {MODEL, WRAPPER, OPTIMIZER, EMA, RNG, DATA, CHECKSUMS, TRAINER_STATE, MANIFEST}
 
 FORMAT = "fsdp2_strategy"
@@ -201,8 +203,12 @@ def sweep(save_dir: Path) -> None:
             shutil.rmtree(path)
 
 
-def write_checksums(partial: Path, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> None:
-    """Write one rank's list of what it wrote under ``.partial``, and force it to disk."""
+def write_checksums(partial: Path, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
+    """Write one rank's list of what it wrote under ``.partial``, and force it to disk.
+
+    Returns:
+        The list's digest.
+    """
     content = {
         "algorithm": ALGORITHM,
         "blocks": {
@@ -210,17 +216,23 @@ def write_checksums(partial: Path, rank: int, blocks: Mapping[Path, Sequence[Blo
             for path, of_file in sorted(blocks.items())
         },
     }
-    path = partial / CHECKSUMS / f"rank{rank:05d}.json"
-    path.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
-    _fsync(path)
+    written = (json.dumps(content, separators=(",", ":")) + "\n").encode()
+    write_bytes(partial / list_of(rank), written)
+    return digest_of(written)
 
 
-def blocks_of_files(paths: Iterable[Path]) -> dict[Path, list[Block]]:
-    """Return the checksums of files that are on disk."""
-    return {path: blocks_of(path.read_bytes()) for path in paths}
+def not_of_ranks(partial: Path) -> list[Path]:
+    """Return the files under ``.partial`` but those that each rank has of its own."""
+    top = [path for path in partial.iterdir() if path.name not in OF_RANKS]
+    return [path for root in top for path in [root, *root.rglob("*")] if path.is_file()]
 
 
-def commit(save_dir: Path, tag: str, facts: Mapping[str, Any]) -> None:
+def list_of(rank: int) -> str:
+    """Return where the list of what a rank wrote lies."""
+    return f"{CHECKSUMS}/rank{rank:05d}.json"
+
+
+def commit(save_dir: Path, tag: str, facts: Mapping[str, Any], digests: Sequence[str]) -> None:
     """Turn the files under ``.partial`` into a checkpoint; rank 0 calls it once all ranks have written.
 
     See [Note: commit].
@@ -229,13 +241,13 @@ def commit(save_dir: Path, tag: str, facts: Mapping[str, Any]) -> None:
         save_dir: directory of all checkpoints.
         tag: name of this one.
         facts: what else the manifest says.
+        digests: of the ranks' lists of checksums.
     """
     partial, final = partial_path(save_dir, tag), save_dir / tag
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    for path in files:
+    for path in not_of_ranks(partial):  # those their writers force to disk
         _fsync(path)
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
     sequence = max((c.sequence for c in with_manifest(save_dir)), default=0) + 1
-    lists = [path for path in files if path.parent.name == CHECKSUMS]
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -243,7 +255,7 @@ def commit(save_dir: Path, tag: str, facts: Mapping[str, Any]) -> None:
         "tag": tag,
         **facts,
         "files": {path.relative_to(partial).as_posix(): path.stat().st_size for path in files},
-        "checksums": {path.relative_to(partial).as_posix(): digest_of(path.read_bytes()) for path in lists},
+        "checksums": {list_of(rank): digest for rank, digest in enumerate(digests)},
     }
     write_json(partial / MANIFEST, manifest | {"digest": _digest(manifest)})
     for directory in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
@@ -315,7 +327,12 @@ def as_json(content: Any) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file and force it to disk."""
-    path.write_text(text, encoding="utf-8")
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and force it to disk."""
+    path.write_bytes(content)
     _fsync(path)
 
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import Loader, check_position, file_of_rank, restore_position
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.opened import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.parts import match_model
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.state import (
@@ -34,7 +35,6 @@ from fsdp2_strategy.checkpoint.state import (
     settings_by_group,
 )
 from fsdp2_strategy.checkpoint.storage import check_shapes, read_wishes, stored_in
-from fsdp2_strategy.checkpoint.verify import Opened, open_checkpoint
 from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.container import Entry
@@ -145,10 +145,13 @@ class _Into:
 def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bool) -> LoadedCheckpoint:
     model, optimizer, scheduler, ema, dataloader = (getattr(into, field.name) for field in fields(into))
     with all_or_none(f"load {path}", DamageError):
-        opened = open_checkpoint(path)
+        found = check_structure(path) if is_rank_0() else {}
+    manifest = from_rank_0(found)
+    with all_or_none(f"load {path}", DamageError):
+        same_ranks = len(manifest["checksums"]) == dist.get_world_size()
+        opened = open_checkpoint(path, manifest, rank=dist.get_rank() if same_ranks else None)
         opened.check_headers()
         state = opened.read_json(layout.TRAINER_STATE)
-        same_ranks = state["world_size"] == dist.get_world_size()
         rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors") if same_ranks else None
         has_file = dataloader is not None and same_ranks and "ranks" in (state.get("data") or {})
         of_rank = opened.read(file_of_rank()) if has_file else None

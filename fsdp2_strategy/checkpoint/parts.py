@@ -6,10 +6,13 @@ Input: a sharded model. Output: the parts to write; or, for a folder on disk, wh
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from fsdp2_strategy.checkpoint import layout
@@ -18,6 +21,7 @@ from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.arrange import regions_in_place, tensors_to_write, write_configuration
 from fsdp2_strategy.hf.folder import Origin, inner_model, is_transformers_model, open_folder, origin_of
 from fsdp2_strategy.hf.match import LoadReport, Target, match
+from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import log
@@ -52,7 +56,7 @@ class ModelOnDisk:
         inner = inner_model(root)
         copied = twin(inner)
         tensors = tensors_to_write(inner, copied)
-        parts = [Part.of(directory / layout.MODEL, tensors, regions_in_place(copied, tensors))]
+        parts = [Part.of(directory / layout.MODEL, tensors, _regions_of(inner, copied, tensors))]
         if inner is not root:
             inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
             everything = {**named_parameters(root), **persistent_buffers(root)}
@@ -77,6 +81,17 @@ class ModelOnDisk:
             for name in _TOKENIZER_FILES:
                 for file in source.glob(name) if source.is_dir() else ():
                     shutil.copyfile(file, model.folder / file.name)
+
+
+_regions: WeakKeyDictionary[nn.Module, tuple[object, dict[str, Region]]] = WeakKeyDictionary()
+
+
+def _regions_of(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+    """Return what goes to the files of ``model/``; worked out again only where the model is no longer as it was."""
+    shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
+    if inner not in _regions or _regions[inner][0] != shapes:
+        _regions[inner] = (shapes, regions_in_place(copied, tensors))
+    return _regions[inner][1]
 
 
 def match_model(root: nn.Module, directory: Path, *, strict: bool) -> tuple[list[Target], LoadReport]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,11 +30,6 @@ def rng_content() -> bytes:
     if torch.cuda.is_available():
         tensors["torch.cuda"] = torch.cuda.get_rng_state()
     return save(tensors, metadata={"python.version": str(version)})
-
-
-def save_rng(path: Path, content: bytes) -> None:
-    """Write what `rng_content` gave."""
-    path.write_bytes(content)
 
 
 def load_rng(content: bytes) -> None:

@@ -26,13 +26,15 @@ from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import DataPosition, Loader, file_of_rank
 from fsdp2_strategy.checkpoint.lock import hold, let_go
 from fsdp2_strategy.checkpoint.parts import ModelOnDisk
-from fsdp2_strategy.checkpoint.rng import rng_content, save_rng
+from fsdp2_strategy.checkpoint.rng import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
 from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimizer_tensors, prepared
 from fsdp2_strategy.checkpoint.storage import Part, staged, write_parts
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
+from fsdp2_strategy.hf.checksum import blocks_of
+from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log, to_rank_0
+from fsdp2_strategy.residency import shard_count
 
 
 def save_checkpoint(
@@ -125,7 +127,13 @@ def save_checkpoint(
         state=state,
         save_dir=save_dir,
         tag=tag,
-        facts={"step": step, "protected": protect, "metric": metric, "higher_is_better": higher_is_better},
+        facts={
+            "step": step,
+            "protected": protect,
+            "metric": metric,
+            "higher_is_better": higher_is_better,
+            "shard_size": state.shard_size,
+        },
         tokenizer=tokenizer,
         max_num=max_num,
         max_mem=max_mem,
@@ -151,6 +159,7 @@ class _State:
     """As JSON."""
     rng: bytes
     data: DataPosition | None
+    shard_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,17 +216,19 @@ def _collect(
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     text = layout.as_json(trainer_state)
-    return _State(model=on_disk, parts=parts, trainer_state=text, rng=rng_content(), data=data)
+    return _State(
+        model=on_disk, parts=parts, trainer_state=text, rng=rng_content(), data=data, shard_size=shard_count(root)
+    )
 
 
 def _carry_out(order: _Order) -> None:
     """Write, commit, rotate; collective, and in an async save behind the trainer."""
     save_dir, tag = order.save_dir, order.tag
     with _removed_on_failure(layout.partial_path(save_dir, tag)):
-        _write(order)
+        digests = _write(order)
         with all_or_none(f"commit {tag}", CheckpointError):
             if is_rank_0():
-                layout.commit(save_dir, tag, order.facts)
+                layout.commit(save_dir, tag, order.facts, digests)
                 if order.save_latest:
                     layout.point_latest(save_dir, tag)
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
@@ -231,8 +242,12 @@ def _carry_out(order: _Order) -> None:
     log("saved %s", save_dir / tag)
 
 
-def _write(order: _Order) -> None:
-    """Write everything but the manifest; collective."""
+def _write(order: _Order) -> list[str]:
+    """Write everything but the manifest; collective.
+
+    Returns:
+        On rank 0, the digests of all ranks' lists of checksums.
+    """
     state, save_dir, tag = order.state, order.save_dir, order.tag
     directory = layout.partial_path(save_dir, tag)
     with all_or_none(f"save into {save_dir}", CheckpointError):
@@ -248,19 +263,21 @@ def _write(order: _Order) -> None:
                 (directory / folder).mkdir(parents=True)
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_parts(directory, state.parts)
-    with all_or_none(f"write the random state of {tag}", CheckpointError):
-        save_rng(directory / layout.RNG / f"rank{dist.get_rank():05d}.safetensors", state.rng)
+    with all_or_none(f"write what lies beside the tensors of {tag}", CheckpointError):
+        of_rank = {directory / layout.RNG / f"rank{dist.get_rank():05d}.safetensors": state.rng}
         if state.data and state.data.of_rank is not None:
-            (directory / file_of_rank()).write_bytes(state.data.of_rank)
+            of_rank[directory / file_of_rank()] = state.data.of_rank
+        for path, content in of_rank.items():
+            layout.write_bytes(path, content)
+            blocks[path] = blocks_of(content)
         if is_rank_0():
             state.model.write_beside(order.tokenizer)
             layout.write_text(directory / layout.TRAINER_STATE, state.trainer_state)
-    with all_or_none(f"write the checksums of {tag}", CheckpointError):
-        if is_rank_0():
             tensors = {file.path for part in state.parts for file in part.files}
-            small = [path for path in directory.rglob("*") if path.is_file() and path not in tensors]
-            blocks |= layout.blocks_of_files(path for path in small if path.parent.name != layout.CHECKSUMS)
-        layout.write_checksums(directory, dist.get_rank(), blocks)
+            beside = set(layout.not_of_ranks(directory)) - tensors
+            blocks |= {path: blocks_of(path.read_bytes()) for path in beside}
+        digest = layout.write_checksums(directory, dist.get_rank(), blocks)
+    return to_rank_0(digest)
 
 
 def wait_for_save() -> None:

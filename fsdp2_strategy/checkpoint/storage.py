@@ -210,7 +210,7 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's, and return when it is on disk."""
         self.keep(write_all([job for part in self.parts for job in part.jobs()], hashed=True))
-        force_to_disk([file.path for part in self.parts for file in part.files])
+        force_to_disk(list(self.blocks))
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -397,15 +397,13 @@ def staged(parts: Sequence[Part], copies_of: Callable[[Sequence[Job]], Sequence[
         parts: what is to be written.
         copies_of: copies the tensors of jobs.
     """
-    result = []
-    for part in parts:
-        with all_or_none("copy what is to be saved", CheckpointError):
-            jobs = list(copies_of(part.jobs()))
+    with all_or_none("copy what is to be saved", CheckpointError):
+        copies = [list(copies_of(part.jobs())) for part in parts]
+    for part, jobs in zip(parts, copies, strict=True):
         for job in _gathered_jobs(part):
             with all_or_none("copy what is to be saved", CheckpointError):
-                jobs += copies_of([job])
-        result.append(replace(part, staged=jobs))
-    return result
+                jobs.extend(copies_of([job]))
+    return [replace(part, staged=jobs) for part, jobs in zip(parts, copies, strict=True)]
 
 
 def _gathered_jobs(part: Part) -> Iterator[Job]:

@@ -7,7 +7,8 @@ Knows nothing of models or of other ranks.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,52 +44,58 @@ def blocks_of(content: bytes) -> list[Block]:
     return [Block(begin, end, digest_of(view[begin:end])) for begin, end in zip(begins, ends, strict=True) if end]
 
 
+Lists = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
+"""Gives, for a range of a file, lists of blocks that were not given before, those that may cover it first."""
+
+
 class Checksums:
-    """The blocks of some files.
+    """The blocks of some files, learnt as ranges are asked for.
 
     Args:
-        blocks: the blocks of each file.
-
-    Raises:
-        DamageError: the blocks of a file overlap, or leave bytes out.
+        lists: where they are learnt from.
     """
 
-    def __init__(self, blocks: Mapping[Path, Iterable[Block]]) -> None:
-        self._blocks = {path: sorted(of_file) for path, of_file in blocks.items()}
-        for path, of_file in self._blocks.items():
-            end = 0
-            for block in of_file:
-                if block.begin != end or not 0 < block.end - block.begin <= BLOCK_BYTES:
-                    raise DamageError(
-                        f"cannot check {path}: its next checksum is of bytes {block.begin} to {block.end}, expected at "
-                        f"most {BLOCK_BYTES} from {end}. The lists of checksums do not belong to these files."
-                    )
-                end = block.end
-
-    def paths(self) -> Sequence[Path]:
-        """Return the files."""
-        return list(self._blocks)
+    def __init__(self, lists: Lists) -> None:
+        self._lists = lists
+        self._blocks: dict[Path, list[Block]] = {}
+        self._learning = threading.Lock()
 
     def covering(self, path: Path, begin: int, end: int) -> list[Block]:
         """Return the blocks that bytes [begin, end) of a file touch.
 
         Raises:
-            DamageError: not all of them have a checksum.
+            DamageError: they overlap, or not all of the bytes have a checksum.
         """
+        if begin >= end:
+            return []
+        with self._learning:
+            more = iter(self._lists(path, begin, end))
+            while not _follow_each_other(found := self._known(path, begin, end), begin, end):
+                blocks = next(more, None)
+                if blocks is None:
+                    raise DamageError(
+                        f"cannot check {path}: the checksums of bytes {begin} to {end} overlap or leave some out, "
+                        f"expected blocks of at most {BLOCK_BYTES} bytes. The lists of checksums do not belong to this "
+                        "file."
+                    )
+                for of_path, of_file in blocks.items():
+                    known = self._blocks.setdefault(of_path, [])
+                    known.extend(of_file)
+                    known.sort()
+        return found
+
+    def _known(self, path: Path, begin: int, end: int) -> list[Block]:
         blocks = self._blocks.get(path, [])
         first = bisect.bisect_right(blocks, begin, key=lambda block: block.begin) - 1
         last = bisect.bisect_left(blocks, end, key=lambda block: block.begin)
-        if begin < end and (first < 0 or blocks[last - 1].end < end):
-            raise DamageError(
-                f"cannot check {path}: there is no checksum for bytes {begin} to {end}. The lists of checksums do not "
-                "belong to this file."
-            )
         return blocks[max(first, 0) : last]
 
-    def length_of(self, path: Path) -> int:
-        """Return the length of a file, as its checksums have it."""
-        blocks = self._blocks.get(path)
-        return blocks[-1].end if blocks else 0
+
+def _follow_each_other(blocks: Sequence[Block], begin: int, end: int) -> bool:
+    """Say whether blocks cover bytes [begin, end), each byte once."""
+    ends = [blocks[0].begin, *(block.end for block in blocks)] if blocks else [0]
+    in_a_row = all(b.begin == at and 0 < b.end - b.begin <= BLOCK_BYTES for b, at in zip(blocks, ends, strict=False))
+    return bool(blocks) and in_a_row and blocks[0].begin <= begin and end <= ends[-1]
 
 
 def check(path: Path, block: Block, digest: str, what: str) -> None:
