@@ -147,9 +147,7 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
         if getattr(failure, "is_agreed", False):
             raise  # they have heard of it, in an inner phase or in this one
         cause = failure
-    flag = torch.tensor(float(cause is not None), device=control_device())
-    dist.all_reduce(flag, group=_group.get())
-    if not flag.item():
+    if not any_rank(cause is not None):
         return
     texts: list[str | None] = [None] * dist.get_world_size()
     own = None if cause is None else _text(cause)
@@ -165,6 +163,13 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
 
 def _text(cause: Exception) -> str:
     return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
+
+
+def any_rank(own: bool) -> bool:
+    """Say whether any rank says yes; collective."""
+    flag = torch.tensor(float(own), device=control_device())
+    dist.all_reduce(flag, group=_group.get())
+    return bool(flag.item())
 
 
 def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:

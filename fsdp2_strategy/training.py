@@ -33,6 +33,7 @@ from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_m
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.offload import forget_slabs
 from fsdp2_strategy.optimizer import build_optimizer
+from fsdp2_strategy.preemption import Preemption
 from fsdp2_strategy.schedule import build_scheduler
 from fsdp2_strategy.shard import shard_model
 from fsdp2_strategy.step import (
@@ -106,6 +107,7 @@ class TrainingStrategy:
         self.world_size = dist.get_world_size()
         self.accumulated_gradient = self._accumulation()
         self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
+        self._preemption = Preemption()
         self.set_seed(self.config.seed)
         ranks.show_log()
         ranks.log("strategy on %d ranks\n%s", self.world_size, self.config)
@@ -148,6 +150,7 @@ class TrainingStrategy:
         try:
             end_saving()
         finally:
+            self._preemption.end()
             forget_slabs()
             if self._owns_process_group and dist.is_initialized():
                 forget_meshes()
@@ -359,6 +362,18 @@ class TrainingStrategy:
         """Clip a model's gradients to one global norm, by default the configured one; collective."""
         scale = run.scale.value if (run := self._run(model)).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
+
+    def preempted(self) -> bool:
+        """Say whether the run was told to stop by SIGTERM, on any rank; collective, the same on every rank.
+
+        Ask between steps: then save, and leave with a status that is not 0 (143 is what the signal itself leaves), for
+        the run is not through. From the first call on, SIGTERM no longer ends the process by itself; `close` puts that
+        back. See docs/checkpoints.md for how long there is.
+
+        Raises:
+            StepError: the first call is not in the main thread.
+        """
+        return self._preemption.said()
 
     def global_step(self, model: nn.Module) -> int:
         """Return how many optimizer steps a model has taken, those before a resume included."""

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def train(settings: dict, text: Path, run_dir: Path) -> None:
+def train(settings: dict, text: Path, run_dir: Path) -> int:
+    """Return the exit status: a run that was told to stop is not through, and is started again."""
     options = settings["train"]
     with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -97,10 +99,16 @@ def train(settings: dict, text: Path, run_dir: Path) -> None:
                     )
                 bar.update(result.stepped)
                 bar.set_postfix(loss=f"{mean:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
-                if result.step % options["save_every"] == 0:
-                    strategy.save_ckpt(model, run_dir / "checkpoints", max_num=2, max_mem=10, dataloader=loader)
+                preempted = strategy.preempted()
+                if preempted or result.step % options["save_every"] == 0:
+                    strategy.save_ckpt(
+                        model, run_dir / "checkpoints", max_num=2, max_mem=10, dataloader=loader, async_save=True
+                    )
+                if preempted:
+                    return 128 + signal.SIGTERM
         bar.close()
         strategy.save_model(model, byte_tokenizer(), run_dir / "export", dtype=torch.bfloat16)
+    return 0
 
 
 def main() -> None:
@@ -113,9 +121,9 @@ def main() -> None:
     settings = yaml.safe_load(args.config.read_text())
     if args.steps:
         settings["train"]["steps"] = args.steps
-    train(settings, args.text, args.run_dir)
+    status = train(settings, args.text, args.run_dir)
+    os._exit(status)  # gloo's threads can abort an interpreter that is on its way out
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # gloo's threads can abort an interpreter that is on its way out, which torchrun takes for a failure
