@@ -42,6 +42,7 @@ from fsdp2_strategy.checkpoint.storage import (
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf import arrange
 from fsdp2_strategy.hf.arrange import create, files_for
 from fsdp2_strategy.hf.container import DTYPES
 from fsdp2_strategy.hf.read import Reader, Wish
@@ -433,6 +434,28 @@ def test_a_load_reads_the_lists_of_checksums_that_it_needs_alone(tmp_path, run_o
     run_on(1, load_for_lists, path=tmp_path / "whole", lists=[{0, 1, 2, 3}])
 
 
+@pytest.mark.ranks(2)
+def test_ranks_that_write_into_different_directories_are_told(tmp_path):
+    """Two hosts whose disk is not shared: here each rank writes its list somewhere else."""
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    original = layout.write_checksums
+
+    def elsewhere(partial, rank, blocks):
+        digest = original(partial, rank, blocks)
+        if rank == 1:
+            (partial / layout.list_of(rank)).unlink()
+        return digest
+
+    layout.write_checksums = elsewhere
+    try:
+        with pytest.raises(CheckpointError, match=r"does not see checksums/rank00001\.json.*all hosts share"):
+            strategy.save_ckpt(model, tmp_path)
+    finally:
+        layout.write_checksums = original
+    assert tags(tmp_path) == []
+
+
 def put_back(path, files):
     shutil.rmtree(path)
     for name, content in files.items():
@@ -458,14 +481,14 @@ def test_verifying_never_raises_for_damage(tmp_path):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "posix_fallocate", "write_bytes", "rename", "replace"])
+@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "allocate", "write_bytes", "rename", "replace"])
 def test_a_call_that_fails_on_one_rank_raises_on_all_and_loses_nothing(tmp_path, owner, number):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
     strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
-    where = Path if owner in ("write_bytes", "rename", "replace") else os
+    where = {"allocate": arrange}.get(owner, Path if owner in ("write_bytes", "rename", "replace") else os)
     original = getattr(where, owner)
-    one_rank = 0 if owner in ("posix_fallocate", "rename", "replace") else 2
+    one_rank = 0 if owner in ("allocate", "rename", "replace") else 2
 
     def failing(subject, *args, **kwargs):
         if dist.get_rank() == one_rank and (owner != "open" or "partial" in str(subject)):

@@ -31,7 +31,7 @@ from fsdp2_strategy import (
     save_model,
     shard_model,
 )
-from fsdp2_strategy.hf import export, write
+from fsdp2_strategy.hf import arrange, export, write
 
 
 def files_of(folder):
@@ -376,7 +376,7 @@ def test_a_full_disk_is_an_error_on_both_ranks_before_anybody_writes(tmp_path):
     def full_disk(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(os, "posix_fallocate", full_disk)
+    patch.setattr(arrange, "allocate", full_disk)
     model = shard_model(build("llama"), bf16=False)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save_model(model, None, tmp_path)

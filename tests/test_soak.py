@@ -117,7 +117,7 @@ def test_random_kills_lose_nothing(tmp_path, capsys):
         while not any(note["round"] == number for note in started(tmp_path)):
             assert time.monotonic() < begun + 60 and all(p.is_alive() for p in ranks)
             time.sleep(0.005)
-        time.sleep(rng.random() * (0.1 if rng.random() < 0.3 else 1.2))  # some of them while it loads
+        wait_for_a_moment(tmp_path, number, rng)
         victims = rng.choice([ranks, [rng.choice(ranks)]])
         for process in victims:
             os.kill(process.pid, signal.SIGKILL)
@@ -149,6 +149,20 @@ def test_random_kills_lose_nothing(tmp_path, capsys):
             f"\n{KILLS} kills, {committed} states committed, {max(waits):.1f} s at most until all ranks had ended\n"
             f"killed at: {phases}\n"
         )
+
+
+def wait_for_a_moment(folder, number, rng):
+    """Sleep for a random time, or until a rank is where it rarely is, and a moment longer."""
+    aim = rng.choice([None, None, None, "commit", "rotation", "after load"])
+    if aim is None:
+        time.sleep(rng.random() * 1.2)
+        return
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and not any(
+        note["phase"] == aim and note["round"] == number for note in started(folder)
+    ):
+        time.sleep(0.0002)
+    time.sleep(rng.random() * 0.005)
 
 
 def started(folder: Path):

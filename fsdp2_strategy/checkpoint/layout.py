@@ -247,6 +247,11 @@ def commit(save_dir: Path, tag: str, facts: Mapping[str, Any], digests: Sequence
     for path in not_of_ranks(partial):  # those their writers force to disk
         _fsync(path)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
+    if unseen := {list_of(rank) for rank in range(len(digests))} - {p.relative_to(partial).as_posix() for p in files}:
+        raise CheckpointError(
+            f"cannot commit {final}: rank 0 does not see {min(unseen)} and {len(unseen) - 1} others, which their ranks "
+            "wrote, expected one directory for all. Save into a file system that all hosts share."
+        )
     sequence = max((c.sequence for c in with_manifest(save_dir)), default=0) + 1
     manifest = {
         "format": FORMAT,

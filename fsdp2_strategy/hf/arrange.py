@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import Entry, lay_out, total_bytes
+from fsdp2_strategy.hf.container import Entry, allocate, lay_out, total_bytes
 from fsdp2_strategy.hf.conversions import hub_regions, recipe_for
 from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
 from fsdp2_strategy.hf.region import Computed, Region, assemble, row_major, sources_of
@@ -179,8 +178,7 @@ def create(files: Sequence[File]) -> None:
         with file.path.open("wb") as new:
             new.write(file.header)
             new.flush()
-            # A full disk shows here, on one rank, before anybody writes.
-            os.posix_fallocate(new.fileno(), 0, total_bytes(file.header, file.entries.values()))
+            allocate(new.fileno(), total_bytes(file.header, file.entries.values()))
 
 
 def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:

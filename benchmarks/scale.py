@@ -1,0 +1,222 @@
+"""What planning and committing a save cost at thousands of ranks and many tensors, simulated in one process.
+
+    python benchmarks/scale.py [--rounds 3] [--dcp 8 64 256]
+
+A group of torch's fake backend says that this process is one rank of many; tensors are rows of matrices on the meta
+device, every one split over all ranks, which is the most that can be asked. What is measured is what runs on a rank:
+the layout of files, the ranges that the rank writes, its list of checksums; the bytes that arrive at the coordinator
+from all ranks in all of a save; and rank 0's commit, over real files, and its manifest. Beside it the default planner
+of torch.distributed.checkpoint, with 1,000 tensors. Exponents are slopes of the logarithms. Writes scale.json, draws
+docs/images/scale.png, prints tables.
+"""
+
+import argparse
+import json
+import math
+import pickle
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import circumstances
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, SafetensorsWriter
+from fsdp2_strategy.hf.checksum import Block
+from fsdp2_strategy.hf.write import _runs, _together
+
+RANKS, TENSORS = (8, 64, 512, 4096), (1_000, 10_000, 100_000)
+ROWS, COLUMNS = 8192, 16
+
+
+def become(rank: int, ranks: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+
+def tensors_of(ranks: int, count: int) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta((ROWS, COLUMNS), (COLUMNS, 1), torch.float32))
+    local = torch.empty(ROWS // ranks, COLUMNS, device="meta")
+    return {f"model.layers.{i}.mlp.up_proj.weight": DTensor(local, spec, requires_grad=False) for i in range(count)}
+
+
+def seconds(call: Callable[[], object]) -> tuple[float, object]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
+    """Do what a rank does before it writes a byte."""
+    planner, writer = LocalSavePlanner(), SafetensorsWriter(folder, [Part.of(folder, tensors)])
+    planner.set_up_planner(tensors)
+    sent = writer.prepare_local_plan(planner.create_local_plan())
+    groups = [list(_together([run for job in part.jobs() for run in _runs(job)])) for part in writer.parts]
+    return sent, groups[0]
+
+
+def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
+    """Let rank 0 commit what so many ranks have left; return seconds, and the bytes of the manifest."""
+    partial = layout.partial_path(save_dir, "tag")
+    for name in (layout.MODEL, layout.RNG, layout.CHECKSUMS):
+        (partial / name).mkdir(parents=True)
+    (partial / layout.MODEL / "model.safetensors").write_bytes(b"0")
+    for rank in range(ranks):
+        (partial / layout.RNG / f"rank{rank:05d}.safetensors").write_bytes(b"0")
+        (partial / layout.list_of(rank)).write_bytes(listed[:1])
+    facts = {"step": 1, "protected": False, "metric": None, "higher_is_better": True, "shard_size": ranks}
+    took, _ = seconds(lambda: layout.commit(save_dir, "tag", facts, ["0" * 16] * ranks))
+    return took, (save_dir / "tag" / layout.MANIFEST).stat().st_size
+
+
+def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
+    become(ranks // 2, ranks)
+    tensors = tensors_of(ranks, count)
+    turns = []
+    for _ in range(rounds):
+        took, (sent, groups) = seconds(lambda: plan(tensors, folder / "model"))
+        turns.append(took)
+    blocks = {folder / "model" / "model.safetensors": [Block(g[0].offset, g[-1].end, "0" * 16) for g in groups]}
+    (folder / layout.CHECKSUMS).mkdir(exist_ok=True)
+    layout.write_checksums(folder, 0, blocks)
+    listed = (folder / layout.list_of(0)).read_bytes()
+    plans = [sent] * ranks
+    # Of each rank: its plan, its digest of what is asked for, and the digest of its list.
+    message = sum(len(pickle.dumps(each)) for each in (sent, "0" * 64, "0" * 16))
+    compared, _ = seconds(lambda: [p.storage_data for p in plans if p.storage_data != plans[0].storage_data])
+    committed, manifest = commit(ranks, listed, folder / "commit")
+    shutil.rmtree(folder / "commit")
+    return {
+        "ranks": ranks,
+        "tensors": count,
+        "plan_seconds": turns,
+        "sent_bytes": message,
+        "coordinator_bytes": message * ranks,
+        "compare_seconds": compared,
+        "list_bytes": len(listed),
+        "commit_seconds": committed,
+        "manifest_bytes": manifest,
+    }
+
+
+def measure_dcp(ranks: int, count: int) -> dict:
+    """Let torch's planner plan: every rank for itself, then the coordinator for all."""
+    plans = []
+    for rank in range(ranks):
+        become(rank, ranks)
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(tensors_of(ranks, count), is_coordinator=True)
+        took, own = seconds(planner.create_local_plan)
+        plans.append(own)
+    arriving = sum(len(pickle.dumps(p)) for p in plans)
+    together, (_, metadata) = seconds(lambda: planner.create_global_plan(plans))
+    return {
+        "ranks": ranks,
+        "tensors": count,
+        "plan_seconds": [took + together],
+        "sent_bytes": arriving // ranks,
+        "coordinator_bytes": arriving,
+        "manifest_bytes": len(pickle.dumps(metadata)),
+    }
+
+
+def exponent(entries: list[dict], by: str, what: Callable[[dict], float]) -> float:
+    """Return the slope of log(what) over log(by), by least squares."""
+    x, y = ([math.log(f) for f in values] for values in ([e[by] for e in entries], [what(e) for e in entries]))
+    mean_x, mean_y = statistics.mean(x), statistics.mean(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+
+
+QUANTITIES: dict[str, Callable[[dict], float]] = {
+    "planning, s": lambda e: statistics.median(e["plan_seconds"]),
+    "bytes at the coordinator": lambda e: e["coordinator_bytes"],
+    "manifest, bytes": lambda e: e["manifest_bytes"],
+    "list of checksums of a rank, bytes": lambda e: e["list_bytes"],
+    "commit, s": lambda e: e["commit_seconds"],
+}
+
+
+def exponents(entries: list[dict]) -> dict[str, dict[str, float]]:
+    """Return how each quantity grows with ranks, at most tensors, and with tensors, at most ranks."""
+    most_ranks, most_tensors = max(e["ranks"] for e in entries), max(e["tensors"] for e in entries)
+    by_ranks = [e for e in entries if e["tensors"] == most_tensors]
+    by_tensors = [e for e in entries if e["ranks"] == most_ranks]
+    return {
+        name: {"ranks": exponent(by_ranks, "ranks", what), "tensors": exponent(by_tensors, "tensors", what)}
+        for name, what in QUANTITIES.items()
+    }
+
+
+def tables(result: dict) -> str:
+    lines = [
+        "| ranks | tensors | planning, s | at the coordinator, kB | list of a rank, kB | commit, s | manifest, kB |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for e in result["ours"]:
+        sizes = (e["coordinator_bytes"] / 1e3, e["list_bytes"] / 1e3, e["commit_seconds"], e["manifest_bytes"] / 1e3)
+        cells = [f"{e['ranks']:,}", f"{e['tensors']:,}", f"{statistics.median(e['plan_seconds']):.2f}"]
+        lines.append("| " + " | ".join([*cells, *(f"{s:.2f}" if s < 1 else f"{s:,.1f}" for s in sizes)]) + " |")
+    lines += ["", "| grows as a power of | ranks | tensors |", "|---|---|---|"]
+    lines += [f"| {name} | {by['ranks']:.2f} | {by['tensors']:.2f} |" for name, by in result["exponents"].items()]
+    lines += ["", "| torch's planner: ranks | tensors | planning, s | at the coordinator, kB | metadata, kB |"]
+    lines.append("|---|---|---|---|---|")
+    for e in result["dcp"]:
+        sizes = (e["plan_seconds"][0], e["coordinator_bytes"] / 1e3, e["manifest_bytes"] / 1e3)
+        lines.append(f"| {e['ranks']:,} | {e['tensors']:,} | " + " | ".join(f"{s:,.2f}" for s in sizes) + " |")
+    return "\n".join(lines)
+
+
+def draw(result: dict, picture: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
+    for axes, what, title in (
+        (left, QUANTITIES["planning, s"], "seconds of planning, 1,000 tensors"),
+        (right, QUANTITIES["bytes at the coordinator"], "bytes that arrive at the coordinator, 1,000 tensors"),
+    ):
+        for name, color in (("ours", "#1f6fb4"), ("dcp", "#999999")):
+            entries = [e for e in result[name] if e["tensors"] == TENSORS[0]]
+            label = "ours" if name == "ours" else "torch's planner"
+            axes.loglog([e["ranks"] for e in entries], [what(e) for e in entries], "o-", color=color, label=label)
+        axes.set_xlabel("ranks", fontsize=8)
+        axes.set_title(title, fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dcp", type=int, nargs="*", default=[8, 64, 256], help="ranks at which torch's planner runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="scale-"))
+    ours = [measure(ranks, count, args.rounds, folder) for ranks in RANKS for count in TENSORS]
+    shutil.rmtree(folder)
+    result = {**circumstances(), "ours": ours, "exponents": exponents(ours)}
+    result["dcp"] = [measure_dcp(ranks, TENSORS[0]) for ranks in args.dcp]
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, Path(__file__).parent.parent / "docs" / "images" / "scale.png")
+    print(tables(result))
+
+
+if __name__ == "__main__":
+    main()
