@@ -9,6 +9,7 @@ question at a point where a checkpoint can be taken, and if all ranks hear it at
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Preemption:
     def __init__(self) -> None:
         self._told = self._signalled = self._watching = False
         self._before: _Handler = None
+        self._process = 0
 
     def said(self) -> bool:
         """Say whether any rank was told to stop, now or before; collective, the same on every rank.
@@ -49,7 +51,7 @@ class Preemption:
     def end(self) -> None:
         """Let the signal do what it did before."""
         if self._watching and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
             self._watching = False
 
     def _watch(self) -> None:
@@ -59,7 +61,11 @@ class Preemption:
                 "signals. Call preempted() there once, before the first step."
             )
         self._before = signal.signal(signal.SIGTERM, self._hear)
-        self._watching = True
+        self._watching, self._process = True, os.getpid()
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self._signalled = True
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._signalled = True
+        else:  # a child that was forked off, whose parent means it to end
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

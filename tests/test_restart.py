@@ -121,6 +121,13 @@ def test_all_ranks_hear_at_once_what_one_was_told(tmp_path):
             if heard[-1]:
                 strategy.save_ckpt(model, tmp_path, async_save=True)
                 break
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM, "a child ends as ever"
         assert heard == [False, False, True]
         assert strategy.preempted()
     assert tags(tmp_path) == ["global_step3"]
