@@ -5,9 +5,9 @@
 The state is a Llama of so many million parameters with AdamW, all fp32: 12 bytes a parameter over all ranks.
 Contestants take turns: ours behind the trainer, ours in front of it, torch's `dcp.async_save` in a thread and in a
 process, and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). Beside them
-a copy of the same bytes into memory that is there. What is timed is the call; then the files are waited for, and not
-timed. After that, steps of a smaller model are timed with a save of the large state in flight and without. Writes
-stall.json, prints a table.
+a copy of the same bytes into memory that is there. What is timed is the call, on the rank where it takes longest; then
+the files are waited for, and not timed. After that, steps of a smaller model are timed with a save of the large state
+in flight and without. Writes stall.json, draws docs/images/stall.png, prints a table.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from harness import attempt, become_rank, circumstances, in_turns, local_of, merge, ratio, spread, summary, turn
+from harness import attempt, become_rank, circumstances, draw, in_turns, local_of, merge, ratio, spread, summary, turn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -117,9 +117,18 @@ def stalls(contestants: Contestants, rounds: int, folder: Path) -> dict[str, lis
         ends: list[Callable[[], object]] = []
 
         def timed(name: str = name, ends: list = ends) -> dict:
-            outcome = turn(lambda: ends.append(getattr(contestants, name)(folder / name)))
+            seconds: list[float] = []
+
+            def call() -> None:
+                start = time.perf_counter()
+                ends.append(getattr(contestants, name)(folder / name))
+                seconds.append(time.perf_counter() - start)
+
+            outcome = turn(call)
             ends[0]()
-            return outcome
+            slowest = torch.tensor(seconds)  # of all ranks: the others wait for it in their next step
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            return outcome | {"seconds": slowest.item()}
 
         found[name].append(attempt(timed))
         dist.barrier()
@@ -184,6 +193,16 @@ def table(entry: dict) -> str:
     return "\n".join(lines)
 
 
+def _title(entry: dict) -> str:
+    return f"a save keeps the trainer: {entry['bytes_of_a_rank'] / 1e9:.2f} GB a rank, {entry['ranks']} ranks"
+
+
+def _bars(entry: dict) -> dict[str, list[float]]:
+    labels = {"memcpy": "raw copy", "ours_sync": "ours, in front", "gather_then_thread": "gather + thread"}
+    found = entry["stalls"].items()
+    return {labels.get(name, name.replace("_", " ")): f["seconds"] for name, f in found if "seconds" in f}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
@@ -202,7 +221,8 @@ def main() -> None:
     shutil.rmtree(args.dir, ignore_errors=True)
     entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(), **measured}
     entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
-    merge(args.out / "stall.json", entry, ("ranks", "hardware", "dir"))
+    entries = merge(args.out / "stall.json", entry, ("ranks", "hardware", "dir"))
+    draw([(_title(e), _bars(e)) for e in entries], Path(__file__).parent.parent / "docs" / "images" / "stall.png")
     print(table(entry))
 
 
