@@ -22,13 +22,45 @@ from fsdp2_strategy.ranks import any_rank, log
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
+class _Watch:
+    """What this process knows of the signal, for all that ask: signals come to processes."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.signalled = self.told = False
+        self._process = 0
+        self._before: _Handler = None
+
+    def begin(self) -> None:
+        if not self.users:
+            self._before = signal.signal(signal.SIGTERM, self._hear)
+            self._process = os.getpid()
+        self.users += 1
+
+    def end(self) -> None:
+        self.users -= 1
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not self.users:
+            self.signalled = self.told = False
+            if in_main_thread and signal.getsignal(signal.SIGTERM) == self._hear:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._process and self.users:
+            self.signalled = True
+        else:  # a child that was forked off, or nobody asks any more: it means what it meant before
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_watch = _Watch()
+
+
 class Preemption:
     """Whether this run was told to stop."""
 
     def __init__(self) -> None:
-        self._told = self._signalled = self._watching = False
-        self._before: _Handler = None
-        self._process = 0
+        self._watching = self._ended = False
 
     def said(self) -> bool:
         """Say whether any rank was told to stop, now or before; collective, the same on every rank.
@@ -37,35 +69,25 @@ class Preemption:
         every process, and torchrun hands on what it gets.
 
         Raises:
-            StepError: the first call is not in the main thread, which alone may watch for signals.
+            StepError: the first call is not in the main thread, which alone may watch for signals; or it was ended.
         """
+        if self._ended:
+            raise StepError("cannot ask whether to stop: the strategy is closed, expected an open one. Ask before.")
         if not self._watching:
-            self._watch()
-        if self._told:
-            return True  # it was agreed on
-        self._told = any_rank(self._signalled)
-        if self._told:
+            if threading.current_thread() is not threading.main_thread():
+                raise StepError(
+                    "cannot watch for SIGTERM: this is not the main thread, expected it, for Python lets no other "
+                    "handle signals. Call preempted() there once, before the first step."
+                )
+            _watch.begin()
+            self._watching = True
+        if not _watch.told and any_rank(_watch.signalled):
+            _watch.told = True
             log("told to stop: save, and leave", level=logging.WARNING)
-        return self._told
+        return _watch.told
 
     def end(self) -> None:
-        """Let the signal do what it did before."""
-        if self._watching and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-            self._watching = False
-
-    def _watch(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise StepError(
-                "cannot watch for SIGTERM: this is not the main thread, expected it, for Python lets no other handle "
-                "signals. Call preempted() there once, before the first step."
-            )
-        self._before = signal.signal(signal.SIGTERM, self._hear)
-        self._watching, self._process = True, os.getpid()
-
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
-            self._signalled = True
-        else:  # a child that was forked off, whose parent means it to end
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        """Let the signal do what it did before, once nobody asks any more."""
+        if self._watching:
+            _watch.end()
+        self._watching, self._ended = False, True

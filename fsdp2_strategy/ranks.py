@@ -81,6 +81,12 @@ def group_in_use() -> dist.ProcessGroup | None:
     return _group.get()
 
 
+def group_timeout() -> timedelta | None:
+    """Return the time-out of the default group's collectives; None where it is not told."""
+    group: Any = dist.group.WORLD
+    return getattr(getattr(group._get_backend(control_device()), "options", None), "_timeout", None)
+
+
 def current_device() -> torch.device:
     """Return the device that this rank computes on: its own accelerator, else the CPU."""
     if torch.cuda.is_available():

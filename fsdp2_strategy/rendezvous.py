@@ -13,7 +13,6 @@ all have accepted the token stands. A dead rank's hello is never accepted, and i
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from datetime import timedelta
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from fsdp2_strategy.errors import MeshError
 
-_POLL_SECONDS = 0.01
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2  # seconds
 
 
 def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
@@ -40,12 +39,12 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
     """
     number = uuid.uuid4().hex
     meeting = dist.PrefixStore("fsdp2_strategy/meeting", store)  # type: ignore[attr-defined]
-    deadline = time.monotonic() + timeout.total_seconds()
-    token = _host(meeting, world_size, deadline) if rank == 0 else _join(meeting, rank, number, deadline)
+    pause = _Pause(timeout)
+    token = _host(meeting, world_size, pause) if rank == 0 else _join(meeting, rank, number, pause)
     return dist.PrefixStore(f"fsdp2_strategy/{token}", store)  # type: ignore[attr-defined]
 
 
-def _host(meeting: Any, world_size: int, deadline: float) -> str:
+def _host(meeting: Any, world_size: int, pause: _Pause) -> str:
     """Invite until all have accepted; return the token."""
     hello_keys = [f"hello/{rank}" for rank in range(1, world_size)]
     invited: list[str] | None = None
@@ -55,35 +54,47 @@ def _host(meeting: Any, world_size: int, deadline: float) -> str:
             hellos = [value.decode() for value in meeting.multi_get(hello_keys)] if hello_keys else []
             if hellos != invited:
                 invited, token = hellos, uuid.uuid4().hex
-                meeting.set("invitation", json.dumps({"token": token, "invited": invited}))
+                for rank, number in enumerate(hellos, 1):
+                    meeting.set(f"invitation/{rank}", f"{number} {token}")
             accepted = [f"accepted/{token}/{rank}" for rank in range(1, world_size)]
             if not accepted or meeting.check(accepted):
                 meeting.set(f"begun/{token}", "")
                 return token
-        _wait(deadline, "rank 0 waits for the others")
+        pause("rank 0 waits for the others")
 
 
-def _join(meeting: Any, rank: int, number: str, deadline: float) -> str:
+def _join(meeting: Any, rank: int, number: str, pause: _Pause) -> str:
     """Say hello, accept the invitation that holds our number, and return its token once all have."""
     meeting.set(f"hello/{rank}", number)
     accepted = ""
     while True:
-        if meeting.check(["invitation"]):
-            invitation = json.loads(meeting.get("invitation"))
-            token, invited = invitation["token"], invitation["invited"]
-            if len(invited) >= rank and invited[rank - 1] == number:
-                if token != accepted:
-                    meeting.set(f"accepted/{token}/{rank}", "")
-                    accepted = token
-                if meeting.check([f"begun/{token}"]):
-                    return str(token)
-        _wait(deadline, f"rank {rank} waits for rank 0")
+        if accepted and meeting.check([f"begun/{accepted}"]):
+            return accepted
+        if meeting.check([f"invitation/{rank}"]):
+            invited, token = meeting.get(f"invitation/{rank}").decode().split()
+            if invited == number and token != accepted:
+                meeting.set(f"accepted/{token}/{rank}", "")
+                accepted = token
+        pause(f"rank {rank} waits for rank 0")
 
 
-def _wait(deadline: float, what: str) -> None:
-    if time.monotonic() > deadline:
-        raise MeshError(
-            f"cannot start the process group: {what} beyond the time-out, expected all ranks. Check that every rank "
-            "was started and reaches the store of torchrun."
-        )
-    time.sleep(_POLL_SECONDS)
+class _Pause:
+    """Wait between two looks at the store, a little longer each time, until a deadline."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._seconds = _SHORTEST_PAUSE
+
+    def __call__(self, what: str) -> None:
+        """Wait.
+
+        Raises:
+            MeshError: the time is up.
+        """
+        if time.monotonic() > self._deadline:
+            raise MeshError(
+                f"cannot start the process group: {what} beyond the time-out, expected all ranks. Check that every "
+                "rank was started and reaches the store of torchrun."
+            )
+        time.sleep(self._seconds)
+        self._seconds = min(self._seconds * 1.2, _LONGEST_PAUSE)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import errno
+import gc
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
+from test_checkpoint_format import tokenizer as small_tokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint import background
 from fsdp2_strategy.checkpoint import save as saving
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.hf.container import Entry
+from fsdp2_strategy.hf.write import Job
 
 
 class Gate:
@@ -198,6 +207,107 @@ def test_what_is_away_and_tensors_larger_than_a_slab_are_copied_all_the_same(tmp
     }
     assert verify_checkpoint(tmp_path / "async" / "now").ok
     strategy.close()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.ranks(1)
+def test_a_wait_that_is_interrupted_leaves_the_save_in_flight(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise Interrupted
+
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    with monkeypatch.context() as patched:
+        gate = Gate(patched)
+        strategy.save_ckpt(model, tmp_path, "one", async_save=True)
+        assert gate.reached.wait(60)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        for call in (strategy.wait_for_checkpoint, lambda: strategy.save_ckpt(model, tmp_path, "two", async_save=True)):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Interrupted):
+                call()
+        signal.signal(signal.SIGALRM, before)
+        threading.Timer(0.2, gate.opened.set).start()
+        strategy.save_ckpt(model, tmp_path, "two", async_save=True)
+        assert gate.opened.is_set() and tags(tmp_path)[0] == "one"
+    strategy.wait_for_checkpoint()
+    assert tags(tmp_path) == ["one", "two"]
+
+
+@pytest.mark.ranks(2)
+def test_configuration_and_tokenizer_are_those_of_the_call(tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    tokenizer = small_tokenizer()
+    with monkeypatch.context() as patched:
+        gate = Gate(patched)
+        path = Path(strategy.save_ckpt(model, tmp_path, "now", tokenizer=tokenizer, async_save=True))
+        model.config.use_cache, model.generation_config.max_new_tokens = not model.config.use_cache, 7
+        tokenizer.add_tokens(["later"])
+        gate.opened.set()
+        strategy.wait_for_checkpoint()
+    dist.barrier()
+    assert AutoConfig.from_pretrained(path / "model").use_cache != model.config.use_cache
+    assert GenerationConfig.from_pretrained(path / "model").max_new_tokens is None
+    assert len(AutoTokenizer.from_pretrained(path / "model")) == len(tokenizer) - 1
+
+
+@pytest.mark.ranks(2)
+def test_what_is_copied_is_not_held(tmp_path, monkeypatch):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    state = next(iter(optimizer.state.values()))
+    average = weakref.ref(state["exp_avg"])
+    with monkeypatch.context() as patched:
+        gate = Gate(patched)
+        strategy.save_ckpt(model, tmp_path, "now", async_save=True)
+        assert gate.reached.wait(60)
+        state["exp_avg"] = state["exp_avg"].clone()  # as where it moves to host memory
+        gc.collect()
+        assert average() is None
+        gate.opened.set()
+        deadline = time.monotonic() + 60
+        while background._in_flight[0]._work is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    alive = weakref.ref(model)
+    del model, optimizer, scheduler, state
+    gc.collect()
+    assert alive() is None, "a save that has ended holds nothing"
+    strategy.wait_for_checkpoint()
+
+
+def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
+    monkeypatch.setattr(background, "_SLAB_BYTES", 64 << 10)
+    staging = background.Staging()
+    tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a slab each
+    entries = {n: Entry(n, Path("file"), 0, t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    jobs = [Job(entries[n], ((0, len(t)), (0, 16)), t) for n, t in tensors.items()]
+    staged = staging.copies_of(jobs)
+    total = sum(t.nbytes for t in tensors.values())
+    assert sum(slab.numel() for slab in staging._slabs) <= total * (1 + 1 / 16) + background._SLAB_BYTES
+    for name, tensor in tensors.items():
+        parts = [job for job in staged if job.entry.name == name]
+        assert [job.box[0][0] for job in parts] == [sum(len(p.tensor) for p in parts[:i]) for i in range(len(parts))]
+        assert torch.equal(torch.cat([job.tensor for job in parts]), tensor)
+    assert staging.copies_of([Job(Entry("x", Path("f"), 0, torch.float32, ()), (), torch.tensor(3.0))])[0].tensor == 3
+
+
+@pytest.mark.ranks(2)
+def test_one_process_group_serves_all_saves(tmp_path):
+    groups = set()
+    for n in range(3):
+        strategy = strategy_for()
+        model, *_ = prepared(strategy, "mlp")
+        strategy.save_ckpt(model, tmp_path / str(n), async_save=True)
+        strategy.close()
+        groups |= {id(group) for _, group in background._groups}
+    assert len(groups) == 1
+    [(_, group)] = background._groups
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60), "the default group's"
 
 
 def test_a_program_that_ends_without_closing_still_saves(tmp_path):

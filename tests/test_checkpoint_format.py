@@ -397,6 +397,59 @@ def test_structure_that_does_not_fit_is_found_before_anything_is_touched(tmp_pat
     loss_of("mlp", model, batch_of("mlp", 0, 0))  # still usable
 
 
+@pytest.mark.ranks(2)
+def test_verifying_tells_all_that_is_wrong(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, "mlp")
+    train(strategy, model, optimizer, scheduler, [0], "mlp")
+    path = Path(strategy.save_ckpt(model, tmp_path))
+    if dist.get_rank() == 0:
+        for name, at in ((WEIGHTS, 20), ("optimizer/optimizer.safetensors", -1), (layout.TRAINER_STATE, 5)):
+            content = bytearray((path / name).read_bytes())
+            content[at] ^= 1
+            (path / name).write_bytes(content)
+        text = "\n".join(verify_checkpoint(path).problems)
+        assert all(name in text for name in (WEIGHTS, "optimizer.safetensors", layout.TRAINER_STATE)), text
+    dist.barrier()
+
+
+def damage_a_list(path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, path, "tag")
+    if dist.get_rank() == 0:
+        damaged = path / "tag" / layout.list_of(1)
+        damaged.write_bytes(damaged.read_bytes().replace(b"[", b"[ ", 1))
+        manifest = layout.read_manifest(path / "tag")
+        manifest["files"][layout.list_of(1)] += 1
+        manifest["digest"] = layout._digest(manifest)
+        layout.write_json(path / "tag" / layout.MANIFEST, manifest)
+    dist.barrier()
+
+
+def find_the_damaged_list(path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    before = full_parameters(model)
+    for _ in range(2):
+        with pytest.raises(DamageError, match=r"rank00001\.json is not the list"):
+            strategy.load_ckpt(model, path, load_optimizer_states=False)
+    assert_same(full_parameters(model), before)
+    loss_of("mlp", model, batch_of("mlp", 0, 0))  # still usable
+
+
+def test_a_damaged_list_is_found_before_anything_is_touched_on_any_number_of_ranks(tmp_path, run_on):
+    run_on(2, damage_a_list, path=tmp_path)
+    for world in (1, 2):
+        run_on(world, find_the_damaged_list, path=tmp_path)
+
+
+class WithScalar(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(32, 64), nn.Linear(64, 8))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+
 def lists_read(path, load):
     """Return which ranks' lists of checksums this rank reads in a load."""
     read = set()
@@ -411,7 +464,7 @@ def lists_read(path, load):
 
 def save_for_lists(path, shard_size):
     strategy = strategy_for()
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), True, shard_size)
+    model = strategy.prepare_model(WithScalar(), True, shard_size)
     strategy.save_ckpt(model, path)
     read = lists_read(path, lambda: strategy.load_ckpt(model, path))
     rank = dist.get_rank()
@@ -423,7 +476,7 @@ def save_for_lists(path, shard_size):
 
 def load_for_lists(path, lists):
     strategy = strategy_for()
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), is_training=True)
+    model = strategy.prepare_model(WithScalar(), is_training=True)
     assert lists_read(path, lambda: strategy.load_ckpt(model, path)) == lists[dist.get_rank()]
 
 

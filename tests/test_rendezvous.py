@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from datetime import timedelta
 
@@ -42,8 +41,9 @@ def test_what_dead_ranks_left_is_ignored():
     store = dist.HashStore()
     left = dist.PrefixStore("fsdp2_strategy/meeting", store)
     left.set("hello/1", "dead")
-    left.set("hello/2", "dead too")
-    left.set("invitation", json.dumps({"token": "old", "invited": ["dead", "dead too"]}))
+    left.set("hello/2", "dead-too")
+    left.set("invitation/1", "dead old")
+    left.set("invitation/2", "dead-too old")
     left.set("begun/old", "")
     meet(store, 3, late=(2,))
 

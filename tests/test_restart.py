@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,10 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from test_checkpoint import prepared, strategy_for, tags, train
 
 from fsdp2_strategy import list_checkpoints
+from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import StepError
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "train_text.py"
 STEPS = 40
@@ -132,6 +136,50 @@ def test_all_ranks_hear_at_once_what_one_was_told(tmp_path):
         assert strategy.preempted()
     assert tags(tmp_path) == ["global_step3"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.ranks(1)
+def test_strategies_of_one_process_hear_the_same_until_the_last_is_closed():
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = strategy_for(), strategy_for()
+    assert not first.preempted() and not second.preempted()
+    first.close()
+    with pytest.raises(StepError, match="closed"):
+        first.preempted()
+    os.kill(os.getpid(), signal.SIGTERM)
+    third = strategy_for()
+    assert second.preempted() and third.preempted()
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    third.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    fourth = strategy_for()
+    assert not fourth.preempted()
+    fourth.close()
+
+
+@pytest.mark.ranks(1)
+def test_a_loaders_workers_outlive_a_sigterm_that_is_not_their_parents():
+    loader = ResumableLoader(range(64), 4, num_workers=2)
+    batches = iter(loader)
+    seen = [next(batches)]
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # another process sends it
+    time.sleep(0.2)
+    seen += list(batches)
+    assert sorted(torch.cat(seen).tolist()) == list(range(64))
+    loader.close()
+    loader = ResumableLoader(range(64), 4, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    workers = [w for w in multiprocessing.active_children() if w not in workers]
+    for worker in workers:
+        worker.terminate()  # the parent's own is obeyed
+        worker.join(10)
+    assert workers and not any(worker.is_alive() for worker in workers)
+    with pytest.raises(RuntimeError):
+        list(batches)
 
 
 # --- two hosts -----------------------------------------------------------------------------------------------------

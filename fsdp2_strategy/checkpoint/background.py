@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.errors import FSDP2StrategyError
+from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.offload import CopyQueue
-from fsdp2_strategy.ranks import adopt_device, current_device, logger, on_group
+from fsdp2_strategy.ranks import adopt_device, current_device, group_timeout, log, on_group
 
 _SLAB_BYTES = 256 << 20  # a power of two: pinned memory is given in those
 _ALIGNMENT = 64
@@ -45,7 +46,7 @@ class Staging:
         """Return the jobs with their tensors as they are now, whatever becomes of these."""
         staged: list[Job] = []
         with CopyQueue() as queue:
-            for job in itertools.chain.from_iterable(map(_pieces, jobs)):
+            for job in itertools.chain.from_iterable(map(self._pieces, jobs)):
                 copied = self._room(job.tensor.nbytes).view(job.tensor.dtype).view(job.tensor.shape)
                 queue.copy(copied, job.tensor)
                 staged.append(replace(job, tensor=copied))
@@ -55,6 +56,25 @@ class Staging:
         """Give the memory back."""
         self._slabs.clear()
         self.begin()
+
+    def _pieces(self, job: Job) -> Iterator[Job]:
+        """Cut a job that does not fit into what is left of the slab into rows that do, where it has rows."""
+        shape = tuple(job.tensor.shape)
+        if not shape or not job.tensor.numel():
+            yield job
+            return
+        row_bytes = math.prod(shape[1:]) * job.tensor.element_size()
+        at = 0
+        while at < shape[0]:
+            rows = job.tensor[at : at + max(1, self._left(job.tensor.nbytes - at * row_bytes) // row_bytes)]
+            yield replace(job, box=((job.box[0][0] + at, len(rows)), *job.box[1:]), tensor=rows)
+            at += len(rows)
+
+    def _left(self, wanted: int) -> int:
+        """Return how much fits into the slab that is being filled; where that is little, into a new one."""
+        size = self._slabs[self._slab].numel() if self._slab < len(self._slabs) else _SLAB_BYTES
+        left = size - self._filled
+        return left if left >= min(wanted, _SLAB_BYTES // 16) else _SLAB_BYTES
 
     def _room(self, nbytes: int) -> torch.Tensor:
         """Return memory for a tensor: in the slab that is being filled, or the next one that has room."""
@@ -68,46 +88,49 @@ class Staging:
         return self._slabs[self._slab][begin : begin + nbytes]
 
 
-def _pieces(job: Job) -> Iterator[Job]:
-    """Cut a job that is larger than a slab into rows that are not, where it has rows."""
-    shape = tuple(job.tensor.shape)
-    row_bytes = math.prod(shape[1:]) * job.tensor.element_size()
-    if job.tensor.nbytes <= _SLAB_BYTES or not shape:
-        yield job
-        return
-    begin, at_once = job.box[0][0], max(1, _SLAB_BYTES // row_bytes)
-    for at in range(0, shape[0], at_once):
-        rows = job.tensor[at : at + at_once]
-        yield replace(job, box=((begin + at, len(rows)), *job.box[1:]), tensor=rows)
-
-
 class _Save:
     """A save in flight."""
 
     def __init__(self, name: str, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-        self.error: BaseException | None = None
-        self._name, self._work, self._group, self._device = name, work, group, current_device()
-        self._thread = threading.Thread(target=self._run, name=f"save {name}")
-        self._thread.start()
+        self._error: BaseException | None = None
+        self._work: Callable[[], None] | None = work
+        self._name, self._group, self._device = name, group, current_device()
+        self._ended = threading.Event()  # a `Thread.join` that is interrupted takes its thread for ended (Python 3.11)
+        threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
-        adopt_device(self._device)
+        assert self._work is not None
         try:
+            adopt_device(self._device)
             with on_group(self._group):
                 self._work()
-        except BaseException as error:  # noqa: BLE001  torch's report of failing ranks is one; all are raised by `join`
-            self.error = error
-            logger.error("saving %s failed, which the next save, load, wait or close raises: %s", self._name, error)
+        except BaseException as error:  # noqa: BLE001  torch's report of failing ranks is one; all are raised by `result`
+            self._error = error
+            message = "saving %s failed, which the next save, load, wait or close raises: %s"
+            log(message, self._name, error, level=logging.ERROR)
+        finally:
+            self._work = None  # it holds what was saved
+            self._ended.set()
 
     def join(self) -> None:
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
+        """Return when it has ended."""
+        self._ended.wait()
+
+    def result(self) -> None:
+        """Raise its failure.
+
+        Raises:
+            CheckpointError: it has failed; also where another rank is gone.
+        """
+        if isinstance(self._error, FSDP2StrategyError) or not isinstance(self._error, Exception | None):
+            raise self._error
+        if self._error is not None:
+            raise CheckpointError(f"cannot save {self._name}: {self._error}") from self._error
 
 
 def _at_exit() -> None:
     """Wait before the interpreter ends its thread pools: a program that ends by itself gets what it asked for."""
-    with contextlib.suppress(FSDP2StrategyError):  # it is in the log
+    with contextlib.suppress(Exception):  # it is in the log
         wait()
 
 
@@ -137,7 +160,10 @@ def wait() -> None:
         CheckpointError: the one that was has failed; it is raised once.
     """
     while _in_flight:
-        _in_flight.pop().join()
+        save = _in_flight[0]
+        save.join()  # one that is interrupted here is still in flight
+        _in_flight.remove(save)
+        save.result()
 
 
 def end() -> None:
@@ -149,12 +175,13 @@ def end() -> None:
     try:
         wait()
     finally:
-        _staging.clear()
-        _groups.clear()
+        if not _in_flight:
+            _staging.clear()
 
 
 def _own_group() -> dist.ProcessGroup:
+    """Return the group of these threads; one for each default group, whose time-out it has."""
     world = dist.group.WORLD
     if not _groups or _groups[0][0] is not world:
-        _groups[:] = [(world, dist.new_group(backend="gloo"))]
+        _groups[:] = [(world, dist.new_group(backend="gloo", timeout=group_timeout()))]
     return _groups[0][1]

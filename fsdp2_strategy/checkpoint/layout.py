@@ -187,6 +187,14 @@ def partial_path(save_dir: Path, tag: str) -> Path:
     return save_dir / f".{tag}{_PARTIAL}"
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory with its parents, so that it outlives a power loss as the checkpoints in it do."""
+    if not path.is_dir():
+        make_directory(path.absolute().parent)
+        path.mkdir(exist_ok=True)
+        _fsync(path.absolute().parent)
+
+
 def recover(save_dir: Path) -> None:
     """Put back checkpoints that stepped aside for one that never arrived; rank 0 calls it, with no save in flight."""
     for aside in filter(_is_ours, save_dir.glob(f".*{_REPLACED}")):

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import Loader, check_position, file_of_rank, restore_position
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.opened import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.parts import match_model
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
@@ -39,6 +40,7 @@ from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.match import LoadReport
+from fsdp2_strategy.hf.read import ranges_of
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.masters import refresh_masters_of
@@ -144,17 +146,9 @@ class _Into:
 
 def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bool) -> LoadedCheckpoint:
     model, optimizer, scheduler, ema, dataloader = (getattr(into, field.name) for field in fields(into))
+    opened, state = _open(path)
     with all_or_none(f"load {path}", DamageError):
-        found = check_structure(path) if is_rank_0() else {}
-    manifest = from_rank_0(found)
-    with all_or_none(f"load {path}", DamageError):
-        same_ranks = len(manifest["checksums"]) == dist.get_world_size()
-        opened = open_checkpoint(path, manifest, rank=dist.get_rank() if same_ranks else None)
-        opened.check_headers()
-        state = opened.read_json(layout.TRAINER_STATE)
-        rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors") if same_ranks else None
-        has_file = dataloader is not None and same_ranks and "ranks" in (state.get("data") or {})
-        of_rank = opened.read(file_of_rank()) if has_file else None
+        rng, of_rank = _files_of_rank(opened, state, dataloader)
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
         targets, report = match_model(root, path, strict=strict) if load_model else ([], LoadReport())
@@ -164,12 +158,18 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
             require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
         if dataloader is not None:
             check_position(dataloader, state.get("data"), path)
-    of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
+    with all_or_none(f"load {path}", DamageError):
+        of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
+        wishes, broadcasts = shares([*of_model, *(plan.wanted if plan else ()), *of_ema])
+        if verify:
+            opened.check_lists(ranges_of(wishes))
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched):
         with torch.no_grad():
             clear_gradients(root)
-            _read(opened, [*of_model, *(plan.wanted if plan else ()), *of_ema], verify=verify)
+            read_wishes(path, wishes, opened.checksums if verify else None, f"loading {path.name}")
+            for shared in broadcasts:
+                shared.carry_out()
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             if load_model and optimizer is None:
                 refresh_masters_of(root)
@@ -182,10 +182,9 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
             if dataloader is not None:
                 restore_position(dataloader, state["data"], of_rank)
     log("loaded %s (step %d)", path, state["step"])
-    if ema is None and load_model and (path / layout.EMA).is_dir():
-        log("%s holds averages that nobody asked for: pass ema= to go on with them", path, level=logging.WARNING)
-    if dataloader is None and optimizer is not None and state.get("data"):
-        log("%s holds a data position that nobody asked for: pass dataloader=", path, level=logging.WARNING)
+    _tell_what_was_left(
+        path, state, averages=ema is None and load_model, data=dataloader is None and optimizer is not None
+    )
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
@@ -195,6 +194,40 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
         cast=tuple(report.cast),
         loss_scale=state.get("loss_scale"),
     )
+
+
+def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
+    """Open a checkpoint, and read what its trainer's state is; collective.
+
+    Raises:
+        DamageError: on every rank: manifest, lengths, headers or the state are not what was written.
+    """
+    with all_or_none(f"load {path}", DamageError):
+        found = check_structure(path) if is_rank_0() else {}
+    manifest = from_rank_0(found)
+    with all_or_none(f"load {path}", DamageError):
+        same_ranks = len(manifest["checksums"]) == dist.get_world_size()
+        opened = open_checkpoint(path, manifest, rank=dist.get_rank() if same_ranks else None)
+        opened.check_headers()
+        return opened, opened.read_json(layout.TRAINER_STATE)
+
+
+def _files_of_rank(
+    opened: Opened, state: Mapping[str, Any], dataloader: Loader | None
+) -> tuple[bytes | None, bytes | None]:
+    """Return this rank's random state, and its loader's; those of another number of ranks are nobody's."""
+    if state["world_size"] != dist.get_world_size():
+        return None, None
+    rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors")
+    has_file = dataloader is not None and "ranks" in (state.get("data") or {})
+    return rng, opened.read(file_of_rank()) if has_file else None
+
+
+def _tell_what_was_left(path: Path, state: Mapping[str, Any], *, averages: bool, data: bool) -> None:
+    if averages and (path / layout.EMA).is_dir():
+        log("%s holds averages that nobody asked for: pass ema= to go on with them", path, level=logging.WARNING)
+    if data and state.get("data"):
+        log("%s holds a data position that nobody asked for: pass dataloader=", path, level=logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -241,21 +274,14 @@ def _wanted(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str,
     return [(name, regions[name], tensor) for name, tensor in tensors.items()]
 
 
-def _read(opened: Opened, wanted: Wanted, *, verify: bool) -> None:
-    """Fill memory from a checkpoint's files; collective."""
-    wishes, broadcasts = shares(wanted)
-    read_wishes(opened.path, wishes, opened.checksums if verify else None, f"loading {opened.path.name}")
-    for shared in broadcasts:
-        shared.carry_out()
-
-
 def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
     """Return the checkpoint meant, and where to fall back on; none where there is none at all."""
     if tag is None and (load_dir / layout.MANIFEST).exists():
         return [load_dir]
     if not load_dir.is_dir():
         return []
-    layout.recover(load_dir)
+    if not is_held_elsewhere(load_dir):  # a run that saves there may be between two steps of a commit
+        layout.recover(load_dir)
     committed = layout.with_manifest(load_dir)[::-1]
     if tag is None:
         return [c.path for c in committed][: None if fallback else 1]

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
@@ -50,6 +51,23 @@ def hold(save_dir: Path) -> None:
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(facts).encode() + b"\n", 0)
     _held[path] = fd
+
+
+def is_held_elsewhere(save_dir: Path) -> bool:
+    """Say whether another process saves into a directory."""
+    path = save_dir.resolve() / LOCK
+    if path in _held or not path.exists():
+        return False
+    # Asked, not tried: a lock that is held for a moment would refuse a run that begins to save in it.
+    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, question)
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        os.close(fd)
+    return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)
 
 
 def let_go() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint import layout
-from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksum import ALGORITHM, Block, Checksums, check, digest_of
 from fsdp2_strategy.hf.container import Entry, read_header
 
@@ -69,6 +69,15 @@ class Opened:
                     file.seek(0)
                     for block in self.checksums.covering(path, 0, min(length, size)):
                         check(path, block, digest_of(file.read(block.end - block.begin)), "the header")
+
+    def check_lists(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
+        """Read the lists of checksums of what is going to be read.
+
+        Raises:
+            DamageError: one is damaged, or does not belong to these files.
+        """
+        for path, begin, end in ranges:
+            self.checksums.covering(path, begin, end)
 
 
 def check_structure(path: Path) -> dict[str, Any]:
@@ -134,8 +143,9 @@ class _Lists:
         for wanted in self._likely(path, begin, end):
             unread = [number for number in wanted if number not in self._read]
             if unread:
+                blocks = self._blocks(unread)
                 self._read.update(unread)
-                yield self._blocks(unread)
+                yield blocks
 
     def _likely(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
         lists = len(self.digests)
@@ -151,7 +161,10 @@ class _Lists:
         if path.suffix != ".safetensors":
             return range(0)
         if path not in self._headers:
-            self._headers[path] = sorted(read_header(path).values(), key=lambda entry: entry.offset)
+            try:
+                self._headers[path] = sorted(read_header(path).values(), key=lambda entry: entry.offset)
+            except CheckpointError:
+                self._headers[path] = []  # its header is damaged, which is not what was asked
         at = bisect.bisect_right(self._headers[path], begin, key=lambda entry: entry.offset) - 1
         entry = self._headers[path][at] if at >= 0 else None
         if entry is None or not entry.shape or end > entry.offset + entry.nbytes:

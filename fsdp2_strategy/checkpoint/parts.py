@@ -5,6 +5,7 @@ Input: a sharded model. Output: the parts to write; or, for a folder on disk, wh
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,9 +47,10 @@ class ModelOnDisk:
     """What a model is on disk: its folder, and where it is a wrapper, one for what else it has."""
 
     parts: list[Part]
-    inner: nn.Module
     copied: nn.Module
-    """Twin of ``inner``."""
+    """Twin of the model in its folder, with a configuration of its own: the model's may change behind a save."""
+    source: Path | None
+    """Folder whose tokenizer goes along where none is given."""
 
     @classmethod
     def of(cls, root: nn.Module, directory: Path) -> ModelOnDisk:
@@ -63,7 +65,10 @@ class ModelOnDisk:
             rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
             if rest:
                 parts.append(Part.of(directory / layout.WRAPPER, rest))
-        return cls(parts, inner, copied)
+        for name in ("config", "generation_config"):
+            if is_transformers_model(copied) and hasattr(copied, name):
+                setattr(copied, name, copy.deepcopy(getattr(copied, name)))
+        return cls(parts, copied, _source_of(inner))
 
     def write_beside(self, tokenizer: Any) -> None:
         """Write what ``from_pretrained`` reads beside the weights: configuration, and tokenizer where there is one.
@@ -74,13 +79,19 @@ class ModelOnDisk:
         write_configuration(model.folder, self.copied, model.regions)
         if tokenizer is not None:
             tokenizer.save_pretrained(model.folder)
-        elif is_transformers_model(self.inner):
-            origin = origin_of(self.inner)
-            named = str(getattr(self.inner, "name_or_path", "") or "nowhere")
-            source = origin[0].files[0].parent if origin else Path(named)
+        elif self.source is not None:
             for name in _TOKENIZER_FILES:
-                for file in source.glob(name) if source.is_dir() else ():
+                for file in self.source.glob(name):
                     shutil.copyfile(file, model.folder / file.name)
+
+
+def _source_of(inner: nn.Module) -> Path | None:
+    """Return the folder that a transformers model came from, where it is there."""
+    if not is_transformers_model(inner):
+        return None
+    origin = origin_of(inner)
+    source = origin[0].files[0].parent if origin else Path(str(getattr(inner, "name_or_path", "") or "nowhere"))
+    return source if source.is_dir() else None
 
 
 _regions: WeakKeyDictionary[nn.Module, tuple[object, dict[str, Region]]] = WeakKeyDictionary()

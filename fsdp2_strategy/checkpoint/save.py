@@ -7,6 +7,7 @@ phase ends alike on all ranks; see [Note: one decision] in `ranks`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -142,7 +143,10 @@ def save_checkpoint(
     if async_save:
         background.staging().begin()
         parts = staged(state.parts, background.staging().copies_of)
-        order = replace(order, state=replace(state, parts=parts))
+        on_disk = replace(state.model, parts=parts[: len(state.model.parts)])
+        with all_or_none("copy what is to be saved", CheckpointError):
+            tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
+        order = replace(order, state=replace(state, parts=parts, model=on_disk), tokenizer=tokenizer)
         background.behind(str(save_dir / tag), partial(_carry_out, order))
     else:
         _carry_out(order)
@@ -252,7 +256,7 @@ def _write(order: _Order) -> list[str]:
     directory = layout.partial_path(save_dir, tag)
     with all_or_none(f"save into {save_dir}", CheckpointError):
         if is_rank_0():
-            save_dir.mkdir(parents=True, exist_ok=True)
+            layout.make_directory(save_dir)
             hold(save_dir)
             layout.check_replaceable(save_dir, tag)
             layout.finish_removals()

@@ -403,7 +403,8 @@ def staged(parts: Sequence[Part], copies_of: Callable[[Sequence[Job]], Sequence[
         for job in _gathered_jobs(part):
             with all_or_none("copy what is to be saved", CheckpointError):
                 jobs.extend(copies_of([job]))
-    return [replace(part, staged=jobs) for part, jobs in zip(parts, copies, strict=True)]
+    # What is replaced or moved from now on is not to be held here.
+    return [replace(part, staged=jobs, tensors={}) for part, jobs in zip(parts, copies, strict=True)]
 
 
 def _gathered_jobs(part: Part) -> Iterator[Job]:

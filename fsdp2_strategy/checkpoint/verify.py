@@ -43,18 +43,20 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
     path = Path(path)
     try:
         opened = open_checkpoint(path)
-        files, lists = opened.manifest["files"], opened.manifest["checksums"]
-        checked = {path / name: size for name, size in files.items() if name not in lists}
-        blocks = [(file, block) for file, size in checked.items() for block in _blocks(opened, file, size)]
     except CheckpointError as error:
         return VerifyReport(False, [str(error)])
     problems: list[str] = []
     tensors: dict[Path, list[Entry]] = {}
-    for file in checked:
-        if file.suffix == ".safetensors":
-            try:
+    blocks: list[tuple[Path, Block]] = []
+    for name, size in opened.manifest["files"].items():
+        file = path / name
+        try:
+            if name not in opened.manifest["checksums"]:
+                blocks += [(file, block) for block in _blocks(opened, file, size)]
+            if file.suffix == ".safetensors":
                 tensors[file] = list(read_header(file).values())
-            except CheckpointError as error:
+        except CheckpointError as error:
+            if str(error) not in problems:  # a list that is damaged is missed by every file
                 problems.append(str(error))
     total = sum(block.end - block.begin for _, block in blocks)
     with (

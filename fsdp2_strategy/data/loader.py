@@ -13,6 +13,8 @@ import itertools
 import operator
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -190,6 +192,7 @@ class ResumableLoader:
             _Samples(self.dataset, self.seed, self._collate),
             batch_sampler=_Parts(self._plan, self._batches, self.dp_rank, self.dp_size),
             generator=torch.Generator().manual_seed(0),  # it draws a seed, else from the trainer's generator
+            worker_init_fn=_outlive_sigterm,
             **self._fetch,
         )
 
@@ -477,3 +480,21 @@ def _own_generators() -> Iterator[None]:
 
 def _as_it_is(fetched: Any) -> Any:
     return fetched
+
+
+def _outlive_sigterm(_worker: int) -> None:
+    """Let a worker end on its parent's SIGTERM alone.
+
+    torchrun and schedulers send it to every process. A worker that dies of it raises an error in the trainer, at
+    whatever it is doing, which is to save.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="outlive SIGTERM", daemon=True).start()

@@ -254,9 +254,9 @@ class _Held:
                     self.replica = self.replica * size + tensor.device_mesh.get_local_rank(axis)
                     self.replicas *= size
         else:
-            # Buffers may differ between ranks (batch-norm statistics): all of them are rank 0's.
+            # Buffers may differ between ranks (batch-norm statistics), and parameters that are not sharded are a
+            # number or two: all of them are rank 0's.
             self.replica = dist.get_rank()
-            self.replicas = dist.get_world_size() if isinstance(tensor, nn.Parameter) else 1
 
     def rows(self) -> tuple[int, int]:
         """Return which elements of the tensor these are, which is sharded by rows if at all."""

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksum import BLOCK_BYTES, IN_CACHE_BYTES, Block, Checksums, check
 from fsdp2_strategy.hf.container import Entry, memory_of, read_into
-from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, target_of, value_of
+from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.ranks import adopt_device, current_device, is_rank_0
 
 SCRATCH_BYTES = 8 << 20
@@ -117,6 +117,21 @@ class _Ranges:
         ends = [self.block.begin if self.block else self.begin, *(r.end for r in self.ranges)]
         in_a_row = all(r.begin == end and r.is_as_it_is for r, end in zip(self.ranges, ends, strict=False))
         return in_a_row and (self.block is None or self.block.end == ends[-1])
+
+
+def ranges_of(wishes: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
+    """Return what of which files wishes want: for each piece where it begins and ends, in bytes."""
+    for wish in wishes:
+        for piece in wish.region.pieces:
+            part = piece.within(wish.box)
+            if part is None:
+                continue
+            if isinstance(part.source, Computed):
+                for entry in itertools.chain.from_iterable(map(sources_of, part.source.regions())):
+                    yield entry.path, entry.offset, entry.offset + entry.nbytes
+            elif math.prod(part.shape):
+                begin = part.source.offset + part.offset * part.source.dtype.itemsize
+                yield part.source.path, begin, begin + _span(part) * part.source.dtype.itemsize
 
 
 class Reader:
