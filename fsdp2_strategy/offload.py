@@ -354,11 +354,12 @@ class CopyQueue:
         if self.is_async:
             self._stream = _stream_of(current_device())
             self._stream.wait_stream(torch.cuda.current_stream())
+        self._without_gradients = torch.no_grad()
+        self._without_gradients.__enter__()
         return self
 
-    @torch.no_grad()
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy values; the queue's end says when they are there."""
+        """Copy values, without gradients; the queue's end says when they are there."""
         if not self.is_async:
             target.copy_(source)
             return
@@ -371,6 +372,7 @@ class CopyQueue:
         return self._stream.record_event() if self.is_async else None
 
     def __exit__(self, *_: object) -> None:
+        self._without_gradients.__exit__(None, None, None)
         if not self.is_async:
             return
         if self._to_host:

@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,9 +45,10 @@ class Staging:
         staged: list[Job] = []
         with CopyQueue() as queue:
             for job in itertools.chain.from_iterable(map(self._pieces, jobs)):
-                copied = self._room(job.tensor.nbytes).view(job.tensor.dtype).view(job.tensor.shape)
-                queue.copy(copied, job.tensor)
-                staged.append(replace(job, tensor=copied))
+                tensor = job.tensor
+                copied = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                queue.copy(copied, tensor)
+                staged.append(Job(job.entry, job.box, copied))
         return staged
 
     def clear(self) -> None:
@@ -59,15 +58,14 @@ class Staging:
 
     def _pieces(self, job: Job) -> Iterator[Job]:
         """Cut a job that does not fit into what is left of the slab into rows that do, where it has rows."""
-        shape = tuple(job.tensor.shape)
-        if not shape or not job.tensor.numel():
+        shape, nbytes = job.tensor.shape, job.tensor.nbytes
+        if not shape or nbytes <= self._left(nbytes):
             yield job
             return
-        row_bytes = math.prod(shape[1:]) * job.tensor.element_size()
-        at = 0
+        row_bytes, at = nbytes // shape[0], 0
         while at < shape[0]:
-            rows = job.tensor[at : at + max(1, self._left(job.tensor.nbytes - at * row_bytes) // row_bytes)]
-            yield replace(job, box=((job.box[0][0] + at, len(rows)), *job.box[1:]), tensor=rows)
+            rows = job.tensor[at : at + max(1, self._left(nbytes - at * row_bytes) // row_bytes)]
+            yield Job(job.entry, ((job.box[0][0] + at, len(rows)), *job.box[1:]), rows)
             at += len(rows)
 
     def _left(self, wanted: int) -> int:

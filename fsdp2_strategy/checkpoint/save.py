@@ -107,6 +107,8 @@ def save_checkpoint(
         check_limits(max_num, max_mem)
         if metric is not None and not math.isfinite(metric):
             raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
+        if async_save:  # what is written later is what it is now
+            tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
         state = _collect(
             model,
             layout.partial_path(save_dir, tag),
@@ -144,9 +146,7 @@ def save_checkpoint(
         background.staging().begin()
         parts = staged(state.parts, background.staging().copies_of)
         on_disk = replace(state.model, parts=parts[: len(state.model.parts)])
-        with all_or_none("copy what is to be saved", CheckpointError):
-            tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
-        order = replace(order, state=replace(state, parts=parts, model=on_disk), tokenizer=tokenizer)
+        order = replace(order, state=replace(state, parts=parts, model=on_disk))
         background.behind(str(save_dir / tag), partial(_carry_out, order))
     else:
         _carry_out(order)
