@@ -187,9 +187,11 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
         error: class of the error.
         expected: what should be the same, and what to do about it.
     """
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(value).encode()).hexdigest(), group=_group.get())
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, own, group=_group.get())
+    odd = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
     if odd:
         raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
 

@@ -23,7 +23,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry, allocate, lay_out, total_bytes
 from fsdp2_strategy.hf.conversions import hub_regions, recipe_for
 from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
-from fsdp2_strategy.hf.region import Computed, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.residency import lacks_values, local_box, values_of, whole_of
@@ -220,7 +220,7 @@ def own_jobs(
     regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
 ) -> Iterator[Job]:
     """Return what this rank writes of the regions: its shards' parts, shared fairly among replicas."""
-    held = {name: _Held(tensor) for name, tensor in tensors.items()}
+    held = _all_held(tensors)
     total = sum(region.numel() for region in regions.values())
     before = 0
     for name, region in regions.items():
@@ -228,10 +228,10 @@ def own_jobs(
         before += region.numel()
         for piece in region.pieces:
             own = held[piece.source]
-            if int(share * own.replicas) != own.replica:
+            if int(share * own.place.replicas) != own.place.replica:
                 continue
             if is_identity(region, tensors):
-                yield Job(entries[name], own.box, own.local)
+                yield Job(entries[name], own.place.box, own.local)
                 continue
             low, high = own.rows()
             flat = own.local.reshape(-1)
@@ -241,28 +241,55 @@ def own_jobs(
                 yield Job(entries[name], box, view)
 
 
-class _Held:
-    """What this rank holds of a tensor, and which of how many replicas of it."""
+@dataclass(frozen=True)
+class _Place:
+    """Which part of a tensor this rank holds, and which of how many replicas of it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.box, self.local = local_box(tensor), values_of(tensor)
-        self.replica, self.replicas = 0, 1
+    box: Box
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Place:
+        box, replica, replicas = local_box(tensor), 0, 1
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     size = tensor.device_mesh.size(axis)
-                    self.replica = self.replica * size + tensor.device_mesh.get_local_rank(axis)
-                    self.replicas *= size
+                    replica = replica * size + tensor.device_mesh.get_local_rank(axis)
+                    replicas *= size
         else:
             # Buffers may differ between ranks (batch-norm statistics), and parameters that are not sharded are a
             # number or two: all of them are rank 0's.
-            self.replica = dist.get_rank()
+            replica = dist.get_rank()
+        return cls(box, replica, replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What this rank holds of a tensor."""
+
+    place: _Place
+    local: torch.Tensor
 
     def rows(self) -> tuple[int, int]:
         """Return which elements of the tensor these are, which is sharded by rows if at all."""
-        row = math.prod(n for _, n in self.box[1:])
-        begin, rows = self.box[0] if self.box else (0, 1)
+        box = self.place.box
+        row = math.prod(n for _, n in box[1:])
+        begin, rows = box[0] if box else (0, 1)
         return begin * row, (begin + rows) * row
+
+
+def _all_held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Held]:
+    """Return what this rank holds; tensors that are alike, which are most, are looked at once."""
+    places: dict[object, _Place] = {}
+    held = {}
+    for name, tensor in tensors.items():
+        like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
+        if (like, tensor.shape) not in places:
+            places[like, tensor.shape] = _Place.of(tensor)
+        held[name] = _Held(places[like, tensor.shape], values_of(tensor))
+    return held
 
 
 def gathered_job(
