@@ -176,8 +176,9 @@ def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path) -> Non
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    rows = (len(panels) + 1) // 2
-    figure, grid = plt.subplots(rows, 2, figsize=(9.5, 2.4 * rows), layout="constrained", squeeze=False)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(9.5, 2.4 * rows), layout="constrained", squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, contestants) in zip(grid.flat, panels, strict=False):
