@@ -14,12 +14,14 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
@@ -41,6 +43,22 @@ def become_rank(rank: int, ranks: int, store: str) -> None:
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+
+
+def on_ranks(work: Callable[[int, dict], None], options: dict) -> dict:
+    """Run ``work(rank, options)`` in as many processes as the options say; return what rank 0 passed to `finish`."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        paths = {"store": f"{folder}/store", "results": f"{folder}/results.json"}
+        mp.spawn(work, ({**options, **paths},), nprocs=options["ranks"])
+        return json.loads(Path(paths["results"]).read_text())
+
+
+def finish(rank: int, options: dict, result: dict) -> None:
+    """End a rank; rank 0's result is that of all."""
+    if rank == 0:
+        Path(options["results"]).write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # gloo can abort an interpreter that is on its way out
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,16 +9,26 @@ a rank sends into collectives, peak memory. Writes memory.json, prints tables.
 """
 
 import argparse
-import json
-import os
 import statistics
 from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from harness import attempt, become_rank, circumstances, in_turns, local_of, merge, ratio, spread, summary, turn
+from harness import (
+    attempt,
+    become_rank,
+    circumstances,
+    finish,
+    in_turns,
+    local_of,
+    merge,
+    on_ranks,
+    ratio,
+    spread,
+    summary,
+    turn,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -135,10 +145,7 @@ def work(rank: int, options: dict) -> None:
     result = {"moves": moves(options["rounds"], options["parameters"])}
     sizes = [-1, 2] if options["ranks"] >= 4 else [-1]
     result["accumulation"] = {str(size): accumulation(options["rounds"], size) for size in sizes}
-    if rank == 0:
-        Path(options["results"]).write_text(json.dumps(result))
-    dist.barrier()
-    os._exit(0)  # gloo can abort an interpreter that is on its way out
+    finish(rank, options, result)
 
 
 def table(entry: dict) -> str:
@@ -171,12 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    store, results = args.out / f"store-{os.getpid()}", args.out / f"results-{os.getpid()}.json"
-    options = {**vars(args), "store": str(store), "results": str(results), "out": str(args.out)}
-    mp.spawn(work, (options,), nprocs=args.ranks)
-    measured = json.loads(results.read_text())
-    for path in (store, results):
-        path.unlink(missing_ok=True)
+    measured = on_ranks(work, vars(args))
     entry = {"ranks": args.ranks, **circumstances(), "bytes_of_a_rank": measured["moves"]["bytes_of_a_rank"]}
     entry["moves"] = {
         kind: {name: summary(turns) for name, turns in contestants.items()}

@@ -12,8 +12,6 @@ in flight and without. Writes stall.json, draws docs/images/stall.png, prints a 
 
 import argparse
 import gc
-import json
-import os
 import shutil
 import statistics
 import threading
@@ -24,8 +22,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from harness import attempt, become_rank, circumstances, draw, in_turns, local_of, merge, ratio, spread, summary, turn
+from harness import (
+    attempt,
+    become_rank,
+    circumstances,
+    draw,
+    finish,
+    in_turns,
+    local_of,
+    merge,
+    on_ranks,
+    ratio,
+    spread,
+    summary,
+    turn,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -168,10 +179,7 @@ def work(rank: int, options: dict) -> None:
         "stalls": stalls(contestants, options["rounds"], folder),
         "throughput": throughput(strategy, contestants, options["rounds"], folder),
     }
-    if rank == 0:
-        Path(options["results"]).write_text(json.dumps(result))
-    dist.barrier()
-    os._exit(0)  # gloo can abort an interpreter that is on its way out
+    finish(rank, options, result)
 
 
 def table(entry: dict) -> str:
@@ -212,12 +220,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    store, results = args.out / f"store-{os.getpid()}", args.out / f"results-{os.getpid()}.json"
-    paths = {"store": str(store), "results": str(results), "out": str(args.out), "dir": str(args.dir)}
-    mp.spawn(work, ({**vars(args), **paths},), nprocs=args.ranks)
-    measured = json.loads(results.read_text())
-    for path in (store, results):
-        path.unlink(missing_ok=True)
+    measured = on_ranks(work, vars(args))
     shutil.rmtree(args.dir, ignore_errors=True)
     entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(), **measured}
     entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}

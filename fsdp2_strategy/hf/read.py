@@ -121,17 +121,22 @@ class _Ranges:
 
 def ranges_of(wishes: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
     """Return what of which files wishes want: for each piece where it begins and ends, in bytes."""
+    for _, part in _parts_of(wishes):
+        if isinstance(part.source, Computed):
+            for entry in itertools.chain.from_iterable(map(sources_of, part.source.regions())):
+                yield entry.path, entry.offset, entry.offset + entry.nbytes
+        elif math.prod(part.shape):
+            begin = part.source.offset + part.offset * part.source.dtype.itemsize
+            yield part.source.path, begin, begin + _span(part) * part.source.dtype.itemsize
+
+
+def _parts_of(wishes: Iterable[Wish]) -> Iterator[tuple[Wish, Piece]]:
+    """Return what of the pieces of their regions wishes want."""
     for wish in wishes:
         for piece in wish.region.pieces:
             part = piece.within(wish.box)
-            if part is None:
-                continue
-            if isinstance(part.source, Computed):
-                for entry in itertools.chain.from_iterable(map(sources_of, part.source.regions())):
-                    yield entry.path, entry.offset, entry.offset + entry.nbytes
-            elif math.prod(part.shape):
-                begin = part.source.offset + part.offset * part.source.dtype.itemsize
-                yield part.source.path, begin, begin + _span(part) * part.source.dtype.itemsize
+            if part is not None:
+                yield wish, part
 
 
 class Reader:
@@ -172,15 +177,11 @@ class Reader:
         """
         views: list[_View] = []
         computed: list[tuple[Wish, Piece]] = []
-        for wish in wishes:
-            for piece in wish.region.pieces:
-                part = piece.within(wish.box)
-                if part is None:
-                    continue
-                if isinstance(part.source, Computed):
-                    computed.append((wish, part))
-                else:
-                    views.append(_View(part.source, part, target_of(wish.tensor, part), wish.region.dtype))
+        for wish, part in _parts_of(wishes):
+            if isinstance(part.source, Computed):
+                computed.append((wish, part))
+            else:
+                views.append(_View(part.source, part, target_of(wish.tensor, part), wish.region.dtype))
         reads = _by_block(itertools.chain.from_iterable(map(self._cut, views)))
         for read in reads:
             self._open(read.entry.path)
