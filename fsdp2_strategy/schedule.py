@@ -5,10 +5,11 @@ Input: an optimizer and the length of the run. Output: a torch scheduler, one st
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 
 from fsdp2_strategy.errors import OptimizerError, did_you_mean
@@ -21,6 +22,8 @@ _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "warmup_constant": ("constant_with_warmup", {}),
 }
 
+
+_BACKBONE_FREEZE = "backbone-freeze-warmup"
 
 # These want a metric at each step.
 _DRIVEN_BY_METRICS = ("reduce_lr_on_plateau", "greedy")
@@ -40,7 +43,8 @@ def build_scheduler(
     Args:
         optimizer: any torch optimizer; each group follows the schedule from its own learning rate.
         name: transformers' name ("cosine", "linear", "constant_with_warmup", …), or one that VLA trainers use:
-            "linear-warmup+cosine-decay" (to a tenth of the peak), "linear-warmup+constant".
+            "linear-warmup+cosine-decay" (to a tenth of the peak), "linear-warmup+constant", "backbone-freeze-warmup"
+            (groups whose name begins with "backbone" have rate 0 for ``llm_freeze_step`` steps; all else is constant).
         num_training_steps: optimizer steps of the whole run, where the schedule depends on it.
         num_warmup_steps: steps of the linear rise from 0.
         warmup_ratio: the same as a part of the run: int(num_training_steps * warmup_ratio) steps.
@@ -52,7 +56,8 @@ def build_scheduler(
     Raises:
         OptimizerError: the name is unknown, a needed length is missing, or both warm-ups are given.
     """
-    known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS] + list(_ALIASES)
+    known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS]
+    known += [*_ALIASES, _BACKBONE_FREEZE]
     if name not in known:
         raise OptimizerError(
             f"cannot build a schedule: {name!r} is unknown, expected one of {', '.join(known)}."
@@ -66,6 +71,8 @@ def build_scheduler(
                 "num_warmup_steps. Give one of the two warm-ups."
             )
         num_warmup_steps = int(num_training_steps * warmup_ratio)
+    if name == _BACKBONE_FREEZE:
+        return _freeze_backbone(optimizer, **scheduler_specific_kwargs)
     kind, options = _ALIASES.get(name, (name, {}))
     try:
         scheduler: LRScheduler = get_scheduler(
@@ -78,3 +85,36 @@ def build_scheduler(
     except (TypeError, ValueError) as error:
         raise OptimizerError(f"cannot build a schedule: {name!r}: {error}") from error
     return scheduler
+
+
+def get_constant_schedule_with_freeze_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
+) -> LambdaLR:
+    """Build a schedule of rate 0 for so many steps, the first one among them, and then constant; not collective.
+
+    Args:
+        optimizer: any torch optimizer.
+        num_warmup_steps: optimizer steps at rate 0.
+        last_epoch: steps taken before, less one.
+    """
+    return LambdaLR(optimizer, partial(_zero_before, num_warmup_steps), last_epoch)
+
+
+def _freeze_backbone(optimizer: Optimizer, llm_freeze_step: int | None = None, **unknown: Any) -> LambdaLR:
+    names = [str(group.get("name", "")) for group in optimizer.param_groups]
+    if unknown or not isinstance(llm_freeze_step, int) or llm_freeze_step < 0:
+        raise OptimizerError(
+            f"cannot build a schedule: {_BACKBONE_FREEZE!r} got llm_freeze_step {llm_freeze_step!r} and "
+            f"{sorted(unknown) or 'nothing else'}, expected llm_freeze_step, a number of steps, alone."
+        )
+    if not any(name.startswith("backbone") for name in names) and not all(name.startswith("other") for name in names):
+        raise OptimizerError(
+            f"cannot build a schedule: {_BACKBONE_FREEZE!r} finds no group whose name begins with 'backbone' among "
+            f"{names}, expected one. Build the optimizer from vla_parameter_groups."
+        )
+    frozen_for = [llm_freeze_step if name.startswith("backbone") else 0 for name in names]
+    return LambdaLR(optimizer, [partial(_zero_before, steps) for steps in frozen_for])
+
+
+def _zero_before(first: int, step: int) -> float:
+    return float(step >= first)
