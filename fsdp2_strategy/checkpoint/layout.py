@@ -23,6 +23,7 @@ directory steps aside first and comes back if the new one never arrives. Order i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -192,7 +193,8 @@ def make_directory(path: Path) -> None:
     if not path.is_dir():
         make_directory(path.absolute().parent)
         path.mkdir(exist_ok=True)
-        _fsync(path.absolute().parent)
+        with contextlib.suppress(PermissionError):  # one may make directories where one may not look
+            _fsync(path.absolute().parent)
 
 
 def recover(save_dir: Path) -> None:
