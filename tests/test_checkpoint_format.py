@@ -648,6 +648,31 @@ def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
     assert tags(tmp_path) == ["second"]
 
 
+HOLDS_THE_LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_reader_leaves_a_commit_of_another_run_alone(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    strategy.save_ckpt(model, tmp_path, "tag")
+    strategy.close()
+    (tmp_path / "tag").rename(tmp_path / ".tag.replaced")  # between the two renames of a tag that is saved again
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        assert strategy.load_ckpt(model, tmp_path) == (None, {})
+        assert (tmp_path / ".tag.replaced").is_dir()
+        other.stdin.close()
+    assert strategy.load_ckpt(model, tmp_path)[0] == str(tmp_path / "tag"), "nobody is left to bring it back"
+
+
 @pytest.mark.ranks(2)
 def test_protected_and_best_checkpoints_stay(tmp_path):
     strategy = strategy_for()

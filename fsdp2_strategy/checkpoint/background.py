@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.offload import CopyQueue
-from fsdp2_strategy.ranks import adopt_device, current_device, group_timeout, log, on_group
+from fsdp2_strategy.ranks import adopt_device, current_device, group_timeout, is_rank_0, logger, on_group
 
 _SLAB_BYTES = 256 << 20  # a power of two: pinned memory is given in those
 _ALIGNMENT = 64
@@ -104,8 +103,9 @@ class _Save:
                 self._work()
         except BaseException as error:  # noqa: BLE001  torch's report of failing ranks is one; all are raised by `result`
             self._error = error
-            message = "saving %s failed, which the next save, load, wait or close raises: %s"
-            log(message, self._name, error, level=logging.ERROR)
+            if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # else all ranks have the same
+                message = "saving %s failed, which the next save, load, wait or close raises: %s"
+                logger.error(message, self._name, error)
         finally:
             self._work = None  # it holds what was saved
             self._ended.set()
@@ -120,10 +120,10 @@ class _Save:
         Raises:
             CheckpointError: it has failed; also where another rank is gone.
         """
-        if isinstance(self._error, FSDP2StrategyError) or not isinstance(self._error, Exception | None):
-            raise self._error
-        if self._error is not None:
+        if isinstance(self._error, Exception) and not isinstance(self._error, FSDP2StrategyError):
             raise CheckpointError(f"cannot save {self._name}: {self._error}") from self._error
+        if self._error is not None:
+            raise self._error
 
 
 def _at_exit() -> None:

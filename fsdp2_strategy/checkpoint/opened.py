@@ -101,7 +101,7 @@ def check_structure(path: Path) -> dict[str, Any]:
             if file.relative_to(path).as_posix() not in manifest["files"]:
                 raise DamageError(f"cannot read {path}: {file} does not belong to it. Remove that file.")
         if list(manifest["checksums"]) != [layout.list_of(rank) for rank in range(len(manifest["checksums"]))]:
-            raise ValueError("lists")
+            raise ValueError("the lists of checksums are not one a rank")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(
             f"cannot check {path}: its manifest is not as it is written ({error!r}). Load another checkpoint."
