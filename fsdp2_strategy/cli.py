@@ -15,7 +15,7 @@ import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL
+from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL, TRAINABLE
 from fsdp2_strategy.checkpoint.opened import open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.copy import copy_folder
@@ -55,6 +55,7 @@ def _ls(parsed: argparse.Namespace) -> int:
     for checkpoint in list_checkpoints(parsed.directory):
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime((checkpoint.path / MANIFEST).stat().st_mtime))
         notes = [*(["protected"] if checkpoint.protected else [])]
+        notes += ["trainable weights alone"] if (checkpoint.path / TRAINABLE).is_dir() else []
         notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
         size = f"{checkpoint.total_bytes / 1e9:.3f} GB"
         sys.stdout.write(
@@ -86,6 +87,11 @@ def _export(parsed: argparse.Namespace) -> int:
         export_foreign(foreign, parsed.output, dtype, parsed.beside)
     else:
         opened = open_checkpoint(path)
+        if (path / TRAINABLE).is_dir():
+            raise CheckpointError(
+                f"cannot export {path}: it holds trainable weights alone, expected the whole model. Load it into a "
+                "model, and call save_model."
+            )
         copy_folder(opened.path / MODEL, parsed.output, dtype, opened.checksums)
     sys.stdout.write(f"exported {foreign.path if foreign else path} to {parsed.output}\n")
     return 0

@@ -38,10 +38,13 @@ class StrategyConfig:
     """Samples of one optimizer step over all ranks; None: one micro-batch a rank, no accumulation."""
 
     bf16: bool = True
-    """Compute in bfloat16: training keeps fp32 masters and reduces in fp32, inference holds bf16 weights alone."""
+    """Compute in bfloat16: training keeps fp32 masters, inference holds bf16 weights alone."""
 
     fp16: bool = False
     """Compute in float16 instead, with a loss scale that adapts itself; where it is set, ``bf16`` says nothing."""
+
+    reduce_in_full_precision: bool = True
+    """Sum gradients over the ranks in fp32; else in the dtype that is computed in: half the traffic, and rounded."""
 
     use_mp_opt: bool = False
     """Keep the fp32 masters in the optimizer: the device holds half-precision weights alone while that is away."""
@@ -84,7 +87,7 @@ class StrategyConfig:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("max_norm", "timeout_minutes"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
-        for name in ("bf16", "fp16", "use_mp_opt", "adam_offload", "cpu_offload"):
+        for name in ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         if not isinstance(self.compile_blocks, str):
             expected = "true, false or the name of a torch.compile backend"

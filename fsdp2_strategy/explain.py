@@ -29,6 +29,7 @@ def explain(
     world_size: int | None = None,
     bf16: bool = True,
     keep_fp32: Sequence[str] = (),
+    reduce_in_full_precision: bool = True,
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     file: TextIO | None = None,
@@ -45,6 +46,7 @@ def explain(
         world_size: ranks to plan for; by default those of the process group, or 1.
         bf16: compute in bfloat16.
         keep_fp32: name patterns of parameters kept in fp32.
+        reduce_in_full_precision: sum gradients over the ranks in fp32.
         class_names: class names of the blocks; found by themselves where empty.
         min_unit_params: fewest parameters of a size-based unit.
         file: where rank 0 writes the text; standard output by default.
@@ -56,7 +58,12 @@ def explain(
         ShardError: see `find_blocks`.
         MeshError: ``shard_size`` does not divide the world size.
     """
-    precision = Precision(bf16=bf16, is_training=is_training, keep_fp32=tuple(keep_fp32))
+    precision = Precision(
+        bf16=bf16,
+        is_training=is_training,
+        keep_fp32=tuple(keep_fp32),
+        reduce_in_full_precision=reduce_in_full_precision,
+    )
     plan = plan_units(model, precision, class_names, min_unit_params=min_unit_params)
     world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
     if shard_size == "auto":
@@ -70,7 +77,8 @@ def explain(
 
 def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
     half = _short(plan.precision.half) if plan.precision.half else None
-    precision = f"{half} compute, fp32 reduction" if half else "compute in the dtype of the parameters"
+    reduction = "fp32" if plan.precision.reduce_in_full_precision else half
+    precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
     if plan.precision.is_training:
         masters = "fp32 masters of what is trained"
         what = f"training: {masters}, {precision}"

@@ -53,6 +53,8 @@ class Precision:
     """Compute in float16; takes the place of ``bf16``."""
     masters_in_optimizer: bool = False
     """Whether the optimizer keeps the fp32 masters, and the shards hold the compute dtype alone."""
+    reduce_in_full_precision: bool = True
+    """Reduce gradients in fp32; else in the dtype that is computed in, which halves the traffic and rounds."""
 
     @property
     def half(self) -> torch.dtype | None:
@@ -68,6 +70,10 @@ class Precision:
         if self.half is not None:
             return self.half
         return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
+
+    def reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the gradients of a unit are summed over the ranks."""
+        return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
 
     def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the shard: an fp32 master where it is trained, the compute dtype where it is not."""

@@ -54,6 +54,7 @@ def shard_model(
     fp16: bool = False,
     keep_fp32: Sequence[str] = (),
     masters_in_optimizer: bool = False,
+    reduce_in_full_precision: bool = True,
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     reshard_after_forward: bool | int = True,
@@ -70,12 +71,13 @@ def shard_model(
     Args:
         model: any module, or an actor wrapper (``is_actor``, the model in ``.model``).
         mesh: from `build_mesh`; by default all ranks in one shard group.
-        is_training: keep fp32 masters of the trainable parameters, and reduce gradients in fp32.
+        is_training: keep fp32 masters of the trainable parameters.
         bf16: compute in bfloat16; else in the parameters' own dtype, at least fp32 in training.
         fp16: compute in float16 instead; the loss then wants a scale.
         keep_fp32: name patterns of parameters that are stored and computed with in fp32.
         masters_in_optimizer: shards hold the compute dtype alone, and gradients are fp32: the optimizer keeps the fp32
             masters (`FSDPadaptOptimizer`).
+        reduce_in_full_precision: sum gradients over the ranks in fp32; else in the dtype that is computed in.
         class_names: class names of the blocks; see `find_blocks` for what happens without.
         min_unit_params: fewest parameters of a size-based unit.
         reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
@@ -111,6 +113,7 @@ def shard_model(
             is_training=is_training,
             keep_fp32=tuple(keep_fp32),
             masters_in_optimizer=masters_in_optimizer,
+            reduce_in_full_precision=reduce_in_full_precision,
         )
         plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
         recompute = is_training and activation_checkpointing
@@ -198,7 +201,7 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
 def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
     if precision.half is None and not precision.is_training:
         return MixedPrecisionPolicy(output_dtype=unit.parent_dtype)
-    reduce_dtype = torch.promote_types(unit.compute_dtype, torch.float32) if precision.is_training else None
+    reduce_dtype = precision.reduce_dtype(unit.compute_dtype) if precision.is_training else None
     return MixedPrecisionPolicy(
         param_dtype=unit.compute_dtype,
         reduce_dtype=reduce_dtype,

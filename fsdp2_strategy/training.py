@@ -184,7 +184,7 @@ class TrainingStrategy:
 
         Args:
             model: any module, or a wrapper around one; every rank must hold the same weights.
-            is_training: keep fp32 masters and reduce in fp32; else hold the compute dtype alone.
+            is_training: keep fp32 masters; else hold the compute dtype alone.
             shard_size: ranks that a parameter is split over, a divisor of the world size; -1 for all; "auto" for all
                 in training, else the fewest that a model of its size needs.
             reshard_after_forward: free gathered parameters after a block's forward; or the number of ranks to keep them
@@ -210,6 +210,7 @@ class TrainingStrategy:
             fp16=config.fp16,
             keep_fp32=config.keep_fp32,
             masters_in_optimizer=config.use_mp_opt,
+            reduce_in_full_precision=config.reduce_in_full_precision,
             class_names=config.block_class_names,
             min_unit_params=config.min_unit_params,
             reshard_after_forward=reshard_after_forward,
@@ -400,6 +401,8 @@ class TrainingStrategy:
         metric: float | None = None,
         higher_is_better: bool = True,
         async_save: bool = False,
+        only_trainable: bool = False,
+        meta: Mapping[str, Any] | None = None,
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then rotate; collective.
 
@@ -420,6 +423,9 @@ class TrainingStrategy:
             metric: how good it is; rotation never removes the best.
             higher_is_better: what is good of ``metric``.
             async_save: return once this rank's part is copied; the rest happens behind the trainer.
+            only_trainable: leave frozen weights out; loading checks that the model has the same ones, or reads them
+                from the folder that they came from.
+            meta: JSON for a file ``meta.json`` in the checkpoint.
 
         Returns:
             The checkpoint's directory; in an async save it is there once that has ended.
@@ -452,6 +458,8 @@ class TrainingStrategy:
             metric=metric,
             higher_is_better=higher_is_better,
             async_save=async_save,
+            only_trainable=only_trainable,
+            meta=meta,
         )
         return str(path)
 

@@ -3,13 +3,14 @@
 Input: a path. Output: a model and an optimizer, filled, or a Hugging Face folder. Both forms are pickles, which run
 code as they are read, so the user has to say that they are to be trusted; nothing is read before that.
 
-Known are the folders of LightRFT (the model in the folder itself, ``optim_states``, ``client_state.pt``) and of
-accelerate and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``).
+Known are the folders of LightRFT (the model in the folder itself, ``optim_states``, ``client_state.pt``), of accelerate
+and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``), and of VITRA (``weights.pt``, ``optimizer.pt``, ``meta.json``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint.state import (
     LoadedCheckpoint,
+    advance_scheduler,
     allocate_optimizer_state,
     prepared,
     require,
@@ -51,7 +53,9 @@ Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _MODEL_FOLDERS = (".", "pytorch_model_fsdp_0", "model")
 _OPTIMIZER_FOLDERS = ("optim_states", "optimizer_0", "optimizer")
 _SCHEDULES = ("scheduler_state.pt", "scheduler.pt", "scheduler.bin")
-_WHOLE_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin", "model.pt", "model.bin")
+_WHOLE_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin", "model.pt", "model.bin", "weights.pt")
+_WHOLE_OPTIMIZERS = ("optimizer.pt",)
+_FACTS = "meta.json"
 _WHOLE = (".pt", ".pth", ".bin")
 _AT_ONCE_BYTES = 256 << 20
 
@@ -64,12 +68,18 @@ class Foreign:
     model: Path
     """A folder with ``.metadata``, or a file."""
     optimizer: Path | None
+    """The same."""
 
     @property
     def step(self) -> int:
-        """The number at the end of its name, as in ``global_step100`` or ``005000``."""
+        """The step that it tells, or the number at the end of its name, as in ``global_step100`` or ``005000``."""
         match = re.search(r"(\d+)$", self.path.stem)
-        return int(match[1]) if match else 0
+        return self.told_step() or (int(match[1]) if match else 0)
+
+    def told_step(self) -> int | None:
+        """Return the step that it tells beside the weights."""
+        told = self._facts().get("global_step")
+        return told if isinstance(told, int) else None
 
     def schedule(self) -> dict[str, Any] | None:
         """Return the state of the schedule, where there is one."""
@@ -79,8 +89,19 @@ class Foreign:
     def client_state(self) -> dict[str, Any]:
         """Return what the trainer kept beside it."""
         path = self.path / "client_state.pt"
-        state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else {}
+        state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else self._facts()
         return dict(state) if isinstance(state, Mapping) else {}
+
+    def _facts(self) -> dict[str, Any]:
+        try:
+            facts = json.loads((self.path / _FACTS).read_bytes())
+        except OSError:
+            return {}
+        except ValueError as error:
+            raise CheckpointError(
+                f"cannot read {self.path / _FACTS}: {error}, expected JSON. Copy it again."
+            ) from error
+        return facts if isinstance(facts, dict) else {}
 
 
 def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
@@ -118,6 +139,7 @@ def _in_folder(path: Path) -> Foreign | None:
     sharded = [path / name for name in _MODEL_FOLDERS if (path / name / ".metadata").is_file()]
     whole = [path / name for name in _WHOLE_FILES if (path / name).is_file()]
     optimizer = [path / name for name in _OPTIMIZER_FOLDERS if (path / name / ".metadata").is_file()]
+    optimizer += [path / name for name in _WHOLE_OPTIMIZERS if (path / name).is_file()]
     if not (sharded or whole):
         return None
     return Foreign(path, (sharded or whole)[0], optimizer[0] if optimizer else None)
@@ -133,6 +155,8 @@ def load_foreign(
     strict: bool,
 ) -> LoadedCheckpoint:
     """Load what another system wrote: weights, optimizer state by parameter name, and client state; collective.
+
+    A schedule that was not saved is brought to the step that the checkpoint tells, if it does.
 
     Raises:
         CheckpointError: on every rank: names or shapes do not agree, or there is no state for optimizer or scheduler.
@@ -150,7 +174,7 @@ def load_foreign(
             require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
             state, slots, flat = _match_optimizer(root, foreign, optimizer, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
-        if scheduler is not None:
+        if scheduler is not None and foreign.told_step() is None:
             require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
         client_state = foreign.client_state()
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
@@ -163,8 +187,10 @@ def load_foreign(
             restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
         if load_model:
             refresh_masters_of(root)  # nobody else writes them
-        if scheduler is not None:
-            restore_scheduler(scheduler, schedule or {})
+        if scheduler is not None and schedule is not None:
+            restore_scheduler(scheduler, schedule)
+        elif scheduler is not None:
+            advance_scheduler(scheduler, foreign.told_step() or 0)
     log("loaded %s, which another system wrote (step %d)", path, foreign.step)
     loaded = LoadedCheckpoint(path=path, step=foreign.step, client_state=client_state)
     return dataclasses.replace(loaded, **weights.report) if weights else loaded

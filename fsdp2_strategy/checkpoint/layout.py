@@ -4,9 +4,11 @@
       global_step100/            committed: final name and a valid manifest
         model/                   a Hugging Face folder, or plain safetensors
         wrapper/                 what a wrapper around that model has beside it
+        trainable/               instead of both: the trainable weights alone, plain safetensors
         optimizer/               the optimizer's state, in the same container
         ema/                     averages of the parameters, where there are any
         trainer_state.json       step, schedule, hyper-parameters, client state
+        meta.json                a few facts under the trainer's own names, where it gives any
         rng/                     generator states, one file a rank
         checksums/               one list a rank of what it wrote, block by block
         manifest.json            sequence number, every file with its bytes, digests of the lists; written last
@@ -39,18 +41,20 @@ from fsdp2_strategy.ranks import logger
 
 MODEL = "model"
 WRAPPER = "wrapper"
+TRAINABLE = "trainable"
 OPTIMIZER = "optimizer"
 EMA = "ema"
 RNG = "rng"
 DATA = "data"
 CHECKSUMS = "checksums"
 TRAINER_STATE = "trainer_state.json"
+META = "meta.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
 OF_RANKS = {RNG, DATA, CHECKSUMS}
 """Folders that every rank writes a file of its own into."""
-_PARTS = {MODEL, WRAPPER, OPTIMIZER, EMA, RNG, DATA, CHECKSUMS, TRAINER_STATE, MANIFEST}
+_PARTS = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, RNG, DATA, CHECKSUMS, TRAINER_STATE, META, MANIFEST}
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2

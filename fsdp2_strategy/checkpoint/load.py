@@ -7,7 +7,7 @@ phase ends alike on all ranks; see [Note: one decision] in `ranks`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import Loader, check_position, file_of_rank, restore_position
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.frozen import LeftOut
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.opened import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.parts import match_model
@@ -35,10 +36,9 @@ from fsdp2_strategy.checkpoint.state import (
     restore_scheduler,
     settings_by_group,
 )
-from fsdp2_strategy.checkpoint.storage import check_shapes, read_wishes, stored_in
+from fsdp2_strategy.checkpoint.storage import Wanted, by_name, read_wishes, stored_in
 from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
-from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.match import LoadReport
 from fsdp2_strategy.hf.read import ranges_of
 from fsdp2_strategy.hf.region import Region
@@ -46,8 +46,6 @@ from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
 from fsdp2_strategy.residency import clear_gradients
-
-Wanted = Sequence[tuple[str, Region, torch.Tensor]]
 
 
 def load_checkpoint(
@@ -66,6 +64,9 @@ def load_checkpoint(
     trust: bool = False,
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint into a sharded model, saved on any number of ranks and at any shard size; collective.
+
+    One of the trainable weights alone (``only_trainable``) is loaded beside the frozen ones that it was saved with:
+    where the model has others, they are read again from the folder that they came from.
 
     Args:
         model: a sharded model, or its wrapper.
@@ -89,8 +90,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank: no such tag, other names or shapes, no state for the optimizer or scheduler. It
             is raised before the model is touched where the structure tells.
-        DamageError: on every rank: files are not what was written. Where that shows only while they are read, model and
-            optimizer refuse to be used until a load succeeds.
+        DamageError: on every rank: files are not what was written, or frozen weights no longer where they came from.
+            Where that shows only while they are read, model and optimizer refuse to be used until a load succeeds.
     """
     background.wait()
     load_dir = Path(load_dir)
@@ -151,16 +152,11 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
         rng, of_rank = _files_of_rank(opened, state, dataloader)
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
-        targets, report = match_model(root, path, strict=strict) if load_model else ([], LoadReport())
-        plan = _plan_optimizer(model, optimizer, state["optimizer"], path, strict=strict) if optimizer else None
-        of_ema = _plan_ema(ema, path) if ema is not None else []
-        if scheduler is not None:
-            require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
-        if dataloader is not None:
-            check_position(dataloader, state.get("data"), path)
+        plan = _plan(into, root, path, state, load_model=load_model, strict=strict)
+    left_out = LeftOut.from_json(state.get("left_out") if load_model else None)
+    others = left_out.find_others(root, path)
     with all_or_none(f"load {path}", DamageError):
-        of_model = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
-        wishes, broadcasts = shares([*of_model, *(plan.wanted if plan else ()), *of_ema])
+        wishes, broadcasts = shares(plan.wanted)
         if verify:
             opened.check_lists(ranges_of(wishes))
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
@@ -170,11 +166,14 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
             read_wishes(path, wishes, opened.checksums if verify else None, f"loading {path.name}")
             for shared in broadcasts:
                 shared.carry_out()
+            left_out.restore(root, others, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             if load_model and optimizer is None:
                 refresh_masters_of(root)
-            if optimizer is not None and plan is not None:
-                restore_optimizer(model, optimizer, plan.slots, plan.settings, state["optimizer"]["values"])
+            if optimizer is not None and plan.optimizer is not None:
+                restore_optimizer(
+                    model, optimizer, plan.optimizer.slots, plan.optimizer.settings, state["optimizer"]["values"]
+                )
             if scheduler is not None:
                 restore_scheduler(scheduler, state["scheduler"])
             if optimizer is not None:
@@ -189,9 +188,9 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
         path=path,
         step=state["step"],
         client_state=state["client_state"],
-        missing=tuple(report.missing),
-        unexpected=tuple(report.unexpected),
-        cast=tuple(report.cast),
+        missing=tuple(plan.report.missing),
+        unexpected=tuple(plan.report.unexpected),
+        cast=tuple(plan.report.cast),
         loss_scale=state.get("loss_scale"),
     )
 
@@ -231,6 +230,41 @@ def _tell_what_was_left(path: Path, state: Mapping[str, Any], *, averages: bool,
 
 
 @dataclass(frozen=True)
+class _Plan:
+    """What is loaded, and from where."""
+
+    report: LoadReport
+    optimizer: _OptimizerPlan | None
+    wanted: Wanted
+
+
+def _plan(
+    into: _Into, root: nn.Module, path: Path, state: Mapping[str, Any], *, load_model: bool, strict: bool
+) -> _Plan:
+    """Compare a checkpoint with what it is loaded into; headers are read, and nothing else.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    wanted: list[tuple[str, Region, torch.Tensor]] = []
+    report, optimizer = LoadReport(), None
+    if load_model:
+        left_out = (state.get("left_out") or {}).get("fingerprints", ())
+        of_model, report = match_model(root, path, left_out, strict=strict)
+        wanted += of_model
+    if into.optimizer is not None:
+        optimizer = _plan_optimizer(into.model, into.optimizer, state["optimizer"], path, strict=strict)
+        wanted += optimizer.wanted
+    if into.ema is not None:
+        wanted += _plan_ema(into.ema, path)
+    if into.scheduler is not None:
+        require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
+    if into.dataloader is not None:
+        check_position(into.dataloader, state.get("data"), path)
+    return _Plan(report, optimizer, wanted)
+
+
+@dataclass(frozen=True)
 class _OptimizerPlan:
     slots: dict[str, dict[str, torch.Tensor]]
     """State to be filled, by parameter name and key."""
@@ -255,7 +289,7 @@ def _plan_optimizer(
     stored = stored_in(path / layout.OPTIMIZER)
     described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
     slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
-    return _OptimizerPlan(slots, settings, _wanted("optimizer", flat, stored))
+    return _OptimizerPlan(slots, settings, by_name("optimizer", flat, stored))
 
 
 def _plan_ema(ema: Mapping[str, torch.Tensor], path: Path) -> Wanted:
@@ -265,13 +299,7 @@ def _plan_ema(ema: Mapping[str, torch.Tensor], path: Path) -> Wanted:
         CheckpointError: there are none, or of other names or shapes.
     """
     require((path / layout.EMA).is_dir() or None, "ema", "ema=None", path)
-    return _wanted("ema", ema, stored_in(path / layout.EMA))
-
-
-def _wanted(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> Wanted:
-    check_shapes(what, tensors, {name: (entry.shape, entry.dtype) for name, entry in stored.items()})
-    regions = {name: Region.of(stored[name], stored[name].shape, stored[name].dtype) for name in tensors}
-    return [(name, regions[name], tensor) for name, tensor in tensors.items()]
+    return by_name("ema", ema, stored_in(path / layout.EMA))
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:

@@ -1,5 +1,7 @@
 """What of a model lies in which folder: `model/` opens with ``from_pretrained``, `wrapper/` holds the rest.
 
+Or `trainable/` holds all that is trained, and nothing else is there.
+
 Input: a sharded model. Output: the parts to write; or, for a folder on disk, where each of the model's tensors is.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,11 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.checkpoint import layout
-from fsdp2_strategy.checkpoint.storage import Part
+from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.arrange import regions_in_place, tensors_to_write, write_configuration
-from fsdp2_strategy.hf.folder import Origin, inner_model, is_transformers_model, open_folder, origin_of
-from fsdp2_strategy.hf.match import LoadReport, Target, match
+from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
+from fsdp2_strategy.hf.match import LoadReport, match
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.names import named_parameters, persistent_buffers
@@ -47,8 +49,9 @@ class ModelOnDisk:
     """What a model is on disk: its folder, and where it is a wrapper, one for what else it has."""
 
     parts: list[Part]
-    copied: nn.Module
-    """Twin of the model in its folder, with a configuration of its own: the model's may change behind a save."""
+    copied: nn.Module | None
+    """Twin of the model in its folder, with a configuration of its own: the model's may change behind a save. None
+    where the trainable weights are saved alone."""
     source: Path | None
     """Folder whose tokenizer goes along where none is given."""
 
@@ -68,13 +71,21 @@ class ModelOnDisk:
         for name in ("config", "generation_config"):
             if is_transformers_model(copied) and hasattr(copied, name):
                 setattr(copied, name, copy.deepcopy(getattr(copied, name)))
-        return cls(parts, copied, _source_of(inner))
+        return cls(parts, copied, folder_of(inner))
+
+    @classmethod
+    def of_trainable(cls, root: nn.Module, directory: Path) -> ModelOnDisk:
+        """Lay out what is trained, and the buffers, which change as well."""
+        trained = {name: parameter for name, parameter in named_parameters(root).items() if parameter.requires_grad}
+        return cls([Part.of(directory / layout.TRAINABLE, {**trained, **persistent_buffers(root)})], None, None)
 
     def write_beside(self, tokenizer: Any) -> None:
         """Write what ``from_pretrained`` reads beside the weights: configuration, and tokenizer where there is one.
 
         One rank calls it.
         """
+        if self.copied is None:
+            return
         model = self.parts[0]
         write_configuration(model.folder, self.copied, model.regions)
         if tokenizer is not None:
@@ -83,15 +94,6 @@ class ModelOnDisk:
             for name in _TOKENIZER_FILES:
                 for file in self.source.glob(name):
                     shutil.copyfile(file, model.folder / file.name)
-
-
-def _source_of(inner: nn.Module) -> Path | None:
-    """Return the folder that a transformers model came from, where it is there."""
-    if not is_transformers_model(inner):
-        return None
-    origin = origin_of(inner)
-    source = origin[0].files[0].parent if origin else Path(str(getattr(inner, "name_or_path", "") or "nowhere"))
-    return source if source.is_dir() else None
 
 
 _regions: WeakKeyDictionary[nn.Module, tuple[object, dict[str, Region]]] = WeakKeyDictionary()
@@ -105,12 +107,49 @@ def _regions_of(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch
     return _regions[inner][1]
 
 
-def match_model(root: nn.Module, directory: Path, *, strict: bool) -> tuple[list[Target], LoadReport]:
+def match_model(
+    root: nn.Module, directory: Path, left_out: Container[str], *, strict: bool
+) -> tuple[Wanted, LoadReport]:
     """Find each of a model's tensors in a checkpoint; headers are read, and nothing else.
+
+    Args:
+        root: the model.
+        directory: the checkpoint.
+        left_out: names of the weights that the checkpoint was saved without.
+        strict: names must agree in both directions.
 
     Raises:
         CheckpointError: shapes do not agree; or strict, and names do not.
     """
+    trainable_alone = (directory / layout.TRAINABLE).is_dir()
+    found, report = _match_trainable(root, directory, left_out) if trainable_alone else _match_whole(root, directory)
+    if strict and (report.missing or report.unexpected):
+        raise CheckpointError(
+            f"cannot load {original_class(root).__name__}: the checkpoint lacks {some(report.missing)} and holds "
+            f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
+            "or pass load_module_strict=False."
+        )
+    named = (("missing", report.missing), ("unexpected", report.unexpected))
+    for what, names in (*named, ("cast to the model's dtype", sorted(report.cast))):
+        if names:
+            log("%s: %s", what, some(names))
+    return found, report
+
+
+def _match_trainable(root: nn.Module, directory: Path, left_out: Container[str]) -> tuple[Wanted, LoadReport]:
+    stored = stored_in(directory / layout.TRAINABLE)
+    tensors: dict[str, torch.Tensor] = {**named_parameters(root), **persistent_buffers(root)}
+    there = {name: tensor for name, tensor in tensors.items() if name in stored}
+    report = LoadReport(
+        loaded=list(there),
+        missing=[name for name in tensors if name not in stored and name not in left_out],
+        unexpected=[name for name in stored if name not in tensors],
+        cast={n: (stored[n].dtype, t.dtype) for n, t in there.items() if stored[n].dtype != t.dtype},
+    )
+    return by_name("model", there, stored), report
+
+
+def _match_whole(root: nn.Module, directory: Path) -> tuple[Wanted, LoadReport]:
     inner = inner_model(root)
     origin = open_folder(inner, directory / layout.MODEL)
     known: dict[nn.Module, tuple[Origin, str]] = {m: (origin, name) for name, m in inner.named_modules()}
@@ -123,14 +162,5 @@ def match_model(root: nn.Module, directory: Path, *, strict: bool) -> tuple[list
     unexpected = list(report.unexpected)
     if inner is root and (directory / layout.WRAPPER).is_dir():
         unexpected.append(f"{layout.WRAPPER}/")
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"cannot load {original_class(root).__name__}: the checkpoint lacks {some(missing)} and holds "
-            f"{some(unexpected)} that the model does not have, expected the same names. Build the same model, or pass "
-            "load_module_strict=False."
-        )
-    cast = sorted(report.cast)
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("cast to the model's dtype", cast)):
-        if names:
-            log("%s: %s", what, some(names))
-    return targets, LoadReport(report.loaded, missing, unexpected, report.cast)
+    of_files = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
+    return of_files, LoadReport(report.loaded, missing, unexpected, report.cast)

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background, layout
 from fsdp2_strategy.checkpoint.data import DataPosition, Loader, file_of_rank
+from fsdp2_strategy.checkpoint.frozen import LeftOut
 from fsdp2_strategy.checkpoint.lock import hold, let_go
 from fsdp2_strategy.checkpoint.parts import ModelOnDisk
 from fsdp2_strategy.checkpoint.rng import rng_content
@@ -59,6 +60,8 @@ def save_checkpoint(
     metric: float | None = None,
     higher_is_better: bool = True,
     async_save: bool = False,
+    only_trainable: bool = False,
+    meta: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save a sharded model and what belongs to it as one committed checkpoint; collective.
 
@@ -86,6 +89,10 @@ def save_checkpoint(
         async_save: return once this rank's part is copied in host memory, and write, commit and rotate behind the
             trainer. What the trainer changes from then on is not in the checkpoint. One save is in flight: the next
             one, a load, `wait_for_save` and ``close`` wait for it, and raise its failure.
+        only_trainable: leave frozen weights out: ``trainable/`` holds the others, and no folder that
+            ``from_pretrained`` opens. A load compares the frozen weights that it finds in the model with those that
+            were left out.
+        meta: what other programs look for in ``meta.json``, as JSON.
 
     Returns:
         The checkpoint's directory; in an async save it is there once that has ended.
@@ -99,7 +106,7 @@ def save_checkpoint(
     tag = f"global_step{step}" if tag is None else tag
     limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better, async_save)
     missing = tuple(given is None for given in (optimizer, scheduler, ema, dataloader))
-    asked = (str(save_dir), tag, step, missing, loss_scale, *limits)
+    asked = (str(save_dir), tag, step, missing, loss_scale, only_trainable, meta, *limits)
     expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
     agree("save", asked, CheckpointError, expected)
     with all_or_none("save", CheckpointError):
@@ -107,8 +114,17 @@ def save_checkpoint(
         check_limits(max_num, max_mem)
         if metric is not None and not math.isfinite(metric):
             raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
+        if only_trainable and tokenizer is not None:
+            raise CheckpointError(
+                "cannot save a tokenizer beside trainable weights alone: expected a folder that from_pretrained opens. "
+                "Leave it out, or save the whole model."
+            )
+        check_json(meta, "meta")
+        root = prepared(model)
         if async_save:  # what is written later is what it is now
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
+    left_out = LeftOut.of(root) if only_trainable else None
+    with all_or_none("save", CheckpointError):
         state = _collect(
             model,
             layout.partial_path(save_dir, tag),
@@ -116,6 +132,7 @@ def save_checkpoint(
             scheduler=scheduler,
             ema=ema,
             dataloader=dataloader,
+            left_out=left_out,
             facts={
                 "step": step,
                 "seed": seed,
@@ -138,6 +155,7 @@ def save_checkpoint(
             "shard_size": state.shard_size,
         },
         tokenizer=tokenizer,
+        meta=layout.as_json(meta) if meta is not None else None,
         max_num=max_num,
         max_mem=max_mem,
         save_latest=save_latest,
@@ -176,6 +194,8 @@ class _Order:
     facts: dict[str, Any]
     """Of the manifest."""
     tokenizer: Any
+    meta: str | None
+    """As JSON."""
     max_num: int | None
     max_mem: float | None
     save_latest: bool
@@ -189,6 +209,7 @@ def _collect(
     scheduler: LRScheduler | None,
     ema: Mapping[str, torch.Tensor] | None,
     dataloader: Loader | None,
+    left_out: LeftOut | None,
     facts: dict[str, Any],
 ) -> _State:
     """Collect what is saved, and check that it can be.
@@ -199,7 +220,7 @@ def _collect(
     check_json(facts["client_state"], "client_state")
     root = prepared(model)
     check_usable(root)
-    on_disk = ModelOnDisk.of(root, directory)
+    on_disk = ModelOnDisk.of(root, directory) if left_out is None else ModelOnDisk.of_trainable(root, directory)
     parts = list(on_disk.parts)
     hyper = None
     if optimizer is not None:
@@ -217,6 +238,7 @@ def _collect(
         "scheduler": schedule,
         "optimizer": hyper,
         "data": data.facts if data else None,
+        "left_out": left_out.as_json() if left_out else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     text = layout.as_json(trainer_state)
@@ -277,6 +299,8 @@ def _write(order: _Order) -> list[str]:
         if is_rank_0():
             state.model.write_beside(order.tokenizer)
             layout.write_text(directory / layout.TRAINER_STATE, state.trainer_state)
+            if order.meta is not None:
+                layout.write_text(directory / layout.META, order.meta)
             tensors = {file.path for part in state.parts for file in part.files}
             beside = set(layout.not_of_ranks(directory)) - tensors
             blocks |= {path: blocks_of(path.read_bytes()) for path in beside}

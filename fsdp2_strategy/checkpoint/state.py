@@ -10,6 +10,7 @@ of parameters that are frozen now is kept, and a parameter that never had a grad
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,14 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     scheduler.load_state_dict(state)
     for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
+
+
+def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a fresh schedule, whose state nobody saved, to where it is after so many optimizer steps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            scheduler.step()
 
 
 def allocate_optimizer_state(

@@ -58,6 +58,9 @@ from fsdp2_strategy.ranks import all_or_none, group_in_use
 
 MOST_BYTES = 5 * 10**9
 
+Wanted = Sequence[tuple[str, Region, torch.Tensor]]
+"""Tensors to be filled, with their names and where in files their values are."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -365,6 +368,17 @@ def stored_in(folder: Path) -> dict[str, Entry]:
                 )
             entries[name] = entry
     return entries
+
+
+def by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> Wanted:
+    """Say which files fill tensors of the same names.
+
+    Raises:
+        CheckpointError: one is not there, or has another shape.
+    """
+    check_shapes(what, tensors, {name: (entry.shape, entry.dtype) for name, entry in stored.items()})
+    regions = {name: Region.of(stored[name], stored[name].shape, stored[name].dtype) for name in tensors}
+    return [(name, regions[name], tensor) for name, tensor in tensors.items()]
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:

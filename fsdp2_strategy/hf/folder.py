@@ -233,16 +233,27 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 def inner_model(root: nn.Module) -> nn.Module:
     """Return the one transformers model within a wrapper; the model itself where there is none, or several."""
-    models = list(_outermost_models(root))
+    models = list(outermost_models(root).values())
     return models[0] if len(models) == 1 else root
 
 
-def _outermost_models(module: nn.Module) -> Iterator[nn.Module]:
-    if is_transformers_model(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost_models(child)
+def outermost_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """Return the outermost transformers models within a module, itself among them, by their dotted names there."""
+    if is_transformers_model(root):
+        return {name: root}
+    found: dict[str, nn.Module] = {}
+    for child_name, child in root.named_children():
+        found |= outermost_models(child, f"{name}.{child_name}" if name else child_name)
+    return found
+
+
+def folder_of(model: nn.Module) -> Path | None:
+    """Return the folder that a transformers model came from, where it is there."""
+    if not is_transformers_model(model):
+        return None
+    origin = origin_of(model)
+    source = origin[0].files[0].parent if origin else Path(str(getattr(model, "name_or_path", "") or "nowhere"))
+    return source if source.is_dir() else None
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -1,0 +1,193 @@
+"""Checkpoints of the trainable weights alone: small, exact to resume, and never beside other frozen weights."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from models import build, tokens
+from reference import full_parameters
+from test_checkpoint import assert_same, full_state, strategy_for
+from torch import nn
+
+from fsdp2_strategy import CheckpointError, list_checkpoints
+from fsdp2_strategy.cli import main
+from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.fingerprint import add_over_ranks, local_fingerprints
+from fsdp2_strategy.hf.container import read_header
+from fsdp2_strategy.mesh import build_mesh
+from fsdp2_strategy.shard import shard_model
+
+
+class Scale(nn.Module):
+    """A scale that follows its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().float().abs().mean(), 0.1)
+        return x / self.mean.to(x.dtype)
+
+
+class Policy(nn.Module):
+    """A frozen language model from a folder, and a head."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.backbone = transformers.AutoModelForCausalLM.from_pretrained(folder).model.requires_grad_(False)
+        self.backbone.name_or_path = str(folder)
+        self.head = nn.Sequential(nn.Linear(32, 32), Scale(), nn.Linear(32, 1))
+
+    def forward(self, ids):
+        return self.head(self.backbone(ids).last_hidden_state.mean(1)).square().mean()
+
+
+def folder_with(path, seed):
+    if dist.get_rank() == 0:
+        build("llama", seed).save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def start(folder, *, seed=0, bf16=True):
+    strategy = strategy_for(bf16=bf16)
+    torch.manual_seed(seed)
+    model = strategy.prepare_model(Policy(folder), is_training=True)
+    return strategy, model, strategy.create_optimizer(model, lr=0.1)
+
+
+def train(strategy, model, optimizer, steps):
+    losses = []
+    for step in steps:
+        loss = model(tokens(torch.Generator().manual_seed(step + 10 * dist.get_rank()), batch=4))
+        strategy.backward(loss, model, optimizer)
+        losses.append((loss.item(), strategy.optimizer_step(optimizer, model).grad_norm))
+    return losses
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_frozen_weights_are_left_out_and_the_run_goes_on_to_the_bit(tmp_path, async_save):
+    folder = folder_with(tmp_path / "base", 0)
+    run = start(folder)
+    train(*run, range(2))
+    run[0].save_ckpt(run[1], tmp_path / "ckpts", only_trainable=True, async_save=async_save, meta={"epoch": 3})
+    run[0].wait_for_checkpoint()
+    [saved] = list_checkpoints(tmp_path / "ckpts")
+    held = {name for file in (saved.path / "trainable").iterdir() for name in read_header(file)}
+    assert held == {n for n in run[1].state_dict() if n.startswith("head.")}, "parameters and buffers of the head"
+    assert not (saved.path / "model").exists(), "nothing that from_pretrained would open, with weights made up"
+    assert json.loads((saved.path / "meta.json").read_text()) == {"epoch": 3}
+    expected = train(*run, range(2, 5))
+    again = start(folder, seed=1)
+    again[0].load_ckpt(again[1], tmp_path / "ckpts")
+    assert train(*again, range(2, 5)) == expected
+    assert_same(full_state(*again[1:]), full_state(*run[1:]))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_with_other_frozen_weights_gets_those_again_that_it_was_saved_with(tmp_path):
+    run = start(folder_with(tmp_path / "base", 0))
+    train(*run, range(2))
+    run[0].save_ckpt(run[1], tmp_path / "ckpts", only_trainable=True)
+    expected = full_state(*run[1:])
+    other = folder_with(tmp_path / "other", 1)
+    again = start(other, seed=1)
+    again[0].load_ckpt(again[1], tmp_path / "ckpts")
+    assert_same(full_state(*again[1:]), expected)
+    # A run in another precision knows them, too.
+    in_fp32 = start(tmp_path / "base", seed=1, bf16=False)
+    in_fp32[0].load_ckpt(in_fp32[1], tmp_path / "ckpts")
+    assert in_fp32[1].backbone.embed_tokens.weight.dtype == torch.float32
+
+
+@pytest.mark.ranks(2)
+def test_frozen_weights_that_are_nowhere_are_an_error_before_anything_is_touched(tmp_path):
+    run = start(folder_with(tmp_path / "base", 0))
+    run[0].save_ckpt(run[1], tmp_path / "ckpts", only_trainable=True)
+    again = start(folder_with(tmp_path / "other", 1), seed=1)
+    before = full_parameters(again[1])
+    if dist.get_rank() == 0:
+        (tmp_path / "base").rename(tmp_path / "away")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"backbone\.embed_tokens\.weight.*came from .*base"):
+        again[0].load_ckpt(again[1], tmp_path / "ckpts")
+    assert_same(full_parameters(again[1]), before)
+    train(*again, range(1))
+    # Where the folder has changed, that shows once it is read.
+    folder_with(tmp_path / "base", 2)
+    with pytest.raises(DamageError, match="no longer in"):
+        again[0].load_ckpt(again[1], tmp_path / "ckpts")
+    with pytest.raises(CheckpointError, match="a load failed midway"):
+        train(*again, range(1))
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp_path / "base")
+        (tmp_path / "away").rename(tmp_path / "base")
+    dist.barrier()
+    again[0].load_ckpt(again[1], tmp_path / "ckpts")
+    assert_same(full_state(*again[1:]), full_state(*run[1:]))
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_done_with_trainable_weights_alone_is_said(tmp_path):
+    strategy, model, _ = start(folder_with(tmp_path / "base", 0))
+    strategy.save_ckpt(model, tmp_path / "ckpts", only_trainable=True)
+    [saved] = list_checkpoints(tmp_path / "ckpts")
+    with redirect_stderr(io.StringIO()) as errors, redirect_stdout(io.StringIO()) as listed:
+        assert main(["export", str(saved.path), str(tmp_path / f"out{dist.get_rank()}")]) == 2
+        assert main(["ls", str(tmp_path / "ckpts")]) == 0
+    assert "holds trainable weights alone" in errors.getvalue()
+    assert "trainable weights alone" in listed.getvalue()
+    with pytest.raises(CheckpointError, match="none is trainable"):
+        strategy.save_ckpt(model.requires_grad_(False), tmp_path / "ckpts", only_trainable=True)
+
+
+def fingerprint(values):
+    """Do it once more, element by element."""
+    bits = values.to(torch.bfloat16).view(torch.int16).flatten().tolist()
+    total = 0
+    for position, value in enumerate(bits):
+        weight = (position * 0x9E3779B97F4A7C15) % 2**64
+        mixed = np.array([(position + 1) * 0xBF58476D1CE4E5B9 % 2**64], dtype=np.uint64).view(np.int64) >> 29
+        weight ^= int(mixed.view(np.uint64)[0])
+        total += (2 * value + 1) * weight
+    return f"{total % 2**64:016x}"
+
+
+class Odd(nn.Module):
+    """Parameters of all dimensions, one with fewer rows than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(), (5,), (7, 3), (3, 2, 4), (1, 6)]
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self):
+        return sum(p.sum() for p in self.all)
+
+
+@pytest.mark.parametrize(
+    "shard_size",
+    [*(pytest.param(-1, marks=pytest.mark.ranks(n)) for n in (1, 2, 3)), pytest.param(2, marks=pytest.mark.ranks(4))],
+)
+def test_a_fingerprint_does_not_depend_on_how_a_tensor_is_sharded(shard_size):
+    torch.manual_seed(0)
+    model = Odd()
+    expected = [fingerprint(p.detach()) for p in model.all]
+    shard_model(model, build_mesh(shard_size), bf16=False)
+    parameters = dict(model.named_parameters())
+    assert add_over_ranks(local_fingerprints(parameters)) == expected
+    with torch.no_grad():
+        parameters["all.2"].mul_(-1)
+    assert [a != b for a, b in zip(add_over_ranks(local_fingerprints(parameters)), expected, strict=True)] == [
+        name == "all.2" for name in parameters
+    ]
