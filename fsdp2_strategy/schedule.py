@@ -23,7 +23,7 @@ _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-_BACKBONE_FREEZE = "backbone-freeze-warmup"
+BACKBONE_FREEZE = "backbone-freeze-warmup"
 
 # These want a metric at each step.
 _DRIVEN_BY_METRICS = ("reduce_lr_on_plateau", "greedy")
@@ -56,13 +56,7 @@ def build_scheduler(
     Raises:
         OptimizerError: the name is unknown, a needed length is missing, or both warm-ups are given.
     """
-    known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS]
-    known += [*_ALIASES, _BACKBONE_FREEZE]
-    if name not in known:
-        raise OptimizerError(
-            f"cannot build a schedule: {name!r} is unknown, expected one of {', '.join(known)}."
-            f"{did_you_mean(name, known)}"
-        )
+    check_schedule_name(name)
     if warmup_ratio is not None:
         if num_warmup_steps is not None or num_training_steps is None or not 0 <= warmup_ratio <= 1:
             raise OptimizerError(
@@ -71,7 +65,7 @@ def build_scheduler(
                 "num_warmup_steps. Give one of the two warm-ups."
             )
         num_warmup_steps = int(num_training_steps * warmup_ratio)
-    if name == _BACKBONE_FREEZE:
+    if name == BACKBONE_FREEZE:
         return _freeze_backbone(optimizer, **scheduler_specific_kwargs)
     kind, options = _ALIASES.get(name, (name, {}))
     try:
@@ -85,6 +79,21 @@ def build_scheduler(
     except (TypeError, ValueError) as error:
         raise OptimizerError(f"cannot build a schedule: {name!r}: {error}") from error
     return scheduler
+
+
+def check_schedule_name(name: str) -> None:
+    """Raise where there is no such schedule.
+
+    Raises:
+        OptimizerError: naming those that there are.
+    """
+    known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS]
+    known += [*_ALIASES, BACKBONE_FREEZE]
+    if name not in known:
+        raise OptimizerError(
+            f"cannot build a schedule: {name!r} is unknown, expected one of {', '.join(known)}."
+            f"{did_you_mean(str(name), known)}"
+        )
 
 
 def get_constant_schedule_with_freeze_warmup(
@@ -104,12 +113,12 @@ def _freeze_backbone(optimizer: Optimizer, llm_freeze_step: int | None = None, *
     names = [str(group.get("name", "")) for group in optimizer.param_groups]
     if unknown or not isinstance(llm_freeze_step, int) or llm_freeze_step < 0:
         raise OptimizerError(
-            f"cannot build a schedule: {_BACKBONE_FREEZE!r} got llm_freeze_step {llm_freeze_step!r} and "
+            f"cannot build a schedule: {BACKBONE_FREEZE!r} got llm_freeze_step {llm_freeze_step!r} and "
             f"{sorted(unknown) or 'nothing else'}, expected llm_freeze_step, a number of steps, alone."
         )
     if not any(name.startswith("backbone") for name in names) and not all(name.startswith("other") for name in names):
         raise OptimizerError(
-            f"cannot build a schedule: {_BACKBONE_FREEZE!r} finds no group whose name begins with 'backbone' among "
+            f"cannot build a schedule: {BACKBONE_FREEZE!r} finds no group whose name begins with 'backbone' among "
             f"{names}, expected one. Build the optimizer from vla_parameter_groups."
         )
     frozen_for = [llm_freeze_step if name.startswith("backbone") else 0 for name in names]

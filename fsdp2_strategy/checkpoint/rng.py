@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -43,6 +45,17 @@ def load_rng(content: bytes) -> None:
     position, has_gauss = tensors["numpy.position"].tolist()
     keys = tensors["numpy.keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, tensors["numpy.cached"].item()))  # noqa: NPY002
+
+
+@contextmanager
+def forked_rng(seed: int) -> Iterator[None]:
+    """Let generators draw from a seed inside, and go on afterwards as if nothing had been drawn."""
+    before = rng_content()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        load_rng(before)
 
 
 def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:

@@ -141,6 +141,11 @@ class ResumableLoader:
         return self._plan.end_of(self.epoch) - self._batches
 
     @property
+    def at_epoch_end(self) -> bool:
+        """Whether the next ``for`` begins an epoch, because the one before is through."""
+        return self._batches >= self._end
+
+    @property
     def consumed_samples(self) -> int:
         """Samples that all ranks' trainers got together, padding left out."""
         return self._samples

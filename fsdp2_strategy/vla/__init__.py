@@ -1,12 +1,19 @@
-"""What vision-language-action training adds: parameter groups and schedules for a backbone and an action model."""
+"""What vision-language-action training adds: groups, schedules, metrics and the strategy that trains by them."""
 
 from fsdp2_strategy.schedule import get_constant_schedule_with_freeze_warmup
 from fsdp2_strategy.vla.groups import GROUPS, split_modality_collator, vla_parameter_groups
+from fsdp2_strategy.vla.metrics import JSONLinesTracker, Tracker, VLAMetrics, WeightsBiasesTracker
 from fsdp2_strategy.vla.schedule import MultiGroupLRScheduler
+from fsdp2_strategy.vla.strategy import VLAFSDPStrategy
 
 __all__ = [
     "GROUPS",
+    "JSONLinesTracker",
     "MultiGroupLRScheduler",
+    "Tracker",
+    "VLAFSDPStrategy",
+    "VLAMetrics",
+    "WeightsBiasesTracker",
     "get_constant_schedule_with_freeze_warmup",
     "split_modality_collator",
     "vla_parameter_groups",

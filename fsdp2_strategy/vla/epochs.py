@@ -1,0 +1,167 @@
+"""Epochs over any loader that go on exactly where a checkpoint left them, also in the middle of an accumulation.
+
+Input: a loader. Output: its batches, epoch after epoch, and how far the run is at its last optimizer step.
+
+[Note: position] Gradients of micro-batches that no step has used yet are not in a checkpoint. So where one is saved
+between two steps, at an epoch's end, it holds data position and random state of the step before, and the run that goes
+on computes those micro-batches again.
+
+[Note: plain loaders] A loader that knows its place (ResumableLoader, or one with ``state_dict``) goes on there. Any
+other is begun again in its epoch, under a random state that follows from seed, rank and epoch alone, and its batches
+are drawn up to that place and thrown away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from fsdp2_strategy.checkpoint import Loader
+from fsdp2_strategy.checkpoint.rng import forked_rng, load_rng, rng_content
+from fsdp2_strategy.errors import CheckpointError
+
+Kind = Literal["formula", "state", "count"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Say how far a run is in its data, as JSON holds it."""
+
+    epoch: int
+    batch: int
+    """Micro-batches of that epoch that are done."""
+    kind: Kind
+    """What knows its place: the loader by a formula, the loader by a state of each rank, or this count alone."""
+    ranks: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for a checkpoint."""
+        return asdict(self)
+
+
+class Epochs:
+    """Draw the batches of epoch after epoch; every rank does the same.
+
+    Args:
+        loader: any iterable of batches; see [Note: plain loaders].
+        seed: of the order of plain loaders.
+        start: where to go on; a loader that knows its place is there already.
+        epoch: where to begin otherwise.
+        keeps_marks: whether steps are of several micro-batches, so that a save may have to go back to the last one.
+
+    Raises:
+        CheckpointError: the position is that of another kind of loader, or of another number of ranks.
+    """
+
+    def __init__(self, loader: Any, *, seed: int, start: Position | None, epoch: int, keeps_marks: bool) -> None:
+        self._loader, self._seed, self._keeps_marks = loader, seed, keeps_marks
+        self.kind: Kind = kind_of(loader)
+        if start is not None:
+            self._check(start)
+        self._start = start
+        self._first_seeds: dict[int, int] = {}
+        self.epoch, self._batch = (start.epoch, start.batch) if start else (epoch, 0)
+        self._marked: tuple[Position, bytes, Any] | None = None
+        self.mark()
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """Give what is left of an epoch."""
+        goes_on = self._start is not None and self._start.epoch == epoch and self._batch > 0
+        self.epoch, self._batch, self._start = epoch, self._batch if goes_on else 0, None
+        if goes_on and getattr(self._loader, "at_epoch_end", False):
+            return
+        for part in (self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler"))):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+        with forked_rng(_hashed(self._seed, dist.get_rank(), epoch)):
+            self._seed_generators(epoch)
+            drawn = iter(self._loader)
+            if self.kind == "count":
+                for _ in islice(drawn, self._batch):
+                    pass
+            first = [] if goes_on else list(islice(drawn, 1))  # samplers draw their order with the first
+        for batch in first:
+            self._batch += 1
+            yield batch
+        for batch in drawn:
+            self._batch += 1
+            yield batch
+
+    def mark(self) -> None:
+        """Say that an optimizer step ends here: what is saved from now on goes on here."""
+        if self._keeps_marks:
+            state = self._loader.state_dict() if self.kind != "count" else None
+            self._marked = (self._position(), rng_content(), state)
+
+    def end_epoch(self) -> None:
+        """Say that the epoch has ended with nothing pending: the run goes on with the next."""
+        self.epoch, self._batch = self.epoch + 1, 0
+        self.mark()
+
+    @contextmanager
+    def as_marked(self) -> Iterator[tuple[Position, Loader | None]]:
+        """Bring the random state to that of the mark; give position and loader as they were there."""
+        if self._marked is None:
+            yield self._position(), self._loader if self.kind != "count" else None
+            return
+        position, rng, state = self._marked
+        now = rng_content()
+        load_rng(rng)
+        try:
+            yield position, _at(self._loader, state) if self.kind != "count" else None
+        finally:
+            load_rng(now)
+
+    def _position(self) -> Position:
+        return Position(epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=dist.get_world_size())
+
+    def _check(self, start: Position) -> None:
+        if start.kind != self.kind or (self.kind != "formula" and start.ranks != dist.get_world_size()):
+            raise CheckpointError(
+                f"cannot go on in the data: the position is that of {_KINDS[start.kind]} on {start.ranks} ranks, "
+                f"expected {_KINDS[self.kind]} on {dist.get_world_size()}. Use the loader of the run that goes on "
+                "(ResumableLoader goes on at any number of ranks), or load with load_data_position=False."
+            )
+
+    def _seed_generators(self, epoch: int) -> None:
+        """Seed the generators that a plain loader was given; those that were alike on all ranks stay so."""
+        if self.kind != "count":
+            return
+        parts = (self._loader, getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None))
+        found = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+        for generator in found.values():
+            first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
+            generator.manual_seed(_hashed(first, epoch))
+
+
+def kind_of(loader: Any) -> Kind:
+    """Say what knows how far a loader is."""
+    if hasattr(loader, "check_state"):
+        return "formula"
+    return "state" if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else "count"
+
+
+_KINDS: dict[Kind, str] = {
+    "formula": "a ResumableLoader",
+    "state": "a loader with state_dict",
+    "count": "a loader without state_dict",
+}
+
+
+def _at(loader: Any, state: Any) -> Loader:
+    """Return what stands for a loader as it was."""
+    own = {name: getattr(loader, name) for name in ("load_state_dict", "check_state") if hasattr(loader, name)}
+    return SimpleNamespace(state_dict=lambda: state, **own)
+
+
+def _hashed(*parts: int) -> int:
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

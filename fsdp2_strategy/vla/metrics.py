@@ -1,0 +1,283 @@
+"""Metrics of a VLA's training: collected on rank 0, and handed to JSON lines or Weights & Biases.
+
+Input: what the training loop commits, a micro-batch or a step at a time. Output: one record an optimizer step, under
+VITRA's keys, and a status line for the progress bar.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp2_strategy.errors import ConfigError, did_you_mean
+from fsdp2_strategy.ranks import all_or_none, is_rank_0
+
+_PREFIX = "VLA Train"
+
+# The rate that a group of the action model reports, under the names that VITRA gives it.
+_ACTION_RATES = ("action_decay_lr", "action_no_decay_lr")
+
+
+class Tracker(Protocol):
+    """Where records go."""
+
+    def write_hyperparameters(self) -> None:
+        """Write the settings of the run."""
+
+    def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
+        """Write one record."""
+
+    def finalize(self) -> None:
+        """End the run, without waiting for anything that is not this run's."""
+
+
+class JSONLinesTracker:
+    """Write ``run-metrics.jsonl``, the run with its settings, and ``{run_id}.jsonl``, one record a line; rank 0 alone.
+
+    A run that goes on appends: a line that a crash tore is cut off, and steps that run again are written again.
+
+    Args:
+        run_id: name of the run, and of the file.
+        run_dir: directory of both files.
+        hparams: settings of the run; what JSON does not hold is written as text.
+    """
+
+    def __init__(self, run_id: str, run_dir: str | Path, hparams: Mapping[str, Any]) -> None:
+        self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
+        self._file: IO[bytes] | None = None
+
+    def write_hyperparameters(self) -> None:
+        """Write ``run-metrics.jsonl``."""
+        if is_rank_0():
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            content = _as_line({"run_id": self.run_id, "hparams": dict(self.hparams)})
+            (self.run_dir / "run-metrics.jsonl").write_bytes(content)
+
+    def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
+        """Append a record; it is in the file when this returns. What JSON has no number for is null."""
+        if is_rank_0():
+            self._file = self._file or _open_whole(self.run_dir / f"{self.run_id}.jsonl")
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self._file.write(_as_line(finite))
+
+    def finalize(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class WeightsBiasesTracker:
+    """Write to Weights & Biases (extra ``tracking``); rank 0 alone. ``WANDB_MODE=offline`` keeps all on disk.
+
+    Args:
+        run_id: name of the run there.
+        run_dir: directory for its files.
+        hparams: settings of the run.
+        project: project there.
+        entity: user or team there; by default the account's own.
+        group: group of runs.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        run_dir: str | Path,
+        hparams: Mapping[str, Any],
+        project: str = "vitra",
+        entity: str | None = None,
+        group: str = "vla-train",
+    ) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "cannot track with 'wandb': the package is not installed, expected the extra 'tracking'. Run "
+                "pip install 'fsdp2_strategy[tracking]', or track with 'jsonl'."
+            )
+        self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
+        self._run: Any = None
+        if is_rank_0():
+            import wandb  # noqa: PLC0415  an extra, and slow to import
+
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(
+                name=run_id, dir=str(self.run_dir), config=dict(hparams), project=project, entity=entity, group=group
+            )
+
+    def write_hyperparameters(self) -> None:
+        """Have nothing left to write: they went along when the run began."""
+
+    def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
+        """Log a record; it is sent behind the trainer."""
+        if self._run is not None:
+            self._run.log(dict(metrics), step=global_step)
+
+    def finalize(self) -> None:
+        """End the run there; what is not sent yet is sent first."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class VLAMetrics:
+    """Collect the metrics of a run, and hand one record an optimizer step to trackers.
+
+    Every rank has one, and constructing it is collective where there is a process group; rank 0 alone collects.
+
+    Args:
+        active_trackers: "jsonl", "wandb", or objects that are trackers.
+        run_id: name of the run.
+        run_dir: directory of the run.
+        hparams: settings of the run.
+        wandb_project: project of Weights & Biases.
+        wandb_entity: user or team there.
+        grad_accumulation_steps: micro-batches of a step, over which ``Loss (Raw)`` is the mean.
+        window_size: micro-batches over which ``Loss`` is the mean, and steps over which ``Step Time`` is.
+        resume_step: optimizer steps taken already.
+        resume_epoch: the epoch that goes on.
+
+    Raises:
+        ConfigError: on every rank: a tracker is unknown or cannot start.
+    """
+
+    def __init__(
+        self,
+        active_trackers: Sequence[str | Tracker],
+        run_id: str,
+        run_dir: str | Path,
+        hparams: Mapping[str, Any],
+        wandb_project: str = "vitra",
+        wandb_entity: str | None = None,
+        grad_accumulation_steps: int = 1,
+        window_size: int = 1,
+        resume_step: int | None = None,
+        resume_epoch: int | None = None,
+    ) -> None:
+        self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
+        self.global_step, self.epoch = resume_step or 0, resume_epoch or 0
+        known: dict[str, Callable[[], Tracker]] = {
+            "jsonl": partial(JSONLinesTracker, run_id, run_dir, hparams),
+            "wandb": partial(WeightsBiasesTracker, run_id, run_dir, hparams, wandb_project, wandb_entity),
+        }
+        self.trackers: list[Tracker] = []
+        alike = all_or_none("start trackers", ConfigError) if dist.is_initialized() else nullcontext()
+        with alike:
+            for given in (active_trackers,) if isinstance(active_trackers, str) else active_trackers:
+                if isinstance(given, str) and given not in known:
+                    raise ConfigError(
+                        f"cannot track with {given!r}: expected one of {', '.join(known)}, or a tracker."
+                        f"{did_you_mean(given, known)}"
+                    )
+                self.trackers.append(known[given]() if isinstance(given, str) else given)
+                self.trackers[-1].write_hyperparameters()
+        self._step_began = time.monotonic()
+        self._rate = 0.0
+        self._raw: deque[torch.Tensor] = deque(maxlen=grad_accumulation_steps)
+        self._losses: deque[torch.Tensor] = deque(maxlen=window_size)
+        self._seconds: deque[float] = deque(maxlen=window_size)
+        self._others: dict[str, deque[torch.Tensor]] = {}
+
+    def commit(
+        self,
+        *,
+        global_step: int | None = None,
+        epoch: int | None = None,
+        lr: float | None = None,
+        update_step_time: bool = False,
+        **values: float | torch.Tensor,
+    ) -> None:
+        """Take note of values; not collective, and without waiting for the device.
+
+        Args:
+            global_step: optimizer steps taken.
+            epoch: epoch that runs.
+            lr: rate of the backbone.
+            update_step_time: a step ends here.
+            **values: ``loss``, and others by name: tensors of one element, or numbers.
+        """
+        self.global_step = self.global_step if global_step is None else global_step
+        self.epoch = self.epoch if epoch is None else epoch
+        if not is_rank_0():
+            return
+        self._rate = self._rate if lr is None else lr
+        if update_step_time:
+            now = time.monotonic()
+            self._seconds.append(now - self._step_began)
+            self._step_began = now
+        for name, value in values.items():
+            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+            if name == "loss":
+                self._raw.append(tensor)
+                self._losses.append(tensor)
+            else:
+                own = 1 if name.endswith("_lr") else self._raw.maxlen
+                self._others.setdefault(name, deque(maxlen=own)).append(tensor)
+
+    def push(self) -> str:
+        """Hand what was committed to the trackers as one record; not collective. Returns the status line.
+
+        Keys are ``VLA Train/`` and Step, Epoch, Loss, Loss (Raw), Backbone Learning Rate, Action Model Learning Rate
+        and Step Time; other values are there as ``Other/`` and their names, as means over the step.
+        """
+        if not is_rank_0():
+            return self.get_status()
+        others = {name: _mean(values) for name, values in self._others.items()}
+        loss = _mean(self._losses)
+        record: dict[str, float] = {
+            "Step": self.global_step,
+            "Epoch": self.epoch,
+            "Loss": loss,
+            "Loss (Raw)": _mean(self._raw),
+            "Backbone Learning Rate": self._rate,
+            "Action Model Learning Rate": others.get(_ACTION_RATES[0], self._rate),
+            "Step Time": statistics.fmean(self._seconds) if self._seconds else 0.0,
+        }
+        named = {f"{_PREFIX}/{name}": value for name, value in record.items()}
+        self.log(self.global_step, named | {f"Other/{name}": value for name, value in others.items()})
+        return self.get_status(loss)
+
+    def log(self, global_step: int, metrics: Mapping[str, float]) -> None:
+        """Hand one record to every tracker; not collective."""
+        for tracker in self.trackers:
+            tracker.write(global_step, metrics)
+
+    def get_status(self, loss: float | torch.Tensor | None = None) -> str:
+        """Return a line for the progress bar; not collective."""
+        line = f"=>> [Epoch {self.epoch:03d}] Global Step {self.global_step:06d} =>> LR :: {self._rate:.6f}"
+        return line if loss is None else f"{line} - Loss :: {float(loss):.4f}"
+
+    def finalize(self) -> None:
+        """End the trackers; not collective, and no rank waits for anything but its own records."""
+        for tracker in self.trackers:
+            tracker.finalize()
+
+
+def _mean(values: Sequence[torch.Tensor] | deque[torch.Tensor]) -> float:
+    """Return the mean; one synchronisation with the device."""
+    return torch.stack([value.reshape(()).double() for value in values]).mean().item() if values else float("nan")
+
+
+def _as_line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, default=str).encode() + b"\n"
+
+
+def _open_whole(path: Path) -> IO[bytes]:
+    """Open a file of lines to append to, without the last one where a crash tore it; nothing is held back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab+", buffering=0)
+    file.seek(0)
+    written = file.read()
+    if not written.endswith(b"\n"):
+        file.truncate(written.rfind(b"\n") + 1)
+    return file
