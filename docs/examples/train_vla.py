@@ -133,15 +133,10 @@ def make_backbone(folder: Path) -> Path:
         torch.manual_seed(0)
         size = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
         text = {"model_type": "gemma", "vocab_size": 260, "num_key_value_heads": 2, "head_dim": 16}
-        vision = {
-            "model_type": "siglip_vision_model",
-            "image_size": SIZE,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        }
+        vision = {"model_type": "siglip_vision_model", "image_size": SIZE, "patch_size": PATCH}
         config = transformers.PaliGemmaConfig(
             text_config={**size, **text},
-            vision_config={**size, **vision, "projection_dim": WIDTH},
+            vision_config={**size, **vision, "projection_dim": WIDTH, "vision_use_head": False},
             image_token_index=IMAGE_TOKEN,
             projection_dim=WIDTH,
             hidden_size=WIDTH,

@@ -1,0 +1,674 @@
+"""VITRA's strategy: trains as the unsharded model does, and goes on exactly wherever it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import CountCollectives, full_parameters
+from test_checkpoint import assert_same, full_state
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from train_vla import Episodes, FlowBlock, FlowVLA, make_backbone
+
+from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardError, StepError, list_checkpoints
+from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.residency import parameter_groups
+from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
+
+SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("offset", torch.linspace(0, 1, 8))
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x) + self.offset.to(x.dtype))
+
+
+class Policy(nn.Module):
+    """A VLA without vision or language: what draws random numbers, has a backbone, and takes VITRA's arguments."""
+
+    def __init__(self, noise=True):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 8), Block(), Block())
+        self.cognition_token = nn.Parameter(torch.zeros(1, 8))
+        self.action_model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2 if noise else 0.0), nn.Linear(8, 4))
+        self.noise = noise
+
+    def forward(
+        self,
+        rgb,
+        input_ids,
+        attention_mask,
+        action_labels,
+        action_masks,
+        current_state_mask,
+        current_state,
+        fov,
+        data_source,
+    ):
+        assert data_source == ["action"]
+        x = rgb + input_ids * attention_mask + current_state * current_state_mask + fov
+        error = self.action_model(self.backbone(x) + self.cognition_token) - action_labels
+        error = (error + 0.1 * torch.randn_like(error) * self.noise).square() * action_masks
+        return {"loss": error.mean(), "left_hand_6d": error[:, :2].mean(), "right_hand_joints": error[:, 2:].mean()}
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        random = torch.Generator().manual_seed(i)
+        batch = {name: torch.randn(6, generator=random) for name in ("pixel_values", "current_state", "fov")}
+        batch |= {"input_ids": torch.randint(0, 3, (6,), generator=random), "attention_mask": torch.ones(6)}
+        batch |= {"current_state_mask": torch.ones(6), "action_masks": torch.ones(4)}
+        return batch | {"actions": torch.randn(4, generator=random), "dataset_name": i}
+
+
+class Stopped(Exception):
+    """What kills a run in a test."""
+
+
+@dataclass
+class Recorder:
+    """A tracker that remembers, and kills the run after some steps."""
+
+    stop_after: int | None = None
+    records: dict[int, dict] = field(default_factory=dict)
+
+    def write_hyperparameters(self): ...
+
+    def write(self, global_step, metrics):
+        if self.stop_after is not None and global_step > self.stop_after:
+            raise Stopped
+        self.records[global_step] = {k: v for k, v in metrics.items() if not k.endswith("Step Time")}
+
+    def finalize(self): ...
+
+
+_open = []
+
+
+def strategy_of(vla, **options):
+    while _open:  # one that is left open would hear of another one's SIGTERM
+        _open.pop().close()
+    defaults = {
+        "device_id": 0,
+        "stage": "test",
+        "epochs": 3,
+        "max_steps": None,
+        "global_batch_size": 8,
+        "per_device_batch_size": 8 // dist.get_world_size() // 2,
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "backbone-freeze-warmup",
+        "warmup_ratio": 0.25,
+        "llm_freeze_step": 2,
+        "action_model_learning_rate": 0.03,
+        "enable_mixed_precision_training": False,
+    }
+    _open.append(VLAFSDPStrategy(vla, **{**defaults, **options}))
+    return _open[-1]
+
+
+def set_up(run_dir, *, seed=0, vla=None, blocks=(Block,), **options):
+    torch.manual_seed(seed)
+    strategy = strategy_of(vla or Policy(), **options)
+    strategy.run_setup(run_dir, SAMPLES, set(blocks), None)
+    return strategy
+
+
+def metrics_for(run_dir, recorder, accumulation=2):
+    return VLAMetrics((recorder,), "run", run_dir, {}, grad_accumulation_steps=accumulation, window_size=accumulation)
+
+
+def resumable():
+    return ResumableLoader(Samples(), 4, seed=3)
+
+
+def plain():
+    sampler = DistributedSampler(Samples(), seed=3)
+    return DataLoader(Samples(), 2, sampler=sampler)
+
+
+def shuffled():
+    return DataLoader(Samples(), 4, shuffle=True)
+
+
+class Stateful:
+    """A loader of someone else's, which draws random numbers and knows its place."""
+
+    def __init__(self):
+        self.at, self.random = 0, torch.Generator().manual_seed(dist.get_rank())
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        while self.at < 5:
+            self.at += 1
+            picked = torch.randint(0, SAMPLES, (2,), generator=self.random).tolist()
+            yield torch.utils.data.default_collate([Samples()[i] for i in picked])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at, "random": self.random.get_state()}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+        self.random.set_state(state["random"])
+
+
+LOADERS = {"resumable": resumable, "plain": plain, "shuffled": shuffled, "stateful": Stateful}
+
+
+def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options):
+    """Train until the end, or until it is killed; go on where the directory is."""
+    strategy = set_up(run_dir, seed=seed, **options)
+    recorder = Recorder(stop_after)
+    strategy.load_optimizer_and_scheduler(run_dir)
+    metrics = metrics_for(run_dir, recorder, strategy.grad_accumulation_steps)
+    with pytest.raises(StepError, match="Stopped") if stop_after is not None else contextlib.nullcontext():
+        assert strategy.run_training(LOADERS[loader](), metrics, save_interval=save_interval)
+    strategy.wait_for_checkpoint()
+    return strategy, recorder.records
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_run_that_is_killed_goes_on_with_the_same_losses(tmp_path, loader, micro_batches):
+    options = {"per_device_batch_size": 2, "global_batch_size": 4 * micro_batches}
+    whole, expected = run(tmp_path / "whole", loader, **options)
+    total = 15 // micro_batches
+    assert dist.get_rank() or list(expected) == list(range(1, total + 1))
+    seen = {}
+    for seed, stop_after in ((0, 3), (7, 5), (8, None)):  # in the first epoch, behind an epoch's end
+        strategy, records = run(tmp_path / "killed", loader, stop_after=stop_after, seed=seed, **options)
+        for step, record in records.items():
+            assert record == expected[step], f"step {step} after a kill behind step {stop_after}"
+        seen |= records
+    assert seen == expected
+    assert_same(full_state(strategy.vla, strategy.optimizer), full_state(whole.vla, whole.optimizer))
+    assert [c.tag for c in list_checkpoints(tmp_path / "killed" / "checkpoints")] == [
+        c.tag for c in list_checkpoints(tmp_path / "whole" / "checkpoints")
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_that_fill_no_step_are_carried_over_an_epochs_end(tmp_path):
+    model = Policy(noise=False)
+    unsharded = copy.deepcopy(model)
+    strategy = set_up(tmp_path, vla=model, global_batch_size=8, per_device_batch_size=2)
+    recorder = Recorder()
+    strategy.run_training(resumable(), metrics_for(tmp_path, recorder))
+    # The same in plain torch: 15 micro-batches of all ranks in three epochs make 7 steps of two.
+    groups = vla_parameter_groups(unsharded, learning_rate=0.01, weight_decay=0.1, action_model_learning_rate=0.03)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    loader = ResumableLoader(Samples(), 4, seed=3, dp_rank=0, dp_size=1)
+    batches = [batch for _ in range(3) for batch in loader]
+    assert len(batches) == 15
+    for step in range(7):
+        for group in optimizer.param_groups[:2]:
+            group["lr"] = 0.0 if step < 2 else 0.01
+        for batch in batches[2 * step : 2 * step + 2]:
+            (unsharded(**strategy.forward_inputs(batch))["loss"] / 2).backward()
+        torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in full_parameters(strategy.vla).items():
+        torch.testing.assert_close(parameter, named_parameters(unsharded)[name].detach(), rtol=2e-4, atol=2e-5)
+    assert strategy.global_step(strategy.vla) == 7
+    assert dist.get_rank() or len(recorder.records) == 7
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_have_vitras_names_and_facts_and_are_rotated(tmp_path):
+    strategy = set_up(tmp_path, per_device_batch_size=4, max_num=4)
+    strategy.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, Recorder(), 1), save_interval=2)
+    found = list_checkpoints(tmp_path / "checkpoints")
+    # Three epochs of 3, 2 and 3 batches of 8: 20 samples an epoch, each batch in the epoch in which it begins.
+    names = ["epoch=0-step=2", "epoch=0-step=3.end", "epoch=1-step=4", "epoch=1-step=5.end", "epoch=2-step=6"]
+    names += ["epoch=2-step=8", "epoch=2-step=8.end"]
+    assert [c.tag for c in found] == [f"{name}.ckpt" for name in names[-4:]]
+    assert json.loads((found[-1].path / "meta.json").read_text()) == {"epoch": 2, "global_step": 8}
+    assert (found[-1].path / "optimizer").is_dir() and found[-1].step == 8
+
+
+@pytest.mark.ranks(2)
+def test_a_run_ends_at_max_steps_with_a_checkpoint_and_has_nothing_left_then(tmp_path):
+    options = {"max_steps": 4, "epochs": 100, "per_device_batch_size": 4}
+    strategy = set_up(tmp_path, **options)
+    assert strategy.num_training_steps == 4
+    strategy.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, Recorder(), 1), save_interval=None)
+    assert [c.tag for c in list_checkpoints(tmp_path / "checkpoints")] == [
+        "epoch=0-step=3.end.ckpt",
+        "epoch=1-step=4.ckpt",
+    ]
+    again = set_up(tmp_path, **options)
+    assert again.load_optimizer_and_scheduler(tmp_path) == {"epoch": 1, "global_step": 4}
+    recorder = Recorder()
+    assert again.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, recorder, 1))
+    assert not recorder.records
+
+
+@pytest.mark.ranks(2)
+def test_steps_follow_from_whole_batches_of_examples(tmp_path):
+    for examples, steps in ((16, 6), (17, 9), (24, 9)):
+        torch.manual_seed(0)
+        strategy = strategy_of(Policy(), lr_scheduler_type="warmup_constant")
+        strategy.run_setup(tmp_path, examples, {Block}, None)
+        assert strategy.num_training_steps == steps
+        assert strategy.optimizer.param_groups[0]["lr"] == 0.0
+        for _ in range(int(steps * 0.25)):
+            assert strategy.optimizer.param_groups[0]["lr"] < 0.01
+            strategy.optimizer.step()
+            strategy.lr_scheduler.step()
+        assert strategy.optimizer.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.ranks(2)
+def test_the_freeze_holds_from_the_first_step_and_no_resume_repeats_it(tmp_path):
+    def backbone(strategy):
+        return {n: p for n, p in full_parameters(strategy.vla).items() if n.startswith("backbone")}
+
+    options = {"llm_freeze_step": 4, "per_device_batch_size": 4}
+    before = backbone(set_up(tmp_path / "other", **options))
+    strategy = set_up(tmp_path, **options)
+    recorder = Recorder()
+    for max_steps in (2, 4, 7):
+        strategy = set_up(tmp_path, max_steps=max_steps, **options)
+        strategy.load_optimizer_and_scheduler(tmp_path)
+        strategy.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, recorder, 1), save_interval=None)
+        if max_steps <= 4:
+            assert_same(backbone(strategy), before)
+        else:
+            assert all(not torch.equal(p, before[n]) for n, p in backbone(strategy).items())
+    if dist.get_rank() == 0:
+        keys = "VLA Train/Backbone Learning Rate", "VLA Train/Action Model Learning Rate"
+        rates = [tuple(record[key] for key in keys) for record in recorder.records.values()]
+        assert rates == [(0.0, 0.03)] * 3 + [(0.01, 0.03)] * 4, "what the next step has, as VITRA reports it"
+
+
+@pytest.mark.ranks(2)
+def test_trainable_weights_alone_are_saved_where_the_caller_says_so(tmp_path):
+    def frozen():
+        torch.manual_seed(0)
+        vla = Policy()
+        vla.backbone.requires_grad_(False)
+        return vla
+
+    whole, expected = run_frozen(tmp_path / "whole", frozen())
+    for stop_after in (4, None):
+        strategy, records = run_frozen(tmp_path / "killed", frozen(), stop_after=stop_after)
+        assert all(record == expected[step] for step, record in records.items())
+    assert_same(full_state(strategy.vla, strategy.optimizer), full_state(whole.vla, whole.optimizer))
+    assert dist.get_rank() or {r["VLA Train/Backbone Learning Rate"] for r in expected.values()} == {0.0}
+    newest = list_checkpoints(tmp_path / "killed" / "checkpoints")[-1].path
+    assert (newest / "trainable").is_dir() and not (newest / "model").exists()
+
+
+def run_frozen(run_dir, vla, stop_after=None):
+    strategy = set_up(run_dir, vla=vla)
+    strategy.load_optimizer_and_scheduler(run_dir)
+    recorder = Recorder(stop_after)
+    with pytest.raises(StepError) if stop_after else contextlib.nullcontext():
+        strategy.run_training(resumable(), metrics_for(run_dir, recorder), save_interval=2, save_full_model=False)
+    strategy.wait_for_checkpoint()
+    return strategy, recorder.records
+
+
+@pytest.mark.ranks(2)
+def test_a_true_vla_trains_and_goes_on_with_its_frozen_backbone_from_its_folder(tmp_path):
+    if dist.get_rank() == 0:
+        make_backbone(tmp_path / "backbone")
+    dist.barrier()
+    folder = tmp_path / "backbone"
+
+    def start(stop_after=None, run_dir="killed"):
+        strategy = VLAFSDPStrategy(
+            flow_vla(folder, frozen=True), 0, "test", 9, 6, 8, 4, 1e-3, 0.01, 1.0, "constant", 0.0, llm_freeze_step=0
+        )
+        strategy.run_setup(tmp_path / run_dir, 24, {"GemmaDecoderLayer", "SiglipEncoderLayer", FlowBlock}, {FlowBlock})
+        strategy.load_optimizer_and_scheduler(tmp_path / run_dir)
+        recorder = Recorder(stop_after)
+        loader = ResumableLoader(Episodes(count=4, length=6), 8, seed=1)
+        with pytest.raises(StepError) if stop_after else contextlib.nullcontext():
+            strategy.run_training(loader, metrics_for(run_dir, recorder, 1), save_interval=2, save_full_model=False)
+        return strategy, recorder.records
+
+    def metrics_for(run_dir, recorder, accumulation):
+        return VLAMetrics((recorder,), "run", tmp_path / run_dir, {}, grad_accumulation_steps=accumulation)
+
+    whole, expected = start(run_dir="whole")
+    start(stop_after=4)
+    strategy, records = start()
+    assert dist.get_rank() or (set(records) == {5, 6} and all(r == expected[s] for s, r in records.items()))
+    assert_same(full_state(strategy.vla, strategy.optimizer), full_state(whole.vla, whole.optimizer))
+    newest = list_checkpoints(tmp_path / "killed" / "checkpoints")[-1]
+    frozen_bytes = sum(p.numel() * 2 for p in whole.vla.backbone.parameters())
+    assert newest.total_bytes < 1.4e6 and frozen_bytes > 3e5
+
+
+def flow_vla(folder, *, frozen):
+    torch.manual_seed(0)
+    vla = FlowVLA(folder)
+    vla.backbone.requires_grad_(not frozen)
+    return vla
+
+
+# --- sharding and precision ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sharding_strategy", ["shard-grad-op", "full-shard"])
+@pytest.mark.parametrize("by_node", [False, True])
+def test_both_strengths_shard_within_a_node_and_replicate_across(tmp_path, sharding_strategy, by_node):
+    model = Policy(noise=False)
+    unsharded = copy.deepcopy(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if by_node:
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+        shard_size = None if by_node else 2
+        strategy = set_up(
+            tmp_path,
+            vla=model,
+            sharding_strategy=sharding_strategy,
+            shard_size=shard_size,
+            lr_scheduler_type="constant",
+        )
+    mesh = strategy.vla.backbone[1].inner.weight.device_mesh
+    assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (2, 2)
+    batch = next(iter(DataLoader(Samples(), SAMPLES)))
+    own = {name: value[5 * dist.get_rank() : 5 * dist.get_rank() + 5] for name, value in batch.items()}
+    with CountCollectives() as counted:
+        strategy._micro_batch(own, metrics_for(tmp_path, Recorder()))
+    gathers = 3 if sharding_strategy == "shard-grad-op" else 5  # two blocks and the root; the blocks twice
+    assert counted.counts["allgather_base"] == gathers
+    unsharded(**strategy.forward_inputs(batch))["loss"].div(2).backward()
+    strategy._micro_batch(own, metrics_for(tmp_path, Recorder()))
+    groups = vla_parameter_groups(unsharded, learning_rate=0.01, weight_decay=0.1, action_model_learning_rate=0.03)
+    unsharded(**strategy.forward_inputs(batch))["loss"].div(2).backward()
+    torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
+    torch.optim.AdamW(groups, betas=(0.9, 0.999)).step()
+    for name, parameter in full_parameters(strategy.vla).items():
+        torch.testing.assert_close(parameter, named_parameters(unsharded)[name].detach(), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "computed", "reduced"),
+    [
+        ({}, torch.bfloat16, torch.bfloat16),
+        ({"reduce_in_full_precision": True}, torch.bfloat16, torch.float32),
+        ({"enable_mixed_precision_training": False}, torch.float32, torch.float32),
+        ({"mixed_precision_dtype": torch.float32}, torch.float32, torch.float32),
+    ],
+)
+def test_precision_is_as_asked(tmp_path, options, computed, reduced):
+    strategy = set_up(tmp_path, **{"enable_mixed_precision_training": True, **options})
+    parameter = strategy.vla.backbone[1].inner.weight
+    assert parameter.dtype == torch.float32, "masters"
+    assert {buffer.dtype for buffer in strategy.vla.buffers()} == {reduced}
+    seen = []
+    strategy.vla.backbone[1].inner.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+    strategy.run_training(resumable(), metrics_for(tmp_path, Recorder()), save_interval=None, epoch_save_interval=None)
+    assert set(seen) == {computed}
+    assert {group._reduce_dtype or computed for group in parameter_groups(strategy.vla)} == {reduced}
+    kept = set_up(tmp_path, cast_buffers=False)
+    assert {buffer.dtype for buffer in kept.vla.buffers()} == {torch.float32}
+
+
+@pytest.mark.ranks(2)
+def test_activations_of_the_named_classes_are_recomputed_and_nothing_changes(tmp_path):
+    runs = {}
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        strategy = strategy_of(Policy(), enable_gradient_checkpointing=recompute)
+        calls = []
+        strategy.vla.backbone[1].inner.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        strategy.run_setup(tmp_path, SAMPLES, {Block}, [Block])
+        recorder = Recorder()
+        strategy.run_training(resumable(), metrics_for(tmp_path, recorder), None, None)
+        runs[recompute] = (recorder.records, len(calls))
+    assert runs[True][0] == runs[False][0] and runs[True][1] == 2 * runs[False][1]
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_backbone_costs_no_optimizer_state_and_no_gradient_traffic(tmp_path):
+    counts = {}
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        vla = Policy()
+        vla.backbone.requires_grad_(not frozen)
+        strategy = set_up(tmp_path, vla=vla, sharding_strategy="full-shard")
+        batch = next(iter(resumable()))
+        with CountCollectives() as counted:
+            for _ in range(2):
+                strategy._micro_batch(batch, metrics_for(tmp_path, Recorder()))
+        counts[frozen] = counted.counts
+        names = {id(p): name for name, p in named_parameters(strategy.vla).items()}
+        with_state = {names[id(p)] for p in strategy.optimizer.state}
+        assert with_state == {n for n in names.values() if not (frozen and n.startswith("backbone"))}
+    assert counts[False]["reduce_scatter_base"] == 2 * 3, "two blocks and the root"
+    assert counts[True]["reduce_scatter_base"] == 2 * 1, "the root alone"
+    assert counts[True]["allgather_base"] < counts[False]["allgather_base"], "backward gathers nothing that is frozen"
+
+
+# --- checkpoints of the original -----------------------------------------------------------------------------------
+
+
+def as_vitra_trains(model, steps, rates):
+    """Train as the original does, on the whole batch: without sharding, and without decay."""
+    groups = vla_parameter_groups(
+        model, learning_rate=0.01, weight_decay=0.1, action_model_learning_rate=0.03, as_flattened=True
+    )
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    for step in steps:
+        rates(optimizer, step)
+        model(**inputs_of(next(iter(DataLoader(Samples(), 8)))))["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield optimizer
+
+
+def inputs_of(batch):
+    renamed = {"pixel_values": "rgb", "actions": "action_labels"}
+    given = {renamed.get(name, name): value for name, value in batch.items() if name != "dataset_name"}
+    return given | {"data_source": ["action"]}
+
+
+def freeze_two(optimizer, step):
+    for group in optimizer.param_groups[:2]:
+        group["lr"] = 0.0 if step < 2 else 0.01
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_the_original_goes_on_with_trust(tmp_path):
+    torch.manual_seed(0)
+    original = Policy(noise=False)
+    training = as_vitra_trains(original, range(5), freeze_two)
+    optimizer = [next(training) for _ in range(3)][-1]
+    folder = tmp_path / "checkpoints" / "epoch=1-step=3.end.ckpt"
+    if dist.get_rank() == 0:
+        write_as_vitra(folder, original, optimizer, epoch=1, step=3)
+    dist.barrier()
+    list(training)
+
+    strategy = set_up(
+        tmp_path, vla=Policy(noise=False), seed=5, per_device_batch_size=4, as_flattened=True, max_steps=5, epochs=9
+    )
+    with pytest.raises(CheckpointError, match="trust=True"):
+        strategy.load_optimizer_and_scheduler(folder)
+    assert strategy.load_optimizer_and_scheduler(folder, trust=True) == {"epoch": 1, "global_step": 3}
+    recorder = Recorder()
+    own = [next(iter(DataLoader(Samples(), 4, sampler=range(4 * dist.get_rank(), 8))))]
+    strategy.run_training(own, metrics_for(tmp_path, recorder, 1), None, None, start_epoch=2, start_global_step=3)
+    if dist.get_rank() == 0:
+        assert [(step, r["VLA Train/Epoch"]) for step, r in recorder.records.items()] == [(4, 2), (5, 3)]
+        assert recorder.records[4]["VLA Train/Backbone Learning Rate"] == 0.01, "it does not freeze again"
+    for name, parameter in full_parameters(strategy.vla).items():
+        torch.testing.assert_close(parameter, named_parameters(original)[name].detach(), rtol=2e-4, atol=2e-5)
+
+
+def write_as_vitra(folder, model, optimizer, *, epoch, step):
+    folder.mkdir(parents=True)
+    names = {id(p): name for name, p in model.named_parameters()}
+    state = {names[id(p)]: values for p, values in optimizer.state.items()}
+    groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
+    torch.save(model.state_dict(), folder / "weights.pt")
+    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
+    (folder / "meta.json").write_text(json.dumps({"epoch": epoch, "global_step": step}))
+
+
+# --- stops and errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_is_told_to_stop_saves_and_says_that_it_is_not_through(tmp_path):
+    class Terminated(Recorder):
+        def write(self, global_step, metrics):
+            if global_step == 3 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with set_up(tmp_path) as strategy:
+        metrics = metrics_for(tmp_path, Terminated())
+        assert not strategy.run_training(resumable(), metrics, save_interval=None, epoch_save_interval=None)
+    assert [c.tag for c in list_checkpoints(tmp_path / "checkpoints")] == ["epoch=1-step=3.ckpt"]
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
+    for error, options in (
+        (ConfigError, {"sharding_strategy": "full_shard"}),
+        (ConfigError, {"mixed_precision_dtype": torch.float16}),
+        (ConfigError, {"max_steps": 0}),
+        (ConfigError, {"epochs": 0}),
+        (ConfigError, {"global_batch_size": 7}),
+        (OptimizerError, {"lr_scheduler_type": "linear-warmup"}),
+    ):
+        with pytest.raises(error, match="expected"):
+            strategy_of(Policy(), **options)
+    torch.manual_seed(0)
+    with pytest.raises(ShardError, match="'Conv2d'"):
+        strategy_of(Policy()).run_setup(tmp_path, SAMPLES, {nn.Conv2d}, None)
+
+    strategy = set_up(tmp_path)
+    metrics = metrics_for(tmp_path, Recorder())
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        strategy.load_optimizer_and_scheduler(tmp_path / "checkpoints" / "epoch=0-step=9.ckpt")
+    assert strategy.load_optimizer_and_scheduler(tmp_path) is None
+    strategy.run_training(resumable(), metrics, save_interval=2, epoch_save_interval=None)
+
+    again = set_up(tmp_path)
+    again.load_optimizer_and_scheduler(tmp_path)
+    with pytest.raises(ConfigError, match="start_epoch is 1 and start_global_step 0, expected 2 and 6"):
+        again.run_training(resumable(), metrics, start_epoch=1)
+    with pytest.raises(CheckpointError, match="that of a ResumableLoader on 2 ranks, expected a loader without"):
+        again.run_training(plain(), metrics)
+    again = set_up(tmp_path)
+    again.load_optimizer_and_scheduler(tmp_path, load_data_position=False)
+    assert again.run_training(plain(), metrics, save_interval=None, epoch_save_interval=None)
+
+    class Silent(Policy):
+        def forward(self, rgb, **inputs):
+            return {"logits": rgb}
+
+    strategy = set_up(tmp_path, vla=Silent())
+    with pytest.raises(StepError, match="returned logits, expected a mapping with a 'loss'"):
+        strategy.run_training(resumable(), metrics)
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+
+KEYS = {"Step", "Epoch", "Loss", "Loss (Raw)", "Backbone Learning Rate", "Action Model Learning Rate", "Step Time"}
+
+
+def one_step(metrics, step, losses=(1.0, 3.0)):
+    for loss in losses:
+        metrics.commit(loss=torch.tensor(loss), left_hand_6d=torch.tensor([2 * loss]))
+    rates = {"backbone_decay_lr": 0.1, "action_decay_lr": 0.2}
+    metrics.commit(update_step_time=True, global_step=step, epoch=4, lr=0.1, **rates)
+    return metrics.push()
+
+
+@pytest.mark.ranks(2)
+def test_json_lines_have_vitras_files_and_keys_from_rank_0_alone(tmp_path):
+    own = tmp_path / str(dist.get_rank())
+    metrics = VLAMetrics(
+        ("jsonl",), "a-run", own, {"path": tmp_path, "lr": 1}, grad_accumulation_steps=2, window_size=4
+    )
+    assert "Global Step 000007" in one_step(metrics, 7)
+    metrics.finalize()
+    if dist.get_rank() == 0:  # a crash tears a line
+        with (own / "a-run.jsonl").open("a") as file:
+            file.write('{"VLA Train/St')
+    metrics = VLAMetrics(("jsonl",), "a-run", own, {"path": tmp_path, "lr": 2}, grad_accumulation_steps=2)
+    one_step(metrics, 8, losses=(5.0, float("nan")))
+    metrics.finalize()
+    if dist.get_rank():
+        assert not own.exists()
+        return
+    hparams = {"path": str(tmp_path), "lr": 2}
+    assert json.loads((own / "run-metrics.jsonl").read_text()) == {"run_id": "a-run", "hparams": hparams}
+    first, second = map(json.loads, (own / "a-run.jsonl").read_text().splitlines())
+    assert {key.removeprefix("VLA Train/") for key in first if key.startswith("VLA Train/")} == KEYS
+    assert (first["VLA Train/Loss"], first["VLA Train/Loss (Raw)"], first["Other/left_hand_6d"]) == (2.0, 2.0, 4.0)
+    assert (first["VLA Train/Backbone Learning Rate"], first["VLA Train/Action Model Learning Rate"]) == (0.1, 0.2)
+    assert (second["VLA Train/Step"], second["VLA Train/Loss"]) == (8, None)
+
+
+@pytest.mark.ranks(2)
+def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        metrics = VLAMetrics(("wandb",), "a-run", tmp_path / str(dist.get_rank()), {"lr": 1})
+        one_step(metrics, 7)
+        metrics.finalize()
+    files = list(tmp_path.glob(f"{dist.get_rank()}/wandb/offline-run-*/*.wandb"))
+    if dist.get_rank():
+        assert not files
+        return
+    [written] = files
+    content = written.read_bytes()
+    assert all(f"VLA Train/{key}".encode() in content for key in KEYS)
+
+
+@pytest.mark.ranks(2)
+def test_a_tracker_that_fails_on_rank_0_fails_on_every_rank(tmp_path):
+    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, wandb.*mean 'jsonl'"):
+        VLAMetrics(("jsonls",), "a-run", tmp_path, {})
+    if dist.get_rank() == 0:
+        (tmp_path / "file").touch()
+    dist.barrier()
+    with pytest.raises(ConfigError, match="cannot start trackers: failed on rank 0"):
+        VLAMetrics(("jsonl",), "a-run", tmp_path / "file", {})
+    strategy = set_up(tmp_path)
+    metrics = VLAMetrics(("jsonl",), "gone", tmp_path / "run", {}, grad_accumulation_steps=2)
+    if dist.get_rank() == 0:
+        (tmp_path / "run" / "gone.jsonl").mkdir()
+    with pytest.raises(StepError, match="cannot track metrics: failed on rank 0: IsADirectoryError"):
+        strategy.run_training(resumable(), metrics)
+
+
+def test_without_the_extra_weights_and_biases_is_an_error_that_says_so(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="extra 'tracking'"):
+            VLAMetrics(("wandb",), "a-run", tmp_path, {})
