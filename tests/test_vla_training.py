@@ -99,12 +99,7 @@ class Recorder:
     def finalize(self): ...
 
 
-_open = []
-
-
 def strategy_of(vla, **options):
-    while _open:  # one that is left open would hear of another one's SIGTERM
-        _open.pop().close()
     defaults = {
         "device_id": 0,
         "stage": "test",
@@ -121,8 +116,7 @@ def strategy_of(vla, **options):
         "action_model_learning_rate": 0.03,
         "enable_mixed_precision_training": False,
     }
-    _open.append(VLAFSDPStrategy(vla, **{**defaults, **options}))
-    return _open[-1]
+    return VLAFSDPStrategy(vla, **{**defaults, **options})
 
 
 def set_up(run_dir, *, seed=0, vla=None, blocks=(Block,), **options):
@@ -547,8 +541,10 @@ def test_a_run_that_is_told_to_stop_saves_and_says_that_it_is_not_through(tmp_pa
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with set_up(tmp_path) as strategy:
+        before = signal.getsignal(signal.SIGTERM)
         metrics = metrics_for(tmp_path, Terminated())
         assert not strategy.run_training(resumable(), metrics, save_interval=None, epoch_save_interval=None)
+        assert signal.getsignal(signal.SIGTERM) is before
     assert [c.tag for c in list_checkpoints(tmp_path / "checkpoints")] == ["epoch=1-step=3.ckpt"]
 
 
@@ -589,6 +585,7 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
         def forward(self, rgb, **inputs):
             return {"logits": rgb}
 
+    torch.manual_seed(0)
     strategy = set_up(tmp_path, vla=Silent())
     with pytest.raises(StepError, match="returned logits, expected a mapping with a 'loss'"):
         strategy.run_training(resumable(), metrics)

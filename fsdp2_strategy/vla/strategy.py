@@ -28,6 +28,7 @@ from fsdp2_strategy.checkpoint import load_checkpoint
 from fsdp2_strategy.checkpoint.state import advance_scheduler
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import CheckpointError, ConfigError, StepError
+from fsdp2_strategy.preemption import Preemption
 from fsdp2_strategy.residency import clear_gradients
 from fsdp2_strategy.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.step import StepResult
@@ -310,6 +311,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             epoch=resumed.begins if resumed else start_epoch,
             keeps_marks=self.grad_accumulation_steps > 1,
         )
+        self._stop = Preemption()  # what this call hears: before and after it SIGTERM is the caller's
         metrics.commit(global_step=self.global_step(self.vla), epoch=data.epoch)
         if self._is_through():
             return True
@@ -321,8 +323,11 @@ class VLAFSDPStrategy(TrainingStrategy):
             leave=False,
             disable=not ranks.is_rank_0(),
         ) as bar:
-            through = self._train(data, metrics, bar, save_interval, epoch_save_interval, full=save_full_model)
-        self.wait_for_checkpoint()
+            try:
+                through = self._train(data, metrics, bar, save_interval, epoch_save_interval, full=save_full_model)
+                self.wait_for_checkpoint()
+            finally:
+                self._stop.end()
         return through
 
     def _train(
@@ -411,7 +416,7 @@ class VLAFSDPStrategy(TrainingStrategy):
 
     def _told_to_stop(self) -> bool:
         # Signals are the main thread's.
-        return threading.current_thread() is threading.main_thread() and self.preempted()
+        return threading.current_thread() is threading.main_thread() and self._stop.said()
 
     def _is_through(self) -> bool:
         return self.max_steps is not None and self.global_step(self.vla) >= self.max_steps
