@@ -16,6 +16,7 @@ from models import build, tokens
 from reference import full_parameters
 from test_checkpoint import assert_same, full_state, strategy_for
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp2_strategy import CheckpointError, list_checkpoints
 from fsdp2_strategy.cli import main
@@ -153,22 +154,22 @@ def test_what_cannot_be_done_with_trainable_weights_alone_is_said(tmp_path):
 
 def fingerprint(values):
     """Do it once more, element by element."""
+
+    def weight(number):
+        mixed = np.array([(number + 1) * 0xBF58476D1CE4E5B9 % 2**64], dtype=np.uint64).view(np.int64) >> 29
+        return (number * 0x9E3779B97F4A7C15) % 2**64 ^ int(mixed.view(np.uint64)[0]) | 1
+
     bits = values.to(torch.bfloat16).view(torch.int16).flatten().tolist()
-    total = 0
-    for position, value in enumerate(bits):
-        weight = (position * 0x9E3779B97F4A7C15) % 2**64
-        mixed = np.array([(position + 1) * 0xBF58476D1CE4E5B9 % 2**64], dtype=np.uint64).view(np.int64) >> 29
-        weight ^= int(mixed.view(np.uint64)[0])
-        total += (2 * value + 1) * weight
+    total = sum(v * weight(p % 65536) * weight(p // 65536) for p, v in enumerate(bits))
     return f"{total % 2**64:016x}"
 
 
 class Odd(nn.Module):
-    """Parameters of all dimensions, one with fewer rows than ranks."""
+    """Parameters of all dimensions, one with fewer rows than ranks, one of several blocks."""
 
     def __init__(self):
         super().__init__()
-        shapes = [(), (5,), (7, 3), (3, 2, 4), (1, 6)]
+        shapes = [(), (5,), (7, 3), (3, 2, 4), (1, 6), (300, 1001)]
         self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def forward(self):
@@ -191,3 +192,11 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_is_sharded(shard_size):
     assert [a != b for a, b in zip(add_over_ranks(local_fingerprints(parameters)), expected, strict=True)] == [
         name == "all.2" for name in parameters
     ]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_fingerprint_does_not_depend_on_the_dimension_that_is_split(dim):
+    whole = torch.randn(5, 4, 7, generator=torch.Generator().manual_seed(0))
+    split = distribute_tensor(whole, build_mesh(), [Shard(dim)])
+    assert add_over_ranks(local_fingerprints({"x": split})) == [fingerprint(whole)]

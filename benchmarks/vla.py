@@ -1,0 +1,267 @@
+"""What a frozen backbone costs, and saving and resuming a VLA, against the ways that VITRA has for both.
+
+    python benchmarks/vla.py [--rounds 5] [--hidden 1024] [--ranks 2] [--dir DIR]
+
+A backbone of twelve layers and an action model of two, of the same width. Steps: the backbone frozen, as we do it,
+against one whose rate is 0, as VITRA's freeze does it: collectives and bytes of one step, optimizer state of a rank,
+seconds. Checkpoints, of the frozen VLA and of one that trains as a whole: ours whole, ours of the trainable weights,
+and VITRA's: rank 0 gathers weights and optimizer and writes both with `torch.save`, every rank reads both files whole.
+Files are forced to disk; each load ends with values that are compared. Writes vla.json, prints tables.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import threading
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import (
+    attempt,
+    become_rank,
+    circumstances,
+    finish,
+    force_to_disk,
+    in_turns,
+    local_of,
+    merge,
+    on_ranks,
+    ratio,
+    spread,
+    summary,
+    turn,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2_strategy.vla import VLAFSDPStrategy
+
+GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outward(torch.nn.functional.gelu(self.inward(x)))
+
+
+class VLA(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleList(Layer(hidden) for _ in range(12))
+        self.action_model = nn.ModuleList(Layer(hidden) for _ in range(2))
+
+    def forward(self, rgb: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+        for layer in (*self.backbone, *self.action_model):
+            rgb = layer(rgb)
+        return {"loss": rgb.float().square().mean()}
+
+
+class Traffic(TorchDispatchMode):
+    """Count collectives and the bytes of the whole tensors that they move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1].strip("_")
+        if func.namespace == "c10d" and name in ("allgather_base", "reduce_scatter_base", "allreduce"):
+            sizes = [t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.calls[name] += 1
+            self.bytes[name] += max(sizes)
+        return func(*args, **(kwargs or {}))
+
+
+def strategy_for(hidden: int, run_dir: Path, *, freeze: str) -> VLAFSDPStrategy:
+    """Set up a VLA whose backbone is frozen, has rate 0, or is trained."""
+    torch.manual_seed(0)
+    vla = VLA(hidden)
+    vla.backbone.requires_grad_(freeze != "frozen")
+    strategy = VLAFSDPStrategy(
+        vla,
+        device_id=dist.get_rank() if torch.cuda.is_available() else None,
+        stage="benchmark",
+        epochs=1,
+        max_steps=1000,
+        global_batch_size=dist.get_world_size(),
+        per_device_batch_size=1,
+        learning_rate=1e-5,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        lr_scheduler_type="backbone-freeze-warmup" if freeze == "rate 0" else "constant",
+        llm_freeze_step=1000 if freeze == "rate 0" else 0,
+        warmup_ratio=0.0,
+        reduce_in_full_precision=True,
+        sharding_strategy="full-shard",
+        async_save=False,
+        max_num=1,
+    )
+    strategy.run_setup(run_dir, 1000, {Layer}, None)
+    return strategy
+
+
+def step(strategy: VLAFSDPStrategy, hidden: int) -> None:
+    batch = torch.ones(64, hidden, device=strategy.device)
+    loss = strategy.vla(batch, data_source=["action"])["loss"]
+    strategy.backward(loss, strategy.vla, strategy.optimizer)
+    strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
+
+
+def measure_steps(rank: int, options: dict) -> None:
+    become_rank(rank, options["ranks"], options["store"])
+    runs = {f: strategy_for(options["hidden"], Path(options["dir"]), freeze=f) for f in ("frozen", "rate 0", "trained")}
+    traffic, state, parameters = {}, {}, {}
+    for name, strategy in runs.items():
+        step(strategy, options["hidden"])  # whose first pass sets FSDP2 up
+        with Traffic() as counted:
+            step(strategy, options["hidden"])
+        traffic[name] = {kind: [counted.calls[kind], counted.bytes[kind]] for kind in sorted(counted.calls)}
+        slots = [t for slots in strategy.optimizer.state.values() for t in slots.values()]
+        state[name] = sum(local_of(t).nbytes for t in slots)
+        parameters[name] = sum(local_of(p).nbytes for p in strategy.vla.parameters())
+    turns: dict[str, list] = {name: [] for name in runs}
+    for name in in_turns(list(runs), options["rounds"]):
+        steps = [runs[name]] * 3
+        turns[name].append(attempt(lambda steps=steps: turn(lambda: [step(s, options["hidden"]) for s in steps])))
+    result = {"traffic": traffic, "state_bytes": state, "parameter_bytes": parameters}
+    finish(rank, options, {**result, "turns": {name: summary(taken) for name, taken in turns.items()}})
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
+    """Gather on rank 0, and write two files on two threads; unlike VITRA's, they are waited for."""
+    weights = get_model_state_dict(strategy.vla, options=GATHERED)
+    state = get_optimizer_state_dict(strategy.vla, strategy.optimizer, options=GATHERED)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        files = {"weights.pt": weights, "optimizer.pt": state}
+        threads = [threading.Thread(target=torch.save, args=(c, folder / name)) for name, c in files.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        force_to_disk(folder)
+
+
+def load_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
+    """Let every rank read both files whole."""
+    weights = torch.load(folder / "weights.pt", map_location="cpu")
+    set_model_state_dict(strategy.vla, weights, options=WHOLE)
+    del weights
+    state = torch.load(folder / "optimizer.pt", map_location="cpu")
+    set_optimizer_state_dict(strategy.vla, strategy.optimizer, state, options=WHOLE)
+
+
+def witnesses(strategy: VLAFSDPStrategy) -> list[torch.Tensor]:
+    """Return a few values of a trained weight and of its optimizer state, where they are now."""
+    parameter = next(p for p in strategy.vla.parameters() if p.requires_grad)
+    tensors = (parameter.data, strategy.optimizer.state[parameter]["exp_avg"])
+    return [local_of(tensor).reshape(-1)[:4] for tensor in tensors]
+
+
+def measure_checkpoints(rank: int, options: dict) -> None:
+    become_rank(rank, options["ranks"], options["store"])
+    folder = Path(options["dir"]) / "checkpoints"
+    strategy = strategy_for(options["hidden"], Path(options["dir"]), freeze=options["freeze"])
+    step(strategy, options["hidden"])
+    ours = {
+        name: lambda path, alone=alone: strategy.save_ckpt(strategy.vla, path, "a", only_trainable=alone)
+        for name, alone in (("ours", False), ("ours, trainable alone", True))
+    }
+    saves = {**ours, "VITRA's way": lambda path: save_as_vitra(strategy, path)}
+    if options["freeze"] != "frozen":
+        del saves["ours, trainable alone"]
+    turns: dict[str, dict[str, list]] = {name: {"save": [], "load": []} for name in saves}
+    sizes = {}
+    for name in in_turns(list(saves), options["rounds"]):
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+        turns[name]["save"].append(attempt(lambda name=name: turn(lambda: saves[name](folder))))
+        sizes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        before = [values.clone() for values in witnesses(strategy)]
+        for values in witnesses(strategy):
+            values.zero_()
+        load = load_as_vitra if name == "VITRA's way" else lambda s, path: s.load_ckpt(s.vla, path)
+        turns[name]["load"].append(attempt(lambda load=load: turn(lambda: load(strategy, folder))))
+        assert all(map(torch.equal, witnesses(strategy), before)), name
+    result = {name: {phase: summary(taken) for phase, taken in of.items()} for name, of in turns.items()}
+    finish(rank, options, {name: {**of, "file_bytes": sizes[name]} for name, of in result.items()})
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tell_steps(result: dict) -> None:
+    columns = "all-gathers | reduce-scatters | optimizer state a rank | parameters a rank | s, 3 steps | / frozen"
+    print(f"\n| backbone | {columns} |")
+    print("|---|---|---|---|---|---|---|")
+    frozen = result["turns"]["frozen"]["seconds"]
+    for name, taken in result["turns"].items():
+        moved = [result["traffic"][name].get(kind, [0, 0]) for kind in ("allgather_base", "reduce_scatter_base")]
+        cells = [f"{calls}, {size / 1e6:.1f} MB" for calls, size in moved]
+        cells += [f"{result[what][name] / 1e6:.1f} MB" for what in ("state_bytes", "parameter_bytes")]
+        print(
+            f"| {name} | {' | '.join(cells)} | {spread(taken['seconds'])} | {ratio(taken['seconds'], frozen)[0]:.2f} |"
+        )
+
+
+def tell_checkpoints(freeze: str, result: dict) -> None:
+    print(f"\n| backbone {freeze} | save, s | / ours | peak, MB | files, MB | load, s | / ours | peak, MB | read, MB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, of in result.items():
+        cells = []
+        for phase, moved in (("save", of["file_bytes"]), ("load", of["load"].get("read_bytes", 0))):
+            taken = of[phase]
+            if "error" in taken:
+                cells += [taken["error"], "", "", ""]
+                continue
+            over, low, high = ratio(taken["seconds"], result["ours"][phase]["seconds"])
+            cells += [spread(taken["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
+            cells += [f"{taken['peak_bytes'] / 1e6:.0f}", f"{moved / 1e6:.0f}"]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm/vla"))
+    args = parser.parse_args()
+    options = {**vars(args), "dir": str(args.dir)}
+    results = Path(__file__).parent / "results" / "vla.json"
+    entry = {**circumstances(), "hidden": args.hidden, "ranks": args.ranks, "rounds": args.rounds}
+    try:
+        entry["steps"] = on_ranks(measure_steps, options)
+        tell_steps(entry["steps"])
+        for freeze in ("frozen", "trained"):
+            entry[freeze] = on_ranks(measure_checkpoints, {**options, "freeze": freeze})
+            tell_checkpoints(freeze, entry[freeze])
+    finally:
+        shutil.rmtree(args.dir, ignore_errors=True)
+    merge(results, json.loads(json.dumps(entry)), ("hidden", "ranks", "hardware"))
+    seconds = entry["frozen"]["ours"]["save"]["seconds"]
+    print(f"\nwrote {results} ({statistics.median(seconds):.2f} s a save)")
+
+
+if __name__ == "__main__":
+    main()
