@@ -35,6 +35,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/vla.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

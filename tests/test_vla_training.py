@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from reference import CountCollectives, full_parameters
 from test_checkpoint import assert_same, full_state
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from tqdm import tqdm
 from train_vla import Episodes, FlowBlock, FlowVLA, make_backbone
 
 from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardError, StepError, list_checkpoints
@@ -236,6 +238,24 @@ def test_micro_batches_that_fill_no_step_are_carried_over_an_epochs_end(tmp_path
 
 
 @pytest.mark.ranks(2)
+def test_the_bar_counts_optimizer_steps_from_where_the_run_goes_on(tmp_path):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            super().__init__(**options, file=io.StringIO())
+            bars.append((self, options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2_strategy.vla.strategy.tqdm", Bar)
+        for stop_after in (3, None):
+            run(tmp_path, "resumable", stop_after=stop_after, per_device_batch_size=2)
+    assert [(options["total"], options["initial"]) for _, options in bars] == [(7, 0), (7, 2)]
+    assert all(options["disable"] == (dist.get_rank() > 0) for _, options in bars)
+    assert dist.get_rank() or [bar.n for bar, _ in bars] == [3, 7]
+
+
+@pytest.mark.ranks(2)
 def test_checkpoints_have_vitras_names_and_facts_and_are_rotated(tmp_path):
     strategy = set_up(tmp_path, per_device_batch_size=4, max_num=4)
     strategy.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, Recorder(), 1), save_interval=2)
@@ -439,12 +459,14 @@ def test_both_strengths_shard_within_a_node_and_replicate_across(tmp_path, shard
     assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (2, 2)
     batch = next(iter(DataLoader(Samples(), SAMPLES)))
     own = {name: value[5 * dist.get_rank() : 5 * dist.get_rank() + 5] for name, value in batch.items()}
+    metrics = metrics_for(tmp_path, Recorder())
     with CountCollectives() as counted:
-        strategy._micro_batch(own, metrics_for(tmp_path, Recorder()))
+        strategy._micro_batch(own, metrics)
     gathers = 3 if sharding_strategy == "shard-grad-op" else 5  # two blocks and the root; the blocks twice
     assert counted.counts["allgather_base"] == gathers
+    assert counted.counts["reduce_scatter_base"] == 3 and not counted.counts["allreduce"], dict(counted.counts)
     unsharded(**strategy.forward_inputs(batch))["loss"].div(2).backward()
-    strategy._micro_batch(own, metrics_for(tmp_path, Recorder()))
+    strategy._micro_batch(own, metrics)
     groups = vla_parameter_groups(unsharded, learning_rate=0.01, weight_decay=0.1, action_model_learning_rate=0.03)
     unsharded(**strategy.forward_inputs(batch))["loss"].div(2).backward()
     torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
