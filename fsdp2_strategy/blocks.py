@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -34,6 +34,8 @@ manual_transformer_cls_names_to_wrap = [
 # Modules that use their children's parameters without calling them.
 _OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
 _LARGEST_SIZE_BASED_UNIT = 50_000_000
+
+Classes = Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
 
 
 def find_blocks(
@@ -83,6 +85,20 @@ def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, 
             f"Its module types: {', '.join(types)}.{hints}"
         )
     return found
+
+
+def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
+    """Return the class names of a model's modules that are of given classes, or derived from them, in one order.
+
+    Args:
+        model: any module; it is only read.
+        classes: classes, or their names, or one of them; a class that nothing is of keeps its name.
+    """
+    names: set[str] = set()
+    for given in (classes,) if isinstance(classes, type | str) else classes or ():
+        found = {type(m).__name__ for m in model.modules() if isinstance(given, type) and isinstance(m, given)}
+        names |= found or {given if isinstance(given, str) else given.__name__}
+    return tuple(sorted(names))  # a set of classes has another order in each process
 
 
 class Blocks(NamedTuple):

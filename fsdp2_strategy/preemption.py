@@ -86,7 +86,7 @@ class Preemption:
             log("told to stop: save, and leave", level=logging.WARNING)
         return _watch.told
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let the signal do what it did before, once nobody asks any more."""
         if self._watching:
             _watch.end()

@@ -209,6 +209,14 @@ def shard_count(model: nn.Module) -> int:
     return 1
 
 
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model's floating buffers a dtype; not collective."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
 def average_gradient(parameter: nn.Parameter) -> None:
     """Let a parameter that every rank holds whole add the same averaged gradient everywhere.
 

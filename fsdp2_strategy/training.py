@@ -150,7 +150,7 @@ class TrainingStrategy:
         try:
             end_saving()
         finally:
-            self._preemption.end()
+            self._preemption.close()
             forget_slabs()
             if self._owns_process_group and dist.is_initialized():
                 forget_meshes()

@@ -174,6 +174,12 @@ class Stateful:
         self.random.set_state(state["random"])
 
 
+def micro_batch(strategy, batch):
+    loss = strategy.vla(**strategy.forward_inputs(batch))["loss"]
+    strategy.backward(loss, strategy.vla, strategy.optimizer)
+    strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
+
+
 LOADERS = {"resumable": resumable, "plain": plain, "shuffled": shuffled, "stateful": Stateful}
 
 
@@ -459,14 +465,13 @@ def test_both_strengths_shard_within_a_node_and_replicate_across(tmp_path, shard
     assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (2, 2)
     batch = next(iter(DataLoader(Samples(), SAMPLES)))
     own = {name: value[5 * dist.get_rank() : 5 * dist.get_rank() + 5] for name, value in batch.items()}
-    metrics = metrics_for(tmp_path, Recorder())
     with CountCollectives() as counted:
-        strategy._micro_batch(own, metrics)
+        micro_batch(strategy, own)
     gathers = 3 if sharding_strategy == "shard-grad-op" else 5  # two blocks and the root; the blocks twice
     assert counted.counts["allgather_base"] == gathers
     assert counted.counts["reduce_scatter_base"] == 3 and not counted.counts["allreduce"], dict(counted.counts)
     unsharded(**strategy.forward_inputs(batch))["loss"].div(2).backward()
-    strategy._micro_batch(own, metrics)
+    micro_batch(strategy, own)
     groups = vla_parameter_groups(unsharded, learning_rate=0.01, weight_decay=0.1, action_model_learning_rate=0.03)
     unsharded(**strategy.forward_inputs(batch))["loss"].div(2).backward()
     torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
@@ -525,7 +530,7 @@ def test_a_frozen_backbone_costs_no_optimizer_state_and_no_gradient_traffic(tmp_
         batch = next(iter(resumable()))
         with CountCollectives() as counted:
             for _ in range(2):
-                strategy._micro_batch(batch, metrics_for(tmp_path, Recorder()))
+                micro_batch(strategy, batch)
         counts[frozen] = counted.counts
         names = {id(p): name for name, p in named_parameters(strategy.vla).items()}
         with_state = {names[id(p)] for p in strategy.optimizer.state}

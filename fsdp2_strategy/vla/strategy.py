@@ -3,7 +3,7 @@
 Input: a VLA, its options, a loader. Output: a trained model, checkpoints under VITRA's names, and metrics.
 
     run_setup: shard -> groups -> optimizer -> schedule
-    run_training: epochs -> micro-batches -> steps -> metrics, saves
+    run_training: epochs -> loop -> metrics, saves
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import threading
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,18 +23,20 @@ from torch import nn
 from tqdm import tqdm
 
 from fsdp2_strategy import ranks
+from fsdp2_strategy.blocks import Classes, class_names_of
 from fsdp2_strategy.checkpoint import load_checkpoint
 from fsdp2_strategy.checkpoint.state import advance_scheduler
 from fsdp2_strategy.config import StrategyConfig
-from fsdp2_strategy.errors import CheckpointError, ConfigError, StepError
+from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.preemption import Preemption
-from fsdp2_strategy.residency import clear_gradients
+from fsdp2_strategy.residency import cast_buffers
 from fsdp2_strategy.schedule import BACKBONE_FREEZE, check_schedule_name
-from fsdp2_strategy.step import StepResult
 from fsdp2_strategy.training import TrainingStrategy
 from fsdp2_strategy.vla.epochs import Epochs, Position, kind_of
-from fsdp2_strategy.vla.groups import GROUPS, vla_parameter_groups
+from fsdp2_strategy.vla.groups import vla_parameter_groups
+from fsdp2_strategy.vla.loop import Loop
 from fsdp2_strategy.vla.metrics import VLAMetrics
+from fsdp2_strategy.vla.summary import summary
 
 _RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
@@ -50,11 +51,6 @@ _INPUTS = {
     "current_state": "current_state",
     "fov": "fov",
 }
-
-# How metrics call the rates of the groups.
-_RATES = dict(
-    zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
-)
 
 CHECKPOINTS = "checkpoints"
 
@@ -179,8 +175,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         self,
         run_dir: str | Path,
         n_train_examples: int,
-        auto_wrap_policy_modules: Iterable[type[nn.Module] | str] | type[nn.Module] | str | None = None,
-        checkpointing_policy_modules: Iterable[type[nn.Module] | str] | type[nn.Module] | str | None = None,
+        auto_wrap_policy_modules: Classes = None,
+        checkpointing_policy_modules: Classes = None,
     ) -> None:
         """Shard the model, build optimizer and schedule, and give each rank a random state of its own; collective.
 
@@ -197,8 +193,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.run_dir = Path(run_dir)
         recompute = checkpointing_policy_modules if self.enable_gradient_checkpointing else None
         self.config = self.config.replace(
-            block_class_names=_class_names(self.vla, auto_wrap_policy_modules),
-            activation_checkpointing=_class_names(self.vla, recompute),
+            block_class_names=class_names_of(self.vla, auto_wrap_policy_modules),
+            activation_checkpointing=class_names_of(self.vla, recompute),
         )
         shard_size = self._ranks_of_a_node() if self.shard_size is None else self.shard_size
         self.prepare_model(
@@ -208,7 +204,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             reshard_after_forward=_RESHARDS[self.sharding_strategy],
         )
         if self.cast_buffers:
-            _cast_buffers(self.vla, self._buffer_dtype)
+            cast_buffers(self.vla, self.buffer_dtype)
         groups = vla_parameter_groups(
             self.vla,
             learning_rate=self.learning_rate,
@@ -230,40 +226,16 @@ class VLAFSDPStrategy(TrainingStrategy):
             self.optimizer, self.lr_scheduler_type, num_training_steps=self.num_training_steps, **options
         )
         self.set_seed(self.config.seed, per_rank=True)
-        ranks.log("%s", self._summary(n_train_examples))
+        ranks.log("%s", summary(self, n_train_examples))
 
     def _ranks_of_a_node(self) -> int:
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         return of_node if 0 < of_node < self.world_size and self.world_size % of_node == 0 else -1
 
     @property
-    def _buffer_dtype(self) -> torch.dtype:
+    def buffer_dtype(self) -> torch.dtype:
+        """The dtype of reduction, and of buffers."""
         return torch.bfloat16 if self.config.bf16 and not self.config.reduce_in_full_precision else torch.float32
-
-    def _summary(self, n_train_examples: int) -> str:
-        computed = torch.bfloat16 if self.config.bf16 else torch.float32
-        warmup = f"warm-up {int(self.num_training_steps * self.warmup_ratio)} steps ({self.warmup_ratio})"
-        if self.lr_scheduler_type == BACKBONE_FREEZE:
-            warmup = f"backbone at rate 0 for {self.llm_freeze_step} steps"
-        elif self.llm_freeze_step:
-            warmup += f"; llm_freeze_step {self.llm_freeze_step} says nothing to this schedule"
-        facts = {
-            "stage": self.stage,
-            "batch": f"{self.global_batch_size} = {self.per_device_batch_size} a rank x {self.world_size} ranks x "
-            f"{self.grad_accumulation_steps} micro-batches",
-            "sharding": self.sharding_strategy,
-            "precision": f"parameters {computed}, reduction and buffers {self._buffer_dtype}",
-            "activation checkpointing": ", ".join(self.config.activation_checkpointing) or "none",
-            "schedule": f"{self.lr_scheduler_type}, {warmup}",
-            "rates": f"backbone {self.learning_rate}, action model {self.action_model_learning_rate}",
-            "weight decay": f"backbone {self.weight_decay}, action model {self.action_model_weight_decay}"
-            + (", applied to nothing (as_flattened)" if self.as_flattened else ""),
-            "betas": self.optimizer_betas,
-            "gradient norm": f"clipped to {self.max_grad_norm}" if self.max_grad_norm else "not clipped",
-            "data": f"{n_train_examples} examples",
-            "steps": self.num_training_steps,
-        }
-        return "set up:\n" + "\n".join(f"  {name:<24} {value}" for name, value in facts.items())
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -311,76 +283,34 @@ class VLAFSDPStrategy(TrainingStrategy):
             epoch=resumed.begins if resumed else start_epoch,
             keeps_marks=self.grad_accumulation_steps > 1,
         )
-        self._stop = Preemption()  # what this call hears: before and after it SIGTERM is the caller's
         metrics.commit(global_step=self.global_step(self.vla), epoch=data.epoch)
-        if self._is_through():
+        if self.is_through():
             return True
-        with tqdm(
-            total=self._steps_of(dataloader),
-            initial=self.global_step(self.vla),
-            desc=metrics.get_status(),
-            unit="step",
-            leave=False,
-            disable=not ranks.is_rank_0(),
-        ) as bar:
-            try:
-                through = self._train(data, metrics, bar, save_interval, epoch_save_interval, full=save_full_model)
-                self.wait_for_checkpoint()
-            finally:
-                self._stop.end()
+        stop = Preemption()  # what this call hears: before and after it SIGTERM is the caller's
+        with (
+            closing(stop),
+            tqdm(
+                total=self._steps_of(dataloader),
+                initial=self.global_step(self.vla),
+                desc=metrics.get_status(),
+                unit="step",
+                leave=False,
+                disable=not ranks.is_rank_0(),
+            ) as bar,
+        ):
+            loop = Loop(
+                strategy=self,
+                data=data,
+                metrics=metrics,
+                bar=bar,
+                stop=stop,
+                save_interval=save_interval,
+                epoch_save_interval=epoch_save_interval,
+                save_full_model=save_full_model,
+            )
+            through = loop.run()
+            self.wait_for_checkpoint()
         return through
-
-    def _train(
-        self,
-        data: Epochs,
-        metrics: VLAMetrics,
-        bar: Any,
-        save_interval: int | None,
-        epoch_save_interval: int | None,
-        *,
-        full: bool,
-    ) -> bool:
-        for epoch in range(data.epoch, self.epochs):
-            self.vla.train()
-            for batch in data.batches(epoch):
-                result = self._micro_batch(batch, metrics)
-                if not (result.stepped or result.skipped):
-                    continue
-                data.mark()
-                if result.skipped:
-                    continue
-                self._report(epoch, metrics, bar)
-                told = self._told_to_stop()
-                on_interval = save_interval is not None and result.step % save_interval == 0
-                if told or self._is_through() or on_interval:
-                    self.save_checkpoint(metrics.run_dir, result.step, epoch, only_trainable=not full)
-                if told or self._is_through():
-                    return not told
-            pending = self._run(self.vla).micro_batches
-            if not pending:
-                data.end_epoch()
-            if epoch_save_interval is not None and epoch % epoch_save_interval == 0:
-                step = self.global_step(self.vla)
-                self.save_checkpoint(metrics.run_dir, step, epoch, only_trainable=not full, is_epoch_end=True)
-        if pending := self._run(self.vla).micro_batches:
-            ranks.log(
-                "the last %d micro-batches fill no step of %d, and are dropped", pending, self.grad_accumulation_steps
-            )
-            clear_gradients(self.vla)
-            self._run(self.vla).micro_batches = 0
-        return True
-
-    def _micro_batch(self, batch: Mapping[str, Any], metrics: VLAMetrics) -> StepResult:
-        prediction = self.vla(**self.forward_inputs(batch))
-        parts = {name: value for name, value in prediction.items() if _is_number(value)}
-        if "loss" not in parts:
-            raise StepError(
-                f"cannot train {type(self.vla).__name__}: its forward returned {', '.join(prediction) or 'nothing'}, "
-                "expected a mapping with a 'loss' of one element."
-            )
-        metrics.commit(**parts)
-        self.backward(parts["loss"], self.vla, self.optimizer)
-        return self.optimizer_step(self.optimizer, self.vla, self.lr_scheduler, name=self.stage)
 
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; override it for other models.
@@ -396,30 +326,18 @@ class VLAFSDPStrategy(TrainingStrategy):
     def _accepted(self) -> frozenset[str]:
         return frozenset(inspect.signature(self.vla.forward).parameters)
 
-    def _report(self, epoch: int, metrics: VLAMetrics, bar: Any) -> None:
-        rates = self._rates()
-        step = self.global_step(self.vla)
-        metrics.commit(update_step_time=True, global_step=step, epoch=epoch, lr=rates["backbone_decay_lr"], **rates)
-        with ranks.all_or_none("track metrics", StepError):
-            status = metrics.push()
-        bar.set_description(status, refresh=False)
-        bar.update()
-
-    def _rates(self) -> dict[str, float]:
-        """Return the rate of each of the four groups; of those of a half that is not trained at all, 0."""
-        found: dict[str, float] = {}
-        for group in self.optimizer.param_groups:
-            found.setdefault(group["name"], group["lr"])
-        halves = {name: name.partition("_")[0] for name in GROUPS}
-        of_half = {halves[name]: rate for name, rate in found.items()}
-        return {_RATES[name]: found.get(name, of_half.get(halves[name], 0.0)) for name in GROUPS}
-
-    def _told_to_stop(self) -> bool:
-        # Signals are the main thread's.
-        return threading.current_thread() is threading.main_thread() and self._stop.said()
-
-    def _is_through(self) -> bool:
+    def is_through(self) -> bool:
+        """Say whether ``max_steps`` are taken; not collective."""
         return self.max_steps is not None and self.global_step(self.vla) >= self.max_steps
+
+    @property
+    def pending_micro_batches(self) -> int:
+        """Micro-batches since the last optimizer step."""
+        return self._run(self.vla).micro_batches
+
+    @pending_micro_batches.setter
+    def pending_micro_batches(self, count: int) -> None:
+        self._run(self.vla).micro_batches = count
 
     def _steps_of(self, dataloader: Any) -> int | None:
         if self.max_steps is not None:
@@ -458,8 +376,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         directory = Path(run_dir) / CHECKPOINTS
         tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
         facts = {"epoch": epoch, "global_step": global_step}
-        run = self._run(self.vla)
-        pending, run.micro_batches = run.micro_batches, 0  # a run that goes on computes them again
+        pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a run that goes on computes them again
         try:
             with self._data.as_marked() if self._data else nullcontext((None, None)) as (position, loader):
                 path = self.save_ckpt(
@@ -475,7 +392,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                     meta=facts,
                 )
         finally:
-            run.micro_batches = pending
+            self.pending_micro_batches = pending
         return Path(path)
 
     def load_optimizer_and_scheduler(
@@ -557,35 +474,10 @@ class _Resumed:
         return self.position.epoch if self.position else self.epoch + self.ended
 
 
-def _class_names(
-    model: nn.Module, given: Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
-) -> tuple[str, ...]:
-    """Return the class names of the modules of a model that are of the given classes, or of ones derived from them."""
-    names: set[str] = set()
-    for entry in (given,) if isinstance(given, type | str) else given or ():
-        if isinstance(entry, str):
-            names.add(entry)
-        else:
-            found = {type(module).__name__ for module in model.modules() if isinstance(module, entry)}
-            names |= found or {entry.__name__}
-    return tuple(sorted(names))  # a set of classes has another order in each process
-
-
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
-
-
 def _check_choice(name: str, value: object, choices: Collection[object]) -> None:
     if value not in choices:
         known = " or ".join(map(str, choices))
         raise ConfigError(f"cannot configure: {name} is {value!r}, expected {known}. Use one of them.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -1,0 +1,46 @@
+"""What a VLA's training is set up as, in words, for the log.
+
+Input: a strategy that is set up. Output: text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp2_strategy.schedule import BACKBONE_FREEZE
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.vla.strategy import VLAFSDPStrategy
+
+
+def summary(strategy: VLAFSDPStrategy, n_train_examples: int) -> str:
+    """Describe batches, precision, schedule, rates and steps, one fact a line."""
+    s, config = strategy, strategy.config
+    computed = torch.bfloat16 if config.bf16 else torch.float32
+    batch = f"{s.per_device_batch_size} a rank x {s.world_size} ranks x {s.grad_accumulation_steps} micro-batches"
+    decay = f"backbone {s.weight_decay}, action model {s.action_model_weight_decay}"
+    facts = {
+        "stage": s.stage,
+        "batch": f"{s.global_batch_size} = {batch}",
+        "sharding": s.sharding_strategy,
+        "precision": f"parameters {computed}, reduction {s.buffer_dtype}",
+        "buffers": s.buffer_dtype if s.cast_buffers else "as they are",
+        "activation checkpointing": ", ".join(config.activation_checkpointing) or "none",
+        "schedule": f"{s.lr_scheduler_type}, {_warm_up(s)}",
+        "rates": f"backbone {s.learning_rate}, action model {s.action_model_learning_rate}",
+        "weight decay": f"{decay}, applied to nothing (as_flattened)" if s.as_flattened else decay,
+        "betas": s.optimizer_betas,
+        "gradient norm": f"clipped to {s.max_grad_norm}" if s.max_grad_norm else "not clipped",
+        "data": f"{n_train_examples} examples",
+        "steps": s.num_training_steps,
+    }
+    return "set up:\n" + "\n".join(f"  {name:<24} {fact}" for name, fact in facts.items())
+
+
+def _warm_up(s: VLAFSDPStrategy) -> str:
+    if s.lr_scheduler_type == BACKBONE_FREEZE:
+        return f"backbone at rate 0 for {s.llm_freeze_step} steps"
+    unused = f"; llm_freeze_step {s.llm_freeze_step} says nothing to this schedule" if s.llm_freeze_step else ""
+    return f"warm-up {int(s.num_training_steps * s.warmup_ratio)} steps ({s.warmup_ratio}){unused}"
