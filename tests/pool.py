@@ -1,7 +1,8 @@
 """A persistent pool of ranks: processes that stay alive between tests and form process groups of any size.
 
-Starting a rank costs seconds, a job on a running one milliseconds. Each job names a test function; every rank imports
-its module and calls it. A rank that fails ends its process group, one that hangs or dies is replaced.
+Ranks are forked from one process that has imported what all of them need, which costs seconds; a job on a running rank
+costs milliseconds. Each job names a test function; every rank imports its module and calls it. A rank that fails ends
+its process group, one that hangs or dies is replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+processes = mp.get_context("forkserver")
+"""Starts processes of their own that need not import torch again."""
+
+processes.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy"])
 
 
 @dataclass
@@ -55,10 +61,9 @@ class RankPool:
 
     def run(self, file: str, function: str, arguments: dict[str, Any], world_size: int, timeout: float) -> None:
         """Run one test function on ``world_size`` ranks; raise what the first failing rank raised."""
-        context = mp.get_context("spawn")
         while len(self.workers) < world_size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
+            ours, theirs = processes.Pipe()
+            process = processes.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
             process.start()
             self.workers.append(Worker(process, ours))
         if world_size != self.group_size:
@@ -101,8 +106,7 @@ class RankPool:
 
 def _serve(pipe: Connection, rank: int) -> None:
     """Be a rank: run jobs until the pipe closes."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    gc.freeze()  # what is imported stays, and is most of what a collection looks through
     faulthandler.enable()
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
