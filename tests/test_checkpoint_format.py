@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import CASES, HUGGING_FACE, batch_of, build, loss_of
+from pool import processes
 from reference import full, full_parameters
 from safetensors.torch import load_file
 from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
@@ -30,7 +33,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from fsdp2_strategy import CheckpointError, build_mesh, list_checkpoints, load_checkpoint, verify_checkpoint
+from fsdp2_strategy import (
+    CheckpointError,
+    FSDPV2Strategy,
+    build_mesh,
+    list_checkpoints,
+    load_checkpoint,
+    verify_checkpoint,
+)
 from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.opened import _Lists
 from fsdp2_strategy.checkpoint.storage import (
@@ -580,34 +590,33 @@ def test_short_writes_and_reads_are_gone_on_with(tmp_path, monkeypatch):
     assert verify_checkpoint(tmp_path / "a").ok
 
 
-SAVES_FOR_EVER = """
-import sys, itertools, torch
-from fsdp2_strategy import FSDPV2Strategy
-strategy = FSDPV2Strategy()
-model = strategy.prepare_model(torch.nn.Linear(2048, 2048), is_training=True)
-path, state = strategy.load_ckpt(model, sys.argv[1], load_optimizer_states=False)
-first = state.get("value", 0)
-assert all((p.full_tensor() == first).all() for p in model.parameters()) or path is None
-for value in itertools.count(first + 1):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    strategy.save_ckpt(model, sys.argv[1], f"value{value}", max_num=2, client_state={"value": value})
-"""
+def save_for_ever(folder):
+    strategy = FSDPV2Strategy()
+    model = strategy.prepare_model(nn.Linear(2048, 2048), is_training=True)
+    path, state = strategy.load_ckpt(model, folder, load_optimizer_states=False)
+    first = state.get("value", 0)
+    assert all((p.full_tensor() == first).all() for p in model.parameters()) or path is None
+    for value in itertools.count(first + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        strategy.save_ckpt(model, folder, f"value{value}", max_num=2, client_state={"value": value})
 
 
 def test_a_run_that_is_killed_while_it_saves_loses_nothing_that_was_committed(tmp_path):
     committed = 0
     for milliseconds in (0, 11):
-        run = subprocess.Popen([sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path)], stderr=subprocess.PIPE)
+        run = processes.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
+        run.start()
         deadline = time.monotonic() + 60
         while len(saved := list_checkpoints(tmp_path)) < 2 or saved[-1].sequence < committed + 3:
-            assert run.poll() is None and time.monotonic() < deadline, run.communicate()[1].decode()[-2000:]
+            assert run.is_alive() and time.monotonic() < deadline
         while not list(tmp_path.glob(".*.partial")) and time.monotonic() < deadline:
             pass
         time.sleep(milliseconds / 1000)
         run.kill()
-        run.communicate()
+        run.join()
+        assert run.exitcode == -signal.SIGKILL
         whole = list_checkpoints(tmp_path)
         assert len(whole) >= 2 and all(verify_checkpoint(c.path).ok for c in whole)
         assert whole[-1].sequence > committed
@@ -616,27 +625,27 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing_that_was_committed(tm
 
 # --- runs and rotation -----------------------------------------------------------------------------------------------
 
-SECOND_RUN = """
-import sys, torch, os
-from fsdp2_strategy import CheckpointError, FSDPV2Strategy
-strategy = FSDPV2Strategy()
-model = strategy.prepare_model(torch.nn.Linear(2, 2), is_training=True)
-try:
-    strategy.save_ckpt(model, sys.argv[1], "second", max_num=1)
-    print("saved")
-except CheckpointError as error:
-    print(error)
-sys.stdout.flush()
-os._exit(0)
-"""
+
+def save_as_another_run(folder, pipe):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    try:
+        strategy.save_ckpt(model, folder, "second", max_num=1)
+        pipe.send("saved")
+    except CheckpointError as error:
+        pipe.send(str(error))
 
 
 def second_run(folder):
-    ran = subprocess.run([sys.executable, "-c", SECOND_RUN, folder], capture_output=True, text=True, check=True)
-    return ran.stdout
+    """Return what comes of a save by another process."""
+    ours, theirs = processes.Pipe()
+    run = processes.Process(target=save_as_another_run, args=(folder, theirs), daemon=True)
+    run.start()
+    run.join()
+    assert run.exitcode == 0
+    return ours.recv()
 
 
-@pytest.mark.ranks(1)
 def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
@@ -644,7 +653,7 @@ def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
     assert 'another run holds its lock ({"host": ' in second_run(tmp_path)
     assert tags(tmp_path) == ["first"]
     strategy.close()
-    assert second_run(tmp_path) == "saved\n"
+    assert second_run(tmp_path) == "saved"
     assert tags(tmp_path) == ["second"]
 
 
