@@ -52,7 +52,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return a call that runs a function of the test's module on some ranks: for tests over several world sizes."""
 
