@@ -225,7 +225,7 @@ class Hosts:
 
     def launch(self, i, run_dir, config):
         meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[0]}:29411")
-        role = f"is_host={1 - i},keep_alive_interval=2"  # a host is given up after three of them: 6 seconds, not 15
+        role = f"is_host={1 - i},keep_alive_interval=3"  # a host is given up after three of them: 9 seconds, not 15
         options = (*meeting, "--rdzv-id", "hosts", "--rdzv-conf", role, "--local-addr", self.addresses[i])
         inside = ("ip", "netns", "exec", self.names[i], "env", "GLOO_SOCKET_IFNAME=wire", ONE_STORE_A_ROUND)
         self.runs.append(launch(run_dir, config, *options, prefix=inside, nproc=1))
