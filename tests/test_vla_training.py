@@ -20,7 +20,7 @@ import torch.distributed as dist
 from reference import CountCollectives, full_parameters
 from test_checkpoint import assert_same, full_state
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 from tqdm import tqdm
 from train_vla import Episodes, FlowBlock, FlowVLA, make_backbone
 
@@ -150,6 +150,11 @@ def shuffled():
     return DataLoader(Samples(), 4, shuffle=True)
 
 
+def in_workers():
+    sampler = RandomSampler(Samples(), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return DataLoader(Samples(), batch_sampler=BatchSampler(sampler, 4, drop_last=False), num_workers=1)
+
+
 class Stateful:
     """A loader of someone else's, which draws random numbers and knows its place."""
 
@@ -180,7 +185,7 @@ def micro_batch(strategy, batch):
     strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
 
 
-LOADERS = {"resumable": resumable, "plain": plain, "shuffled": shuffled, "stateful": Stateful}
+LOADERS = {"resumable": resumable, "plain": plain, "shuffled": shuffled, "in workers": in_workers, "stateful": Stateful}
 
 
 def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options):

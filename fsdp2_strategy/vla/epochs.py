@@ -78,7 +78,7 @@ class Epochs:
         self.epoch, self._batch, self._start = epoch, self._batch if goes_on else 0, None
         if goes_on and getattr(self._loader, "at_epoch_end", False):
             return
-        for part in (self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler"))):
+        for part in self._parts():
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
         with forked_rng(_hashed(self._seed, dist.get_rank(), epoch)):
@@ -131,12 +131,18 @@ class Epochs:
                 "(ResumableLoader goes on at any number of ranks), or load with load_data_position=False."
             )
 
+    def _parts(self) -> list[Any]:
+        """Return a loader, and what of it may decide its order."""
+        loader = self._loader
+        own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+        return [loader, *own, getattr(own[-1], "sampler", None)]
+
     def _seed_generators(self, epoch: int) -> None:
         """Seed the generators that a plain loader was given; those that were alike on all ranks stay so."""
         if self.kind != "count":
             return
-        parts = (self._loader, getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None))
-        found = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+        generators = (getattr(part, "generator", None) for part in self._parts())
+        found = {id(g): g for g in generators if isinstance(g, torch.Generator)}
         for generator in found.values():
             first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
             generator.manual_seed(_hashed(first, epoch))

@@ -99,7 +99,12 @@ class Loop:
     def _save(self, epoch: int, *, is_epoch_end: bool) -> None:
         step = self.strategy.global_step(self.strategy.vla)
         self.strategy.save_checkpoint(
-            self.metrics.run_dir, step, epoch, only_trainable=not self.save_full_model, is_epoch_end=is_epoch_end
+            self.metrics.run_dir,
+            step,
+            epoch,
+            only_trainable=not self.save_full_model,
+            is_epoch_end=is_epoch_end,
+            async_save=self.strategy.async_save,
         )
 
     def _is_told_to_stop(self) -> bool:

@@ -93,7 +93,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         shard_size: ranks that a parameter is split over; by default those of a node.
         max_num: checkpoints to keep; None for all.
         max_mem: GB (10^9 bytes) that all checkpoints may take; None for no limit.
-        async_save: write checkpoints behind the trainer.
+        async_save: let `run_training` write checkpoints behind the trainer.
         config: other settings; what is said here beats it.
 
     Raises:
@@ -357,6 +357,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         epoch: int,
         only_trainable: bool = True,
         is_epoch_end: bool = False,
+        *,
+        async_save: bool = False,
     ) -> Path:
         """Save as ``<run_dir>/checkpoints/epoch={epoch}-step={global_step}[.end].ckpt``, then rotate; collective.
 
@@ -366,6 +368,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             epoch: epoch that runs.
             only_trainable: leave frozen weights out; see `save_ckpt`.
             is_epoch_end: whether the epoch has ended.
+            async_save: write behind the trainer, as `run_training` does where the strategy says so.
 
         Returns:
             The checkpoint's directory; in an async save it is there once that has ended.
@@ -387,7 +390,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                     max_mem=self.max_mem,
                     client_state={**facts, "position": position.as_json() if position else None},
                     dataloader=loader,
-                    async_save=self.async_save,
+                    async_save=async_save,
                     only_trainable=only_trainable,
                     meta=facts,
                 )
@@ -446,7 +449,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         """
         run, resumed = self._run(self.vla), self._resumed
         if resumed is None:
-            if step and not run.steps:
+            if step and not self.lr_scheduler.last_epoch:
                 advance_scheduler(self.lr_scheduler, step)
             run.steps = step or run.steps
             return
