@@ -1,11 +1,11 @@
-"""Whether tensors hold the same values, told by one number each, on any number of ranks and without a gather.
+"""Whether tensors hold the same values, told by a few digits each, on any number of ranks and without a gather.
 
-Input: tensors, sharded or not. Output: a fingerprint for each.
+Input: tensors, sharded or not. Output: a `Fingerprint` for each.
 
-[Note: fingerprint] Each element, as bfloat16 where it is floating, is an integer of 16 bits; it is multiplied with a
-weight of its position in the whole tensor, and all products are summed modulo 2^64. A sum does not ask how elements are
-spread over ranks, and bfloat16 does not ask in which precision a run stores what it does not train. The weight of
-position p is one of 65,536, by p's place in its block of so many, times one of the block.
+[Note: fingerprint] The bits of each element are an integer; it is multiplied with a weight of its position in the whole
+tensor, and all products are summed modulo 2^64. A sum does not ask how elements are spread over ranks. The weight of
+position p is one of 65,536, by p's place in its block of so many, times one of the block. Where a run stores in another
+dtype what it does not train, a second sum, of the elements as bfloat16, says what can be said.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,33 @@ _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
-def local_fingerprints(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return what this rank's elements add to the fingerprints: int64, one a tensor; not collective."""
-    sums = [_sum(tensor) if _counts_here(tensor) else torch.zeros((), dtype=torch.int64) for tensor in tensors.values()]
-    return torch.stack([s.to(control_device()) for s in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+@dataclass(frozen=True)
+class Fingerprint:
+    """Tell values apart; see [Note: fingerprint]."""
+
+    dtype: str
+    exact: str
+    """Of the elements as they are stored, 16 hexadecimal digits."""
+    as_bfloat16: str
+    """Of the elements as bfloat16; of those that are no floating numbers, the same as ``exact``."""
+
+    def fits(self, other: Fingerprint) -> bool:
+        """Say whether two are of the same values, as far as the coarser dtype tells."""
+        return self.exact == other.exact if self.dtype == other.dtype else self.as_bfloat16 == other.as_bfloat16
 
 
-def add_over_ranks(local: torch.Tensor) -> list[str]:
-    """Return the fingerprints as 16 hexadecimal digits each; collective."""
+def local_sums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return what this rank's elements add to the fingerprints: int64 of shape (tensors, 2); not collective."""
+    sums = [_sums(t).to(control_device()) for t in tensors.values()]
+    return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=control_device())
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> dict[str, Fingerprint]:
+    """Add what `local_sums` gave up over the ranks; collective."""
     if local.numel():
         dist.all_reduce(local, group=group_in_use())
-    return [f"{value % (1 << 64):016x}" for value in local.tolist()]
+    digits = [[f"{value % (1 << 64):016x}" for value in pair] for pair in local.tolist()]
+    return {name: Fingerprint(str(t.dtype), *pair) for (name, t), pair in zip(tensors.items(), digits, strict=True)}
 
 
 def _counts_here(tensor: torch.Tensor) -> bool:
@@ -50,23 +67,31 @@ def _counts_here(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over this rank's elements; see [Note: fingerprint]."""
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the two sums over this rank's elements; see [Note: fingerprint]."""
     values = values_of(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    if not values.numel():
-        return total
+    totals = torch.zeros(2, dtype=torch.int64, device=values.device)
+    if not values.numel() or not _counts_here(tensor):
+        return totals
+    rounded = values.is_floating_point() and values.dtype != torch.bfloat16
     of_place = _weights(torch.arange(_BLOCK, device=values.device))
     for begin, run in _runs(values, tuple(tensor.shape), local_box(tensor)):
         for first, last in _cuts(begin, begin + len(run)):
-            part = _as_integers(run[first - begin : last - begin])
-            block, place = divmod(first, _BLOCK)
-            if (last - first) % _BLOCK:
-                sums = part.mul_(of_place[place : place + len(part)]).sum().reshape(1)
-            else:
-                sums = part.view(-1, _BLOCK).mul_(of_place).sum(dim=1)
-            total += sums.mul_(_weights(torch.arange(block, block + len(sums), device=values.device))).sum()
-    return total
+            part = run[first - begin : last - begin]
+            totals[0] += _weighted(_bits(part), first, of_place)
+            if rounded:
+                totals[1] += _weighted(_bits(part.to(torch.bfloat16)), first, of_place)
+    return totals if rounded else totals[:1].expand(2)
+
+
+def _weighted(integers: torch.Tensor, first: int, of_place: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of a part of one block, or of whole blocks, whose first element is at a position."""
+    block, place = divmod(first, _BLOCK)
+    if place or len(integers) % _BLOCK:
+        sums = integers.mul_(of_place[place : place + len(integers)]).sum().reshape(1)
+    else:
+        sums = integers.view(-1, _BLOCK).mul_(of_place).sum(dim=1)
+    return sums.mul_(_weights(torch.arange(block, block + len(sums), device=sums.device))).sum()
 
 
 def _weights(numbers: torch.Tensor) -> torch.Tensor:
@@ -94,7 +119,8 @@ def _cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:
         begin = cut
 
 
-def _as_integers(values: torch.Tensor) -> torch.Tensor:
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of values, or values that are no floating numbers, as int64 that are nobody else's."""
     if values.is_floating_point():
-        values = values.to(torch.bfloat16).view(torch.int16)
+        values = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
     return values.to(torch.int64, copy=True)

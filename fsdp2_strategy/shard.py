@@ -36,6 +36,7 @@ from fsdp2_strategy.residency import (
     average_gradient,
     is_sharded,
     parameter_groups,
+    remember_as_built,
     remember_wrapper,
     unwrap_model,
 )
@@ -138,6 +139,7 @@ def shard_model(
             register_fsdp_forward_method(root, method)
     _prepared_for_training[root] = is_training
     remember_wrapper(root)
+    remember_as_built(root)
     log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
     return model
 

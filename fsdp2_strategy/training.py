@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import ranks, residency
 from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
-from fsdp2_strategy.config import StrategyConfig
+from fsdp2_strategy.checkpoint.data import Later
+from fsdp2_strategy.config import GradSync, StrategyConfig
 from fsdp2_strategy.ema import EMA
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
@@ -308,10 +309,16 @@ class TrainingStrategy:
         scale *= run.scale.value if run.scale else 1.0
         is_last = (run.micro_batches + 1) % self.accumulated_gradient == 0
         if is_last != (run.synced_as is not False):
-            set_gradient_sync(model, self.config.grad_sync, is_last=is_last)
+            set_gradient_sync(model, self._grad_sync, is_last=is_last)
             run.synced_as = is_last
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         run.micro_batches += 1
+
+    @property
+    def _grad_sync(self) -> GradSync:
+        """How accumulation communicates: what waits for its all-reduce is summed in the dtype of reduction."""
+        half = (self.config.bf16 or self.config.fp16) and not self.config.reduce_in_full_precision
+        return "every" if half and self.config.grad_sync == "defer_all_reduce" else self.config.grad_sync
 
     def optimizer_step(
         self,
@@ -482,7 +489,7 @@ class TrainingStrategy:
         load_lr_scheduler_states: bool = True,
         *,
         tag: str | None = None,
-        dataloader: Loader | None = None,
+        dataloader: Loader | Later | None = None,
         ema: EMA | nn.Module | None = None,
         load_module: bool = True,
         verify: bool = True,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp2_strategy import CheckpointError, list_checkpoints
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.fingerprint import add_over_ranks, local_fingerprints
+from fsdp2_strategy.fingerprint import Fingerprint, fingerprints, local_sums
 from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.shard import shard_model
@@ -59,10 +59,12 @@ def folder_with(path, seed):
     return path
 
 
-def start(folder, *, seed=0, bf16=True):
+def start(folder, *, seed=0, bf16=True, frozen=True):
     strategy = strategy_for(bf16=bf16)
     torch.manual_seed(seed)
-    model = strategy.prepare_model(Policy(folder), is_training=True)
+    model = Policy(folder)
+    model.backbone.requires_grad_(not frozen)
+    model = strategy.prepare_model(model, is_training=True)
     return strategy, model, strategy.create_optimizer(model, lr=0.1)
 
 
@@ -139,6 +141,36 @@ def test_frozen_weights_that_are_nowhere_are_an_error_before_anything_is_touched
 
 
 @pytest.mark.ranks(2)
+def test_frozen_weights_that_no_folder_holds_are_saved(tmp_path):
+    """Trained before they were frozen, or out of a checkpoint: they would be lost otherwise."""
+    strategy, model, optimizer = start(folder_with(tmp_path / "base", 0), bf16=False, frozen=False)
+    train(strategy, model, optimizer, range(1))
+    model.backbone.layers.requires_grad_(False)
+    model.backbone.embed_tokens.requires_grad_(False)
+    del optimizer
+    strategy.save_ckpt(model, tmp_path / "full", optimizer=strategy.create_optimizer(model, lr=0.1))
+    strategy.save_ckpt(model, tmp_path / "late", only_trainable=True)
+    again, second, _ = start(tmp_path / "base", seed=1, bf16=False)
+    again.load_ckpt(second, tmp_path / "late", load_optimizer_states=False)
+    assert_same(full_parameters(second), full_parameters(model))
+    # The same in a second stage, whose frozen weights are an earlier run's.
+    third = start(tmp_path / "base", seed=2, bf16=False)
+    third[0].load_ckpt(third[1], tmp_path / "full", load_optimizer_states=False)
+    train(*third, range(1))
+    third[0].save_ckpt(third[1], tmp_path / "stage", only_trainable=True)
+    again, fourth, _ = start(tmp_path / "base", seed=3, bf16=False)
+    again.load_ckpt(fourth, tmp_path / "stage")
+    assert_same(full_parameters(fourth), full_parameters(third[1]))
+    # What was loaded and is what the folder holds is left out all the same.
+    run = start(tmp_path / "base")
+    run[0].save_ckpt(run[1], tmp_path / "whole")
+    run[0].load_ckpt(run[1], tmp_path / "whole")
+    run[0].save_ckpt(run[1], tmp_path / "alone", only_trainable=True)
+    [saved] = list_checkpoints(tmp_path / "alone")
+    assert not [n for f in (saved.path / "trainable").iterdir() for n in read_header(f) if n.startswith("backbone")]
+
+
+@pytest.mark.ranks(2)
 def test_what_cannot_be_done_with_trainable_weights_alone_is_said(tmp_path):
     strategy, model, _ = start(folder_with(tmp_path / "base", 0))
     strategy.save_ckpt(model, tmp_path / "ckpts", only_trainable=True)
@@ -159,9 +191,16 @@ def fingerprint(values):
         mixed = np.array([(number + 1) * 0xBF58476D1CE4E5B9 % 2**64], dtype=np.uint64).view(np.int64) >> 29
         return (number * 0x9E3779B97F4A7C15) % 2**64 ^ int(mixed.view(np.uint64)[0]) | 1
 
-    bits = values.to(torch.bfloat16).view(torch.int16).flatten().tolist()
-    total = sum(v * weight(p % 65536) * weight(p // 65536) for p, v in enumerate(bits))
-    return f"{total % 2**64:016x}"
+    def digits(bits):
+        total = sum(v * weight(p % 65536) * weight(p // 65536) for p, v in enumerate(bits.flatten().tolist()))
+        return f"{total % 2**64:016x}"
+
+    rounded = digits(values.to(torch.bfloat16).view(torch.int16))
+    return Fingerprint("torch.float32", digits(values.view(torch.int32)), rounded)
+
+
+def now(tensors):
+    return fingerprints(tensors, local_sums(tensors))
 
 
 class Odd(nn.Module):
@@ -186,12 +225,13 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_is_sharded(shard_size):
     expected = [fingerprint(p.detach()) for p in model.all]
     shard_model(model, build_mesh(shard_size), bf16=False)
     parameters = dict(model.named_parameters())
-    assert add_over_ranks(local_fingerprints(parameters)) == expected
+    assert list(now(parameters).values()) == expected
     with torch.no_grad():
-        parameters["all.2"].mul_(-1)
-    assert [a != b for a, b in zip(add_over_ranks(local_fingerprints(parameters)), expected, strict=True)] == [
-        name == "all.2" for name in parameters
-    ]
+        parameters["all.2"].add_(1e-7)
+    changed = now(parameters)["all.2"]
+    assert changed.exact != expected[2].exact and changed.as_bfloat16 == expected[2].as_bfloat16
+    halves = {name: p.detach().to(torch.bfloat16) for name, p in parameters.items()}
+    assert all(here.fits(there) for here, there in zip(now(halves).values(), expected, strict=True))
 
 
 @pytest.mark.ranks(2)
@@ -199,4 +239,4 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_is_sharded(shard_size):
 def test_a_fingerprint_does_not_depend_on_the_dimension_that_is_split(dim):
     whole = torch.randn(5, 4, 7, generator=torch.Generator().manual_seed(0))
     split = distribute_tensor(whole, build_mesh(), [Shard(dim)])
-    assert add_over_ranks(local_fingerprints({"x": split})) == [fingerprint(whole)]
+    assert now({"x": split}) == {"x": fingerprint(whole)}

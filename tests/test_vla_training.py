@@ -26,6 +26,7 @@ from train_vla import Episodes, FlowBlock, FlowVLA, make_backbone
 
 from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardError, StepError, list_checkpoints
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.residency import parameter_groups
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
@@ -152,7 +153,9 @@ def shuffled():
 
 def in_workers():
     sampler = RandomSampler(Samples(), generator=torch.Generator().manual_seed(dist.get_rank()))
-    return DataLoader(Samples(), batch_sampler=BatchSampler(sampler, 4, drop_last=False), num_workers=1)
+    return DataLoader(
+        Samples(), batch_sampler=BatchSampler(sampler, 4, drop_last=False), num_workers=1, persistent_workers=True
+    )
 
 
 class Stateful:
@@ -485,6 +488,18 @@ def test_both_strengths_shard_within_a_node_and_replicate_across(tmp_path, shard
         torch.testing.assert_close(parameter, named_parameters(unsharded)[name].detach(), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("full", [False, True])
+def test_micro_batches_are_never_summed_in_half_precision(tmp_path, full):
+    """What waits for its all-reduce is kept in the dtype of reduction: bf16 is reduced at once."""
+    strategy = set_up(tmp_path, shard_size=2, enable_mixed_precision_training=True, reduce_in_full_precision=full)
+    batch = next(iter(DataLoader(Samples(), 5)))
+    with CountCollectives() as counted:
+        micro_batch(strategy, batch)
+    assert counted.counts["allreduce"] == (0 if full else 3)
+    assert all(p.grad is None if full else p.grad.dtype == torch.float32 for p in strategy.vla.parameters())
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("options", "computed", "reduced"),
@@ -505,6 +520,11 @@ def test_precision_is_as_asked(tmp_path, options, computed, reduced):
     strategy.run_training(resumable(), metrics_for(tmp_path, Recorder()), save_interval=None, epoch_save_interval=None)
     assert set(seen) == {computed}
     assert {group._reduce_dtype or computed for group in parameter_groups(strategy.vla)} == {reduced}
+    torch.manual_seed(0)
+    vla = Policy()
+    vla.backbone[1].offset = vla.backbone[2].offset
+    shared = set_up(tmp_path, vla=vla).vla.backbone
+    assert shared[1].offset is shared[2].offset
     kept = set_up(tmp_path, cast_buffers=False)
     assert {buffer.dtype for buffer in kept.vla.buffers()} == {torch.float32}
 
@@ -591,6 +611,15 @@ def test_a_checkpoint_of_the_original_goes_on_with_trust(tmp_path):
     )
     with pytest.raises(CheckpointError, match="trust=True"):
         strategy.load_optimizer_and_scheduler(folder)
+    lacking = tmp_path / "lacking" / "epoch=1-step=3.ckpt"
+    if dist.get_rank() == 0:
+        write_as_vitra(lacking, original, optimizer, epoch=1, step=3, without="action_model")
+        write_as_vitra(folder.with_name("epoch=1-step=3.ckpt"), original, optimizer, epoch=1, step=3)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"holds nothing of 4 names \(action_model\.0\.weight"):
+        strategy.load_optimizer_and_scheduler(lacking, trust=True)
+    strategy.load_optimizer_and_scheduler(tmp_path, trust=True)  # twice, which brings the schedule along once
+    assert strategy._resumed.path == folder, "of two of one step, that of the epoch's end"
     assert strategy.load_optimizer_and_scheduler(folder, trust=True) == {"epoch": 1, "global_step": 3}
     recorder = Recorder()
     own = [next(iter(DataLoader(Samples(), 4, sampler=range(4 * dist.get_rank(), 8))))]
@@ -602,11 +631,12 @@ def test_a_checkpoint_of_the_original_goes_on_with_trust(tmp_path):
         torch.testing.assert_close(parameter, named_parameters(original)[name].detach(), rtol=2e-4, atol=2e-5)
 
 
-def write_as_vitra(folder, model, optimizer, *, epoch, step):
+def write_as_vitra(folder, model, optimizer, *, epoch, step, without="nothing"):
     folder.mkdir(parents=True)
     names = {id(p): name for name, p in model.named_parameters()}
-    state = {names[id(p)]: values for p, values in optimizer.state.items()}
-    groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
+    state = {names[id(p)]: values for p, values in optimizer.state.items() if without not in names[id(p)]}
+    listed = [[name for p in g["params"] if without not in (name := names[id(p)])] for g in optimizer.param_groups]
+    groups = [{**g, "params": own} for g, own in zip(optimizer.param_groups, listed, strict=True)]
     torch.save(model.state_dict(), folder / "weights.pt")
     torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
     (folder / "meta.json").write_text(json.dumps({"epoch": epoch, "global_step": step}))
@@ -655,22 +685,132 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
 
     again = set_up(tmp_path)
     again.load_optimizer_and_scheduler(tmp_path)
-    with pytest.raises(ConfigError, match="start_epoch is 1 and start_global_step 0, expected 2 and 6"):
+    with pytest.raises(ConfigError, match="start_epoch is 1 and start_global_step 0, expected 2 and 7"):
         again.run_training(resumable(), metrics, start_epoch=1)
     with pytest.raises(CheckpointError, match="that of a ResumableLoader on 2 ranks, expected a loader without"):
         again.run_training(plain(), metrics)
+    seen = Recorder()
+    again.run_training(resumable(), metrics_for(tmp_path, seen))  # what was refused is not forgotten
+    assert not seen.records, "it was through"
     again = set_up(tmp_path)
     again.load_optimizer_and_scheduler(tmp_path, load_data_position=False)
     assert again.run_training(plain(), metrics, save_interval=None, epoch_save_interval=None)
 
+    results = [(torch.ones(2),), {"logits": torch.ones(2)}]
+
     class Silent(Policy):
         def forward(self, rgb, **inputs):
-            return {"logits": rgb}
+            return results.pop()
 
     torch.manual_seed(0)
     strategy = set_up(tmp_path, vla=Silent())
     with pytest.raises(StepError, match="returned logits, expected a mapping with a 'loss'"):
         strategy.run_training(resumable(), metrics)
+    with pytest.raises(StepError, match="returned a tuple, expected a mapping"):
+        strategy.run_training(resumable(), metrics)
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_that_fails_or_ends_on_one_rank_ends_all(tmp_path):
+    class Broken(Samples):
+        def __getitem__(self, i):
+            if i == 12 and dist.get_rank() == 1:
+                raise OSError("no such frame")
+            return super().__getitem__(i)
+
+    metrics = metrics_for(tmp_path, Recorder())
+    with pytest.raises(DataError, match="cannot draw a batch: failed on rank 1: OSError: no such frame"):
+        set_up(tmp_path).run_training(DataLoader(Broken(), 2), metrics, None, None)
+    uneven = DataLoader(Samples(), 2, sampler=range(8 - 2 * dist.get_rank()))
+    with pytest.raises(DataError, match="after 3 batches of epoch 0 some ranks have none left"):
+        set_up(tmp_path).run_training(uneven, metrics, None, None)
+    with pytest.raises(DataError, match="gives no batch in epoch 1"):
+        set_up(tmp_path).run_training(iter(plain()), metrics, None, None)
+
+
+@pytest.mark.ranks(2)
+def test_random_numbers_that_are_drawn_before_training_goes_on_change_nothing(tmp_path):
+    _, expected = run(tmp_path / "whole", "resumable", per_device_batch_size=2)
+    run(tmp_path / "killed", "resumable", per_device_batch_size=2, stop_after=3)
+    strategy = set_up(tmp_path / "killed", seed=7, per_device_batch_size=2)
+    strategy.load_optimizer_and_scheduler(tmp_path / "killed")
+    torch.manual_seed(dist.get_rank())  # as VITRA's script does, and a tracker or a data set may
+    recorder = Recorder()
+    strategy.run_training(resumable(), metrics_for(tmp_path / "killed", recorder), save_interval=2)
+    assert dist.get_rank() or (recorder.records == {s: r for s, r in expected.items() if s > 2})
+
+
+def train_without_noise(run_dir, stop_after):
+    """Train with micro-batches of four samples over all ranks, however many there are."""
+    torch.manual_seed(0)
+    options = {"per_device_batch_size": 4 // dist.get_world_size()}
+    strategy = set_up(run_dir, vla=Policy(noise=False), **options)
+    strategy.load_optimizer_and_scheduler(run_dir)
+    with pytest.raises(StepError) if stop_after else contextlib.nullcontext():
+        strategy.run_training(resumable(), metrics_for(run_dir, Recorder(stop_after)), save_interval=1)
+    strategy.wait_for_checkpoint()
+    if not stop_after:
+        other = set_up(run_dir.parent / "whole", vla=strategy_free_policy(), **options)
+        other.run_training(resumable(), metrics_for(run_dir.parent / "whole", Recorder()), None, None)
+        for name, parameter in full_parameters(strategy.vla).items():
+            torch.testing.assert_close(parameter, full_parameters(other.vla)[name], rtol=1e-4, atol=1e-6)
+
+
+def strategy_free_policy():
+    torch.manual_seed(0)
+    return Policy(noise=False)
+
+
+def test_a_run_goes_on_at_another_number_of_ranks(tmp_path, run_on):
+    run_on(2, train_without_noise, run_dir=tmp_path / "run", stop_after=3)
+    run_on(1, train_without_noise, run_dir=tmp_path / "run", stop_after=5)
+    run_on(4, train_without_noise, run_dir=tmp_path / "run", stop_after=None)
+
+
+@pytest.mark.ranks(2)
+def test_a_start_that_nothing_was_loaded_for_brings_the_schedule_along(tmp_path):
+    strategy = set_up(tmp_path, per_device_batch_size=4, llm_freeze_step=4)
+    recorder = Recorder()
+    strategy.run_training(
+        ResumableLoader(Samples(), 8),
+        metrics_for(tmp_path, recorder, 1),
+        None,
+        None,
+        start_epoch=2,
+        start_global_step=3,
+    )
+    if dist.get_rank() == 0:
+        found = {
+            step: (r["VLA Train/Epoch"], r["VLA Train/Backbone Learning Rate"]) for step, r in recorder.records.items()
+        }
+        assert found == {4: (2, 0.01), 5: (2, 0.01), 6: (2, 0.01)}
+    with pytest.raises(ConfigError, match="start_global_step is 2, expected 6"):
+        strategy.run_training(resumable(), metrics_for(tmp_path, recorder, 1), start_global_step=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_saves_at_all_saves_its_last_step(tmp_path):
+    strategy = set_up(tmp_path, epochs=2, per_device_batch_size=4)
+    strategy.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, Recorder(), 1), 1000, 2)
+    names = ["epoch=0-step=3.end.ckpt", "epoch=1-step=5.end.ckpt"]
+    assert [c.tag for c in list_checkpoints(tmp_path / "checkpoints")] == names
+
+
+@pytest.mark.ranks(2)
+def test_the_gradients_are_clipped_and_the_optimizer_goes_on_beside_other_weights_where_asked(tmp_path):
+    strategy = set_up(tmp_path)
+    batch = next(iter(resumable()))
+    strategy.backward(strategy.vla(**strategy.forward_inputs(batch))["loss"], strategy.vla)
+    norm = strategy.clip_grad_norm()
+    assert strategy.clip_grad_norm() == pytest.approx(min(norm, 1.0), rel=1e-3)
+    strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
+    micro_batch(strategy, batch)
+    strategy.save_checkpoint(tmp_path, 1, 0, only_trainable=False)
+    again = set_up(tmp_path, seed=5)
+    before = full_parameters(again.vla)
+    again.load_optimizer_and_scheduler(tmp_path, load_weights=False)
+    assert_same(full_parameters(again.vla), before)
+    assert again.global_step(again.vla) == 1 and again.optimizer.state
 
 
 # --- metrics -------------------------------------------------------------------------------------------------------

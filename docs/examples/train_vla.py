@@ -27,6 +27,7 @@ IMAGE_TOKEN, TOKENS = 257, (SIZE // PATCH) ** 2
 INSTRUCTIONS = ("left hand", "right hand", "both hands")
 CHUNK, PARTS = 8, {"left_hand_6d": 6, "left_hand_joints": 2, "right_hand_6d": 6, "right_hand_joints": 2}
 ACTIONS = sum(PARTS.values())
+MICRO_BATCH = 32  # samples over all ranks, however many there are: so a run goes on at another number
 
 
 class Episodes(Dataset):
@@ -174,8 +175,8 @@ def main() -> int:
         stage="vla-train",
         epochs=100,
         max_steps=args.steps,
-        global_batch_size=64,
-        per_device_batch_size=16,
+        global_batch_size=2 * MICRO_BATCH,
+        per_device_batch_size=MICRO_BATCH // int(os.environ.get("WORLD_SIZE", "1")),
         learning_rate=3e-4,
         action_model_learning_rate=1e-3,
         weight_decay=0.01,
@@ -193,7 +194,7 @@ def main() -> int:
         went_on = strategy.load_optimizer_and_scheduler(args.run_dir)
         if strategy.is_rank_0() and went_on:
             print(f"resumed at {went_on}", flush=True)
-        loader = ResumableLoader(data, 16 * strategy.world_size, seed=1, pool=32)
+        loader = ResumableLoader(data, MICRO_BATCH, seed=1, pool=32)
         metrics = VLAMetrics(
             ("jsonl",),
             "vla",

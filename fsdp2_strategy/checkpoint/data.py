@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,15 @@ class Loader(Protocol):
 
     def load_state_dict(self, state: Any) -> object:
         """Go on there."""
+
+
+class Later(Enum):
+    """Stands for a loader that another load brings to its place."""
+
+    LATER = "later"
+
+
+LATER = Later.LATER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import warnings
 from collections import Counter
@@ -46,7 +47,7 @@ from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.offload import check_resident
 from fsdp2_strategy.ranks import all_or_none, log
-from fsdp2_strategy.residency import clear_gradients, local_box
+from fsdp2_strategy.residency import clear_gradients, local_box, values_were_loaded
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -130,7 +131,8 @@ def _look_for(path: Path) -> Foreign | None:
     if not path.is_dir():
         return None
     found = [foreign for folder in (path, *path.iterdir()) if (foreign := _in_folder(folder))]
-    return max(found, key=lambda foreign: (foreign.path == path, foreign.step), default=None)
+    # Of two of one step, the one of an epoch's end was written last.
+    return max(found, key=lambda f: (f.path == path, f.step, f.path.name.endswith(".end.ckpt")), default=None)
 
 
 def _in_folder(path: Path) -> Foreign | None:
@@ -182,6 +184,7 @@ def load_foreign(
         clear_gradients(root)
         if weights is not None:
             weights.source.read(weights.tensors)
+            values_were_loaded(root, weights.tensors)
         if optimizer is not None:
             state.read(flat)
             restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
@@ -269,6 +272,14 @@ def _match_optimizer(
     described = {name: facts for name, facts in stored.described.items() if name.startswith("state.")}
     slots, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
     check_shapes("optimizer", flat, described)
+    fresh = [name for name, own in slots.items() if not own and name not in stored.listed]
+    if fresh and strict and stored.listed:
+        raise CheckpointError(
+            f"cannot load the optimizer: {foreign.optimizer} holds nothing of {some(fresh)}, which would start afresh. "
+            "Build it over the same trainable parameters, or pass load_module_strict=False."
+        )
+    if fresh:
+        log("%s holds no state of %s, which start afresh", foreign.optimizer, some(fresh), level=logging.WARNING)
     return stored, slots, flat
 
 
@@ -284,10 +295,12 @@ class ForeignTensors:
     def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
         self._path = path
         self._whole: dict[str, torch.Tensor] | None = None
+        self.listed: frozenset[str] = frozenset()
+        """Parameters that an optimizer's file names, with state or without."""
         stored: Described = {}
         nests: dict[str, str] = {}
         if path.is_file():
-            self._whole, nests = _whole_tensors(path)
+            self._whole, nests, self.listed = _whole_tensors(path)
             stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._whole.items()}
         else:
             metadata = FileSystemReader(path).read_metadata()
@@ -316,8 +329,8 @@ class ForeignTensors:
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
 
 
-def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a file, mapped and not read, by dotted names, and what each is nested in."""
+def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:
+    """Return the tensors of a file, mapped and not read, by dotted names; what each is nested in; what groups list."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except (RuntimeError, ValueError, EOFError) as error:
@@ -333,7 +346,8 @@ def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
                 collect(inner, f"{nest}{key}." if key else "", str(inner_key))
 
     collect(content, "", "")
-    return found, nests
+    groups = content.get("param_groups", ()) if isinstance(content, Mapping) else ()
+    return found, nests, frozenset(name for group in groups for name in group["params"] if isinstance(name, str))
 
 
 def _prefix(stored: Iterable[str], wanted: set[str]) -> str:

@@ -1,7 +1,11 @@
-"""What a checkpoint of trainable weights leaves out: the frozen ones, which come back from where they came.
+"""What a checkpoint of trainable weights leaves out: frozen weights that can be had again.
 
-Input: a sharded model. Output: JSON for ``trainer_state.json`` that tells which frozen weights a model had, and from
-which folders; and the other way round, a model that has those again, or an error.
+Input: a sharded model. Output: JSON for ``trainer_state.json`` that tells which weights were left out, and where from
+they can be had; and the other way round, a model that has those again, or an error.
+
+[Note: had again] A frozen weight is left out where the program that builds the model gives it: it was frozen when the
+model was sharded, and nothing was loaded into it since; or where the folder that the model came from holds those very
+values. Any other (it was trained before it was frozen, it came out of an earlier run's checkpoint) is saved.
 """
 
 from __future__ import annotations
@@ -10,61 +14,76 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from fsdp2_strategy.checkpoint.storage import Wanted, read_wishes
+from fsdp2_strategy.checkpoint.storage import Wanted
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
-from fsdp2_strategy.fingerprint import add_over_ranks, local_fingerprints
+from fsdp2_strategy.fingerprint import Fingerprint, fingerprints, local_sums
 from fsdp2_strategy.hf.folder import folder_of, open_folder, outermost_models
 from fsdp2_strategy.hf.match import match
+from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.ranks import all_or_none, log
+from fsdp2_strategy.residency import as_built, sharded_like, values_of
+
+# What a model's folders were found to hold, as long as nothing else is loaded into the model.
+_compared: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class LeftOut:
     """Name the weights that are not in a checkpoint."""
 
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """By name; see [Note: fingerprint]."""
+    weights: dict[str, Fingerprint] = field(default_factory=dict)
+    """By name."""
     folders: dict[str, str] = field(default_factory=dict)
     """Where the models within came from, by their names in the whole one."""
 
     @classmethod
     def of(cls, root: nn.Module) -> LeftOut:
-        """Describe the frozen weights of a model; collective."""
-        tensors = frozen_parameters(root)
+        """Choose what of a model is left out; collective. See [Note: had again]."""
         with all_or_none("save", CheckpointError):
-            if len(tensors) == len(named_parameters(root)):
+            parameters = named_parameters(root)
+            frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+            if len(frozen) == len(parameters):
                 raise CheckpointError(
                     f"cannot save the trainable weights of {type(root).__name__}: none is trainable, expected some. "
                     "Save the whole model."
                 )
-            local = local_fingerprints(tensors)
             models = outermost_models(root).items()
             folders = {name: str(folder.resolve()) for name, model in models if (folder := folder_of(model))}
-        return cls(dict(zip(tensors, add_over_ranks(local), strict=True)), folders)
+            local = local_sums(frozen)
+        found = fingerprints(frozen, local)
+        changed = [name for name in frozen if name not in as_built(root)]
+        kept = set(changed) - _in_folders(root, changed, found, folders)
+        if kept:
+            log("frozen weights that nothing else holds are saved, too: %s", some(sorted(kept)))
+        return cls({name: fingerprint for name, fingerprint in found.items() if name not in kept}, folders)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
         """Read what a checkpoint says; one of the whole model says nothing."""
-        return cls(**(content or {}))
+        if not content:
+            return cls()
+        weights = {name: Fingerprint(**fingerprint) for name, fingerprint in content["weights"].items()}
+        return cls(weights, dict(content["folders"]))
 
     def as_json(self) -> dict[str, Any]:
         """Return it for a checkpoint."""
         return asdict(self)
 
-    def find_others(self, root: nn.Module, path: Path) -> Wanted:
+    def find_others(self, root: nn.Module, path: Path, *, strict: bool) -> Wanted:
         """Say where the frozen weights are that a model has other values for; collective.
 
         Raises:
-            CheckpointError: on every rank: the model lacks one, or its folder is not there, or lacks it.
+            CheckpointError: on every rank: strict, and the model lacks one; or its folder is not there, or lacks it.
         """
-        others = self._others(root, path)
+        others = self._others(root, path, strict=strict)
         with all_or_none(f"load {path}", CheckpointError):
             return self._find(root, others, path) if others else []
 
@@ -78,40 +97,31 @@ class LeftOut:
             return
         folders = ", ".join(self.folders.values())
         log("%d frozen weights are read from %s", len(others), folders)
-        wishes, broadcasts = shares(others)
-        read_wishes(path, wishes, None, f"loading the frozen weights of {path.name}")
-        for shared in broadcasts:
-            shared.carry_out()
-        if differing := self._others(root, path):
+        _read(others)
+        if differing := self._others(root, path, strict=False):
             raise DamageError(
                 f"cannot load {path}: the frozen weights that it was saved beside are no longer in {folders}: "
                 f"{some(differing)} differ there. Restore that folder, or load a checkpoint of the whole model."
             )
 
-    def _others(self, root: nn.Module, path: Path) -> list[str]:
+    def _others(self, root: nn.Module, path: Path, *, strict: bool) -> list[str]:
         """Return the names of those that have other values in a model; collective."""
         with all_or_none(f"load {path}", CheckpointError):
-            there = named_parameters(root)
-            if lost := [name for name in self.fingerprints if name not in there]:
+            parameters = named_parameters(root)
+            lost = [name for name in self.weights if name not in parameters]
+            if lost and strict:
                 raise CheckpointError(
                     f"cannot load {path}: it was saved beside frozen weights that {type(root).__name__} lacks: "
-                    f"{some(lost)}, expected the same model. Build it as it was."
+                    f"{some(lost)}, expected the same model. Build it as it was, or pass load_module_strict=False."
                 )
-            local = local_fingerprints({name: there[name] for name in self.fingerprints})
-        found = zip(self.fingerprints.items(), add_over_ranks(local), strict=True)
-        return [name for (name, expected), now in found if now != expected]
+            there = {name: parameters[name] for name in self.weights if name in parameters}
+            local = local_sums(there)
+        now = fingerprints(there, local)
+        return [name for name in now if not now[name].fits(self.weights[name])]
 
     def _find(self, root: nn.Module, names: Sequence[str], path: Path) -> Wanted:
         """Say where in their folders weights are; headers are read, and nothing else."""
-        found: list[tuple[str, Region, torch.Tensor]] = []
-        for where, folder in self.folders.items():
-            model = root.get_submodule(where)
-            within = {name for name in names if name.startswith(f"{where}." if where else "")}
-            if within and Path(folder).is_dir():
-                origin = open_folder(model, folder)
-                known = {module: (origin, name) for name, module in model.named_modules()}
-                targets, _ = match(root, known, "anything")
-                found += [(t.name, t.regions[0], t.tensor) for t in targets if t.name in within and t.regions]
+        found = _wanted(root, names, self.folders)
         if lost := [name for name in names if name not in {name for name, _, _ in found}]:
             raise CheckpointError(
                 f"cannot load {path}: it holds the trainable weights alone, and the frozen ones of "
@@ -122,6 +132,45 @@ class LeftOut:
         return found
 
 
-def frozen_parameters(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model that are not trained."""
-    return {name: parameter for name, parameter in named_parameters(root).items() if not parameter.requires_grad}
+def _in_folders(
+    root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
+) -> set[str]:
+    """Return the names of those weights that folders hold as they are now; collective, and read once."""
+    state = frozenset(f"{name} {found[name].exact}" for name in names)
+    if root in _compared and _compared[root][0] == state:
+        return set(_compared[root][1])
+    with all_or_none("save", CheckpointError):
+        wanted = _wanted(root, names, folders)
+    equal = set()
+    for name, region, tensor in wanted:  # one at a time: no second model in memory
+        there = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
+        _read([(name, region, there[name])])
+        if fingerprints(there, local_sums(there))[name] == found[name]:
+            equal.add(name)
+    _compared[root] = (state, frozenset(equal))
+    return equal
+
+
+def _wanted(
+    root: nn.Module, names: Sequence[str], folders: Mapping[str, str]
+) -> list[tuple[str, Region, torch.Tensor]]:
+    """Return where in the folders of the models within a model weights are; those that are not there are left out."""
+    found: list[tuple[str, Region, torch.Tensor]] = []
+    for where, folder in folders.items():
+        within = {name for name in names if name.startswith(f"{where}." if where else "")}
+        if within and Path(folder).is_dir():
+            model = root.get_submodule(where)
+            origin = open_folder(model, folder)
+            known = {module: (origin, name) for name, module in model.named_modules()}
+            targets, _ = match(root, known, "anything")
+            found += [(t.name, t.regions[0], t.tensor) for t in targets if t.name in within and t.regions]
+    return found
+
+
+def _read(wanted: Wanted) -> None:
+    """Fill tensors from their folders; collective."""
+    wishes, broadcasts = shares(wanted)
+    with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
+        reader.read(wishes)
+    for shared in broadcasts:
+        shared.carry_out()

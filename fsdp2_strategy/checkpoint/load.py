@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background, layout
-from fsdp2_strategy.checkpoint.data import Loader, check_position, file_of_rank, restore_position
+from fsdp2_strategy.checkpoint.data import Later, Loader, check_position, file_of_rank, restore_position
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.frozen import LeftOut
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
@@ -45,7 +45,7 @@ from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
-from fsdp2_strategy.residency import clear_gradients
+from fsdp2_strategy.residency import clear_gradients, values_were_loaded
 
 
 def load_checkpoint(
@@ -56,7 +56,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     ema: Mapping[str, torch.Tensor] | None = None,
-    dataloader: Loader | None = None,
+    dataloader: Loader | Later | None = None,
     load_model: bool = True,
     strict: bool = True,
     verify: bool = True,
@@ -76,7 +76,8 @@ def load_checkpoint(
             state is restored too; a model that is loaded alone leaves it as it is.
         scheduler: gets its state back.
         ema: averages of parameters by name (``EMA.averages``), which get their values back.
-        dataloader: goes on where it was, a ResumableLoader on any number of ranks. It must not have begun.
+        dataloader: goes on where it was, a ResumableLoader on any number of ranks. It must not have begun. LATER says
+            that another load brings it there.
         load_model: load parameters and buffers; without them, the optimizer's state alone.
         strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
             reported. Shapes must agree either way.
@@ -118,12 +119,12 @@ def load_checkpoint(
             foreign = find_foreign(where, trust=trust) if is_rank_0() else None
         foreign = from_rank_0(foreign)
         if foreign is not None:
-            if dataloader is not None:
+            if dataloader is not None and not isinstance(dataloader, Later):
                 require(None, "data position", "dataloader=None", load_dir)
             return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
-    into = _Into(model, optimizer, scheduler, ema, dataloader)
+    into = _Into(model, optimizer, scheduler, ema, *((None, True) if isinstance(dataloader, Later) else (dataloader,)))
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
             return _load(into, path, load_model=load_model, strict=strict, verify=verify)
@@ -143,10 +144,11 @@ class _Into:
     scheduler: LRScheduler | None
     ema: Mapping[str, torch.Tensor] | None
     dataloader: Loader | None
+    data_comes_later: bool = False
 
 
 def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bool) -> LoadedCheckpoint:
-    model, optimizer, scheduler, ema, dataloader = (getattr(into, field.name) for field in fields(into))
+    model, optimizer, scheduler, dataloader = into.model, into.optimizer, into.scheduler, into.dataloader
     opened, state = _open(path)
     with all_or_none(f"load {path}", DamageError):
         rng, of_rank = _files_of_rank(opened, state, dataloader)
@@ -154,7 +156,7 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
         root = prepared(model)
         plan = _plan(into, root, path, state, load_model=load_model, strict=strict)
     left_out = LeftOut.from_json(state.get("left_out") if load_model else None)
-    others = left_out.find_others(root, path)
+    others = left_out.find_others(root, path, strict=strict)
     with all_or_none(f"load {path}", DamageError):
         wishes, broadcasts = shares(plan.wanted)
         if verify:
@@ -167,6 +169,7 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
             for shared in broadcasts:
                 shared.carry_out()
             left_out.restore(root, others, path)
+            values_were_loaded(root, [*plan.report.loaded, *(name for name, _, _ in others)])
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             if load_model and optimizer is None:
                 refresh_masters_of(root)
@@ -181,9 +184,8 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
             if dataloader is not None:
                 restore_position(dataloader, state["data"], of_rank)
     log("loaded %s (step %d)", path, state["step"])
-    _tell_what_was_left(
-        path, state, averages=ema is None and load_model, data=dataloader is None and optimizer is not None
-    )
+    nobody_asked = dataloader is None and not into.data_comes_later and optimizer is not None
+    _tell_what_was_left(path, state, averages=into.ema is None and load_model, data=nobody_asked)
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
@@ -249,7 +251,7 @@ def _plan(
     wanted: list[tuple[str, Region, torch.Tensor]] = []
     report, optimizer = LoadReport(), None
     if load_model:
-        left_out = (state.get("left_out") or {}).get("fingerprints", ())
+        left_out = (state.get("left_out") or {}).get("weights", ())
         of_model, report = match_model(root, path, left_out, strict=strict)
         wanted += of_model
     if into.optimizer is not None:

@@ -74,10 +74,11 @@ class ModelOnDisk:
         return cls(parts, copied, folder_of(inner))
 
     @classmethod
-    def of_trainable(cls, root: nn.Module, directory: Path) -> ModelOnDisk:
-        """Lay out what is trained, and the buffers, which change as well."""
-        trained = {name: parameter for name, parameter in named_parameters(root).items() if parameter.requires_grad}
-        return cls([Part.of(directory / layout.TRAINABLE, {**trained, **persistent_buffers(root)})], None, None)
+    def of_trainable(cls, root: nn.Module, directory: Path, left_out: Container[str]) -> ModelOnDisk:
+        """Lay out all but what is left out; buffers are there, for they change as well."""
+        tensors = {**named_parameters(root), **persistent_buffers(root)}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        return cls([Part.of(directory / layout.TRAINABLE, kept)], None, None)
 
     def write_beside(self, tokenizer: Any) -> None:
         """Write what ``from_pretrained`` reads beside the weights: configuration, and tokenizer where there is one.

@@ -89,9 +89,9 @@ def save_checkpoint(
         async_save: return once this rank's part is copied in host memory, and write, commit and rotate behind the
             trainer. What the trainer changes from then on is not in the checkpoint. One save is in flight: the next
             one, a load, `wait_for_save` and ``close`` wait for it, and raise its failure.
-        only_trainable: leave frozen weights out: ``trainable/`` holds the others, and no folder that
-            ``from_pretrained`` opens. A load compares the frozen weights that it finds in the model with those that
-            were left out.
+        only_trainable: leave frozen weights out that can be had again: ``trainable/`` holds the others, and no folder
+            that ``from_pretrained`` opens. A load compares the frozen weights that it finds in the model with those
+            that were left out. See [Note: had again] in `frozen`.
         meta: what other programs look for in ``meta.json``, as JSON.
 
     Returns:
@@ -220,7 +220,10 @@ def _collect(
     check_json(facts["client_state"], "client_state")
     root = prepared(model)
     check_usable(root)
-    on_disk = ModelOnDisk.of(root, directory) if left_out is None else ModelOnDisk.of_trainable(root, directory)
+    if left_out is None:
+        on_disk = ModelOnDisk.of(root, directory)
+    else:
+        on_disk = ModelOnDisk.of_trainable(root, directory, left_out.weights)
     parts = list(on_disk.parts)
     hyper = None
     if optimizer is not None:

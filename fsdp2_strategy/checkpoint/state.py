@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.masters import FSDPadaptOptimizer
@@ -156,11 +156,15 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    """Bring a fresh schedule, whose state nobody saved, to where it is after so many optimizer steps."""
+    """Bring a schedule, whose state nobody saved, to where it is after so many optimizer steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(steps):
+        if isinstance(scheduler, LambdaLR):  # whose rates follow from the step alone
+            scheduler.last_epoch = steps - 1
             scheduler.step()
+        else:
+            for _ in range(getattr(scheduler, "last_epoch", 0), steps):
+                scheduler.step()
 
 
 def allocate_optimizer_state(

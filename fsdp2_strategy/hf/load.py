@@ -28,7 +28,15 @@ from fsdp2_strategy.hf.tape import forget, is_recording, note_of
 from fsdp2_strategy.hf.twin import original_class
 from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
-from fsdp2_strategy.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
+from fsdp2_strategy.residency import (
+    has_values_now,
+    is_unreal,
+    lacks_values,
+    materialize,
+    reshard,
+    unwrap_model,
+    values_were_loaded,
+)
 
 
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:
@@ -116,6 +124,8 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
                 )
     forget(root)
     has_values_now(root)
+    if path is not None:
+        values_were_loaded(root, report.loaded)
     refresh_masters_of(root)
     mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"

@@ -8,7 +8,7 @@ on computes those micro-batches again.
 
 [Note: plain loaders] A loader that knows its place (ResumableLoader, or one with ``state_dict``) goes on there. Any
 other is begun again in its epoch, under a random state that follows from seed, rank and epoch alone, and its batches
-are drawn up to that place and thrown away.
+are drawn up to that place and thrown away. Workers that would live on from epoch to epoch are started anew.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.checkpoint import Loader
 from fsdp2_strategy.checkpoint.rng import forked_rng, load_rng, rng_content
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, DataError
+from fsdp2_strategy.ranks import all_or_none, any_rank
 
 Kind = Literal["formula", "state", "count"]
 
@@ -47,6 +49,12 @@ class Position:
         return asdict(self)
 
 
+_END = object()
+
+# What generators of plain loaders were seeded with before they were seeded here.
+_first_seeds: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+
+
 class Epochs:
     """Draw the batches of epoch after epoch; every rank does the same.
 
@@ -55,45 +63,78 @@ class Epochs:
         seed: of the order of plain loaders.
         start: where to go on; a loader that knows its place is there already.
         epoch: where to begin otherwise.
+        is_positioned: whether the caller has brought the loader to its place in that epoch.
         keeps_marks: whether steps are of several micro-batches, so that a save may have to go back to the last one.
 
     Raises:
         CheckpointError: the position is that of another kind of loader, or of another number of ranks.
     """
 
-    def __init__(self, loader: Any, *, seed: int, start: Position | None, epoch: int, keeps_marks: bool) -> None:
+    def __init__(
+        self, loader: Any, *, seed: int, start: Position | None, epoch: int, is_positioned: bool, keeps_marks: bool
+    ) -> None:
         self._loader, self._seed, self._keeps_marks = loader, seed, keeps_marks
         self.kind: Kind = kind_of(loader)
         if start is not None:
             self._check(start)
         self._start = start
-        self._first_seeds: dict[int, int] = {}
+        self._is_positioned = is_positioned
         self.epoch, self._batch = (start.epoch, start.batch) if start else (epoch, 0)
         self._marked: tuple[Position, bytes, Any] | None = None
         self.mark()
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """Give what is left of an epoch."""
+        """Give what is left of an epoch; collective, batch by batch.
+
+        Raises:
+            DataError: on every rank: the loader fails, gives nothing, or has batches left on some ranks alone.
+        """
         goes_on = self._start is not None and self._start.epoch == epoch and self._batch > 0
         self.epoch, self._batch, self._start = epoch, self._batch if goes_on else 0, None
         if goes_on and getattr(self._loader, "at_epoch_end", False):
             return
-        for part in self._parts():
+        with all_or_none(f"begin epoch {epoch}", DataError):
+            drawn = self._begin(epoch, goes_on=goes_on)
+        while True:
+            with all_or_none("draw a batch", DataError):
+                batch = next(drawn, _END)
+                if batch is _END and not self._batch:
+                    raise DataError(
+                        f"cannot train: the {type(self._loader).__name__} gives no batch in epoch {epoch}, expected "
+                        "some. Give a loader that begins anew with each epoch, not an iterator."
+                    )
+            if self._has_ended(batch is _END):
+                return
+            self._batch += 1
+            yield batch
+
+    def _begin(self, epoch: int, *, goes_on: bool) -> Iterator[Any]:
+        for part in () if self._is_positioned else self._parts():
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
+        self._is_positioned = False
         with forked_rng(_hashed(self._seed, dist.get_rank(), epoch)):
-            self._seed_generators(epoch)
+            if self.kind == "count":
+                self._seed_generators(epoch)
+                if getattr(self._loader, "persistent_workers", False):
+                    self._loader._iterator = None  # workers that live on are in a state that no resume brings back
             drawn = iter(self._loader)
             if self.kind == "count":
                 for _ in islice(drawn, self._batch):
                     pass
-            first = [] if goes_on else list(islice(drawn, 1))  # samplers draw their order with the first
-        for batch in first:
-            self._batch += 1
-            yield batch
-        for batch in drawn:
-            self._batch += 1
-            yield batch
+            # Samplers draw their order with the first batch.
+            return drawn if goes_on else chain(list(islice(drawn, 1)), drawn)
+
+    def _has_ended(self, here: bool) -> bool:
+        """Say whether an epoch is through, alike on all ranks; a formula is alike by itself."""
+        if self.kind == "formula" or not any_rank(here):
+            return here
+        if any_rank(not here):
+            raise DataError(
+                f"cannot go on: after {self._batch} batches of epoch {self.epoch} some ranks have none left and others "
+                "have, expected as many on every rank. Use ResumableLoader, or a sampler that gives ranks the same."
+            )
+        return True
 
     def mark(self) -> None:
         """Say that an optimizer step ends here: what is saved from now on goes on here."""
@@ -139,13 +180,9 @@ class Epochs:
 
     def _seed_generators(self, epoch: int) -> None:
         """Seed the generators that a plain loader was given; those that were alike on all ranks stay so."""
-        if self.kind != "count":
-            return
         generators = (getattr(part, "generator", None) for part in self._parts())
-        found = {id(g): g for g in generators if isinstance(g, torch.Generator)}
-        for generator in found.values():
-            first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
-            generator.manual_seed(_hashed(first, epoch))
+        for generator in {id(g): g for g in generators if isinstance(g, torch.Generator)}.values():
+            generator.manual_seed(_hashed(_first_seeds.setdefault(generator, generator.initial_seed()), epoch))
 
 
 def kind_of(loader: Any) -> Kind:

@@ -30,7 +30,7 @@ _RATES = dict(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Loop:
     """Train; every rank does the same."""
 
@@ -43,6 +43,8 @@ class Loop:
     save_interval: int | None
     epoch_save_interval: int | None
     save_full_model: bool
+    _unsaved: bool = False
+    """Whether steps were taken since the last checkpoint."""
 
     def run(self) -> bool:
         """Go on to the end; say whether it is reached, or the run was told to stop before."""
@@ -53,6 +55,7 @@ class Loop:
                 if result.stepped or result.skipped:
                     self.data.mark()
                 if result.stepped:
+                    self._unsaved = True
                     self._report(epoch)
                     through, told = self.strategy.is_through(), self._is_told_to_stop()
                     if through or told or (self.save_interval and result.step % self.save_interval == 0):
@@ -61,7 +64,9 @@ class Loop:
                         return through
             if not self.strategy.pending_micro_batches:
                 self.data.end_epoch()
-            if self.epoch_save_interval and epoch % self.epoch_save_interval == 0:
+            on_interval = self.epoch_save_interval and epoch % self.epoch_save_interval == 0
+            is_last = epoch == self.strategy.epochs - 1
+            if on_interval or (is_last and self._unsaved and (self.save_interval or self.epoch_save_interval)):
                 self._save(epoch, is_epoch_end=True)
         self._drop_what_is_pending()
         return True
@@ -69,11 +74,13 @@ class Loop:
     def _micro_batch(self, batch: Mapping[str, Any]) -> StepResult:
         strategy = self.strategy
         prediction = strategy.vla(**strategy.forward_inputs(batch))
-        numbers = {name: value for name, value in prediction.items() if _is_number(value)}
+        is_mapping = isinstance(prediction, Mapping)
+        numbers = {name: value for name, value in prediction.items() if _is_number(value)} if is_mapping else {}
         if "loss" not in numbers:
+            returned = ", ".join(prediction) if is_mapping else f"a {type(prediction).__name__}"
             raise StepError(
-                f"cannot train {type(strategy.vla).__name__}: its forward returned "
-                f"{', '.join(prediction) or 'nothing'}, expected a mapping with a 'loss' of one element. Return one."
+                f"cannot train {type(strategy.vla).__name__}: its forward returned {returned or 'nothing'}, expected a "
+                "mapping with a 'loss' of one element. Return one."
             )
         self.metrics.commit(**numbers)
         strategy.backward(numbers["loss"], strategy.vla, strategy.optimizer)
@@ -106,6 +113,7 @@ class Loop:
             is_epoch_end=is_epoch_end,
             async_save=self.strategy.async_save,
         )
+        self._unsaved = False
 
     def _is_told_to_stop(self) -> bool:
         # Signals are the main thread's.

@@ -9,6 +9,7 @@ Input: a VLA, its options, a loader. Output: a trained model, checkpoints under 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -25,6 +26,8 @@ from tqdm import tqdm
 from fsdp2_strategy import ranks
 from fsdp2_strategy.blocks import Classes, class_names_of
 from fsdp2_strategy.checkpoint import load_checkpoint
+from fsdp2_strategy.checkpoint.data import LATER
+from fsdp2_strategy.checkpoint.rng import load_rng, rng_content
 from fsdp2_strategy.checkpoint.state import advance_scheduler
 from fsdp2_strategy.config import StrategyConfig
 from fsdp2_strategy.errors import CheckpointError, ConfigError
@@ -259,7 +262,8 @@ class VLAFSDPStrategy(TrainingStrategy):
                 per_device_batch_size x ranks samples; any other goes on exactly at the same number of ranks.
             metrics: gets losses and rates; its ``run_dir`` is where checkpoints go.
             save_interval: optimizer steps between checkpoints; None for none.
-            epoch_save_interval: epochs between checkpoints at an epoch's end; None for none.
+            epoch_save_interval: epochs between checkpoints at an epoch's end; None for none. Where there is any
+                checkpoint, the last step has one.
             start_epoch: where to begin; where a checkpoint was loaded it must agree, or be left at 0.
             start_global_step: the same for the optimizer steps taken.
             save_full_model: save frozen weights, too.
@@ -272,17 +276,21 @@ class VLAFSDPStrategy(TrainingStrategy):
             StepError, CheckpointError, ConfigError: on every rank; losses that are not finite skip their step instead.
         """
         self._start_at(start_epoch, start_global_step)
-        resumed, self._resumed = self._resumed, None
+        resumed = self._resumed
         start = resumed.position if resumed else None
         if resumed and start and start.kind == kind_of(dataloader) != "count":
             load_checkpoint(self.vla, resumed.path, load_model=False, dataloader=dataloader)
-        self._data = data = Epochs(
+        if resumed:
+            load_rng(resumed.rng)  # whatever was drawn since
+        data = Epochs(
             dataloader,
             seed=self.config.seed,
             start=start,
             epoch=resumed.begins if resumed else start_epoch,
+            is_positioned=start is None and self.global_step(self.vla) > 0,
             keeps_marks=self.grad_accumulation_steps > 1,
         )
+        self._data, self._resumed = data, None
         metrics.commit(global_step=self.global_step(self.vla), epoch=data.epoch)
         if self.is_through():
             return True
@@ -342,7 +350,10 @@ class VLAFSDPStrategy(TrainingStrategy):
     def _steps_of(self, dataloader: Any) -> int | None:
         if self.max_steps is not None:
             return self.max_steps
-        return self.epochs * len(dataloader) // self.grad_accumulation_steps if hasattr(dataloader, "__len__") else None
+        try:
+            return self.epochs * len(dataloader) // self.grad_accumulation_steps
+        except TypeError:  # an iterable data set has no length
+            return None
 
     def clip_grad_norm(self, model: nn.Module | None = None, max_norm: float | None = None) -> float:
         """Clip the gradients to ``max_grad_norm`` as one norm, and return it; collective. `run_training` does so."""
@@ -379,6 +390,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         directory = Path(run_dir) / CHECKPOINTS
         tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
         facts = {"epoch": epoch, "global_step": global_step}
+        if self._resumed is not None:
+            message = "saved before run_training goes on: what goes on from here begins epoch %d again"
+            ranks.log(message, epoch, level=logging.WARNING)
         pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a run that goes on computes them again
         try:
             with self._data.as_marked() if self._data else nullcontext((None, None)) as (position, loader):
@@ -404,6 +418,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         *,
         load_weights: bool = True,
         load_data_position: bool = True,
+        strict: bool = True,
         trust: bool = False,
     ) -> dict[str, int] | None:
         """Load optimizer, schedule and random state, and the weights that they belong to; collective.
@@ -414,6 +429,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             checkpoint_folder: a checkpoint; or a run's directory, of which the newest is loaded.
             load_weights: load them; without, the optimizer goes on beside the weights that the model has.
             load_data_position: go on in the middle of the epoch, where the checkpoint knows its place.
+            strict: names in checkpoint, model and optimizer must agree.
             trust: load what VITRA itself wrote, whose pickles run code.
 
         Returns:
@@ -424,7 +440,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         """
         folder = Path(checkpoint_folder)
         directory = folder / CHECKPOINTS if ranks.from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
-        path, state = self.load_ckpt(self.vla, directory, load_module=load_weights, trust=trust)
+        path, state = self.load_ckpt(
+            self.vla, directory, load_module=load_weights, load_module_strict=strict, dataloader=LATER, trust=trust
+        )
         if path is None:
             if folder.suffix == ".ckpt":
                 raise CheckpointError(
@@ -438,6 +456,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             epoch=state.get("epoch", 0),
             ended=path.endswith(".end.ckpt"),
             position=Position(**position) if position else None,
+            rng=rng_content(),
         )
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
@@ -449,6 +468,10 @@ class VLAFSDPStrategy(TrainingStrategy):
         """
         run, resumed = self._run(self.vla), self._resumed
         if resumed is None:
+            if step and run.steps not in (0, step):
+                raise ConfigError(
+                    f"cannot train: start_global_step is {step}, expected {run.steps}, the steps taken. Leave it out."
+                )
             if step and not self.lr_scheduler.last_epoch:
                 advance_scheduler(self.lr_scheduler, step)
             run.steps = step or run.steps
@@ -470,6 +493,8 @@ class _Resumed:
     ended: bool
     """Whether it was saved at that epoch's end."""
     position: Position | None
+    rng: bytes
+    """The random state then."""
 
     @property
     def begins(self) -> int:
