@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.ranks import control_device, group_in_use
 from fsdp2_strategy.residency import local_box, values_of
+
+# Sums of what was frozen when a model was sharded, by name.
+_as_built: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
 _BLOCK = 1 << 16
 _BLOCKS_AT_ONCE = 8
@@ -48,6 +54,25 @@ def local_sums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return what this rank's elements add to the fingerprints: int64 of shape (tensors, 2); not collective."""
     sums = [_sums(t).to(control_device()) for t in tensors.values()]
     return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=control_device())
+
+
+def remember_as_built(model: nn.Module) -> None:
+    """Keep the sums of what is frozen in a model that trains, once it is sharded and real; not collective."""
+    parameters = named_parameters(model)
+    frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    if 0 < len(frozen) < len(parameters) and not any(p.is_meta for p in frozen.values()):
+        _as_built[model] = dict(zip(frozen, local_sums(frozen), strict=True))
+
+
+def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
+    """Return which tensors, whose sums are given, are not as `remember_as_built` found them; collective."""
+    before = _as_built.get(model, {})
+    names = list(names)
+    differs = [name not in before or not torch.equal(before[name], own) for name, own in zip(names, local, strict=True)]
+    flags = torch.tensor(differs, dtype=torch.int64, device=control_device())
+    if differs:
+        dist.all_reduce(flags, group=group_in_use())
+    return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> dict[str, Fingerprint]:

@@ -10,7 +10,7 @@ there without a byte on the accelerator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.names import named_parameters
 
 # Inner models of wrappers that are sharded as a whole.
 _wrapper_of: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
@@ -65,25 +64,6 @@ def has_unsharded_parameters(model: nn.Module) -> bool:
         return False
     own = any(True for _ in model.parameters(recurse=False))
     return own or any(has_unsharded_parameters(child) for child in model.children())
-
-
-# Names of the parameters that still are what the program that built a model gave it, and cannot be anything else.
-_as_built: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-
-
-def remember_as_built(model: nn.Module) -> None:
-    """Take note of what is frozen as the model is sharded; not collective."""
-    _as_built[model] = {name for name, p in named_parameters(model).items() if not p.requires_grad}
-
-
-def as_built(model: nn.Module) -> Set[str]:
-    """Return the names of the frozen parameters that nothing was loaded into since the model was sharded."""
-    return _as_built.get(model, set())
-
-
-def values_were_loaded(model: nn.Module, names: Iterable[str]) -> None:
-    """Take note that parameters have other values than those the model was built with; not collective."""
-    _as_built.get(model, set()).difference_update(names)
 
 
 # Host memory that stands behind a meta tensor: by the address of the tensor's storage.

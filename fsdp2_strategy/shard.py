@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy.blocks import modules_of_class
 from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.fingerprint import remember_as_built
 from fsdp2_strategy.mesh import build_mesh
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
@@ -36,7 +37,6 @@ from fsdp2_strategy.residency import (
     average_gradient,
     is_sharded,
     parameter_groups,
-    remember_as_built,
     remember_wrapper,
     unwrap_model,
 )

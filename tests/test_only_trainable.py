@@ -161,6 +161,16 @@ def test_frozen_weights_that_no_folder_holds_are_saved(tmp_path):
     again, fourth, _ = start(tmp_path / "base", seed=3, bf16=False)
     again.load_ckpt(fourth, tmp_path / "stage")
     assert_same(full_parameters(fourth), full_parameters(third[1]))
+    # Frozen from the start, but trained in between.
+    run = start(tmp_path / "base", seed=4, bf16=False)
+    run[1].backbone.norm.requires_grad_(True)
+    in_between = run[0].create_optimizer(run[1], lr=0.1)
+    train(run[0], run[1], in_between, range(1))
+    run[1].backbone.norm.requires_grad_(False)
+    run[0].save_ckpt(run[1], tmp_path / "between", only_trainable=True, optimizer=in_between)
+    again, fifth, _ = start(tmp_path / "base", seed=5, bf16=False)
+    again.load_ckpt(fifth, tmp_path / "between", load_optimizer_states=False)
+    assert_same(full_parameters(fifth), full_parameters(run[1]))
     # What was loaded and is what the folder holds is left out all the same.
     run = start(tmp_path / "base")
     run[0].save_ckpt(run[1], tmp_path / "whole")

@@ -47,7 +47,7 @@ from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.offload import check_resident
 from fsdp2_strategy.ranks import all_or_none, log
-from fsdp2_strategy.residency import clear_gradients, local_box, values_were_loaded
+from fsdp2_strategy.residency import clear_gradients, local_box
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -184,7 +184,6 @@ def load_foreign(
         clear_gradients(root)
         if weights is not None:
             weights.source.read(weights.tensors)
-            values_were_loaded(root, weights.tensors)
         if optimizer is not None:
             state.read(flat)
             restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})

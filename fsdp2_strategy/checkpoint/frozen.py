@@ -4,8 +4,8 @@ Input: a sharded model. Output: JSON for ``trainer_state.json`` that tells which
 they can be had; and the other way round, a model that has those again, or an error.
 
 [Note: had again] A frozen weight is left out where the program that builds the model gives it: it was frozen when the
-model was sharded, and nothing was loaded into it since; or where the folder that the model came from holds those very
-values. Any other (it was trained before it was frozen, it came out of an earlier run's checkpoint) is saved.
+model was sharded, and is what it was then; or where the folder that the model came from holds those very values. Any
+other (it was trained before it was frozen, it came out of an earlier run's checkpoint) is saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp2_strategy.checkpoint.storage import Wanted
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
-from fsdp2_strategy.fingerprint import Fingerprint, fingerprints, local_sums
+from fsdp2_strategy.fingerprint import Fingerprint, changed_since_built, fingerprints, local_sums
 from fsdp2_strategy.hf.folder import folder_of, open_folder, outermost_models
 from fsdp2_strategy.hf.match import match
 from fsdp2_strategy.hf.read import Reader
@@ -29,7 +29,7 @@ from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.ranks import all_or_none, log
-from fsdp2_strategy.residency import as_built, sharded_like, values_of
+from fsdp2_strategy.residency import sharded_like, values_of
 
 # What a model's folders were found to hold, as long as nothing else is loaded into the model.
 _compared: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
@@ -58,8 +58,8 @@ class LeftOut:
             models = outermost_models(root).items()
             folders = {name: str(folder.resolve()) for name, model in models if (folder := folder_of(model))}
             local = local_sums(frozen)
+        changed = changed_since_built(root, frozen, local)
         found = fingerprints(frozen, local)
-        changed = [name for name in frozen if name not in as_built(root)]
         kept = set(changed) - _in_folders(root, changed, found, folders)
         if kept:
             log("frozen weights that nothing else holds are saved, too: %s", some(sorted(kept)))

@@ -45,7 +45,7 @@ from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
-from fsdp2_strategy.residency import clear_gradients, values_were_loaded
+from fsdp2_strategy.residency import clear_gradients
 
 
 def load_checkpoint(
@@ -169,7 +169,6 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
             for shared in broadcasts:
                 shared.carry_out()
             left_out.restore(root, others, path)
-            values_were_loaded(root, [*plan.report.loaded, *(name for name, _, _ in others)])
         with all_or_none(f"load the run's state from {path}", CheckpointError):
             if load_model and optimizer is None:
                 refresh_masters_of(root)

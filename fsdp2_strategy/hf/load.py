@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp2_strategy.damage import mark_usable
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.fingerprint import remember_as_built
 from fsdp2_strategy.hf.folder import CONFIG, Origin, inner_model, is_transformers_model, open_folder, origin_of
 from fsdp2_strategy.hf.initialize import Empty, initialize, recorded_for
 from fsdp2_strategy.hf.match import LoadReport, Target, check_ties, match, tensor_at
@@ -28,15 +29,7 @@ from fsdp2_strategy.hf.tape import forget, is_recording, note_of
 from fsdp2_strategy.hf.twin import original_class
 from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
-from fsdp2_strategy.residency import (
-    has_values_now,
-    is_unreal,
-    lacks_values,
-    materialize,
-    reshard,
-    unwrap_model,
-    values_were_loaded,
-)
+from fsdp2_strategy.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
 
 
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:
@@ -124,8 +117,8 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
                 )
     forget(root)
     has_values_now(root)
-    if path is not None:
-        values_were_loaded(root, report.loaded)
+    if path is None:
+        remember_as_built(root)
     refresh_masters_of(root)
     mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
