@@ -680,6 +680,8 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
     metrics = metrics_for(tmp_path, Recorder())
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         strategy.load_optimizer_and_scheduler(tmp_path / "checkpoints" / "epoch=0-step=9.ckpt")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        strategy.load_optimizer_and_scheduler(tmp_path / "misspelt")
     assert strategy.load_optimizer_and_scheduler(tmp_path) is None
     strategy.run_training(resumable(), metrics, save_interval=2, epoch_save_interval=None)
 
@@ -786,6 +788,34 @@ def test_a_start_that_nothing_was_loaded_for_brings_the_schedule_along(tmp_path)
         assert found == {4: (2, 0.01), 5: (2, 0.01), 6: (2, 0.01)}
     with pytest.raises(ConfigError, match="start_global_step is 2, expected 6"):
         strategy.run_training(resumable(), metrics_for(tmp_path, recorder, 1), start_global_step=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_sampler_that_the_caller_has_brought_to_its_place_is_left_there(tmp_path):
+    class Placed:
+        """As VITRA's: it is told of an epoch, and of a step to begin at."""
+
+        def __init__(self):
+            self.calls, self.first = [], 0
+
+        def set_epoch(self, epoch, step=0):
+            self.calls.append((epoch, step))
+            self.first = step
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            yield from ([[2 * i, 2 * i + 1] for i in range(self.first, 4)])
+
+    sampler = Placed()
+    sampler.set_epoch(1, 3)
+    strategy = set_up(tmp_path, epochs=3, per_device_batch_size=4)
+    recorder = Recorder()
+    loader = DataLoader(Samples(), batch_sampler=sampler)
+    strategy.run_training(loader, metrics_for(tmp_path, recorder, 1), None, None, start_epoch=1, start_global_step=7)
+    assert sampler.calls == [(1, 3), (2, 0)]
+    assert dist.get_rank() or list(recorder.records) == [8, 9, 10, 11, 12]
 
 
 @pytest.mark.ranks(2)

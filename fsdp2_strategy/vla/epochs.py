@@ -14,6 +14,7 @@ are drawn up to that place and thrown away. Workers that would live on from epoc
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from fsdp2_strategy.checkpoint import Loader
 from fsdp2_strategy.checkpoint.rng import forked_rng, load_rng, rng_content
 from fsdp2_strategy.errors import CheckpointError, DataError
-from fsdp2_strategy.ranks import all_or_none, any_rank
+from fsdp2_strategy.ranks import all_or_none, any_rank, log
 
 Kind = Literal["formula", "state", "count"]
 
@@ -63,7 +64,7 @@ class Epochs:
         seed: of the order of plain loaders.
         start: where to go on; a loader that knows its place is there already.
         epoch: where to begin otherwise.
-        is_positioned: whether the caller has brought the loader to its place in that epoch.
+        is_positioned: whether the caller may have brought the loader to its place in that epoch.
         keeps_marks: whether steps are of several micro-batches, so that a save may have to go back to the last one.
 
     Raises:
@@ -109,9 +110,11 @@ class Epochs:
             yield batch
 
     def _begin(self, epoch: int, *, goes_on: bool) -> Iterator[Any]:
-        for part in () if self._is_positioned else self._parts():
-            if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)
+        for part in self._parts():
+            set_epoch = getattr(part, "set_epoch", None)
+            # One that takes a place within the epoch, too, may have been brought there.
+            if callable(set_epoch) and not (self._is_positioned and len(inspect.signature(set_epoch).parameters) > 1):
+                set_epoch(epoch)
         self._is_positioned = False
         with forked_rng(_hashed(self._seed, dist.get_rank(), epoch)):
             if self.kind == "count":
@@ -119,7 +122,8 @@ class Epochs:
                 if getattr(self._loader, "persistent_workers", False):
                     self._loader._iterator = None  # workers that live on are in a state that no resume brings back
             drawn = iter(self._loader)
-            if self.kind == "count":
+            if self.kind == "count" and self._batch:
+                log("drawing %d batches of epoch %d again, to go on behind them", self._batch, epoch)
                 for _ in islice(drawn, self._batch):
                     pass
             # Samplers draw their order with the first batch.

@@ -444,7 +444,8 @@ class VLAFSDPStrategy(TrainingStrategy):
             self.vla, directory, load_module=load_weights, load_module_strict=strict, dataloader=LATER, trust=trust
         )
         if path is None:
-            if folder.suffix == ".ckpt":
+            is_fresh = folder.is_dir() or folder.absolute() == self.run_dir.absolute()
+            if folder.suffix == ".ckpt" or not ranks.from_rank_0(is_fresh):
                 raise CheckpointError(
                     f"cannot load {folder}: there is no checkpoint, expected one that was committed. Name another, or "
                     "the run's directory for its newest."
