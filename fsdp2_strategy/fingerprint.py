@@ -45,9 +45,16 @@ class Fingerprint:
     as_bfloat16: str
     """Of the elements as bfloat16; of those that are no floating numbers, the same as ``exact``."""
 
-    def fits(self, other: Fingerprint) -> bool:
-        """Say whether two are of the same values, as far as the coarser dtype tells."""
-        return self.exact == other.exact if self.dtype == other.dtype else self.as_bfloat16 == other.as_bfloat16
+    def fits(self, other: Fingerprint) -> bool | None:
+        """Say whether two are of the same values, as far as the coarser dtype tells; None where none tells.
+
+        float16 rounds otherwise than bfloat16, so that of two that came from one fp32 value neither tells the other.
+        """
+        if self.dtype == other.dtype:
+            return self.exact == other.exact
+        if "torch.float16" in (self.dtype, other.dtype):
+            return None
+        return self.as_bfloat16 == other.as_bfloat16
 
 
 def local_sums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import ranks, residency
 from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
+from fsdp2_strategy.checkpoint.background import forget_groups
 from fsdp2_strategy.checkpoint.data import Later
 from fsdp2_strategy.config import GradSync, StrategyConfig
 from fsdp2_strategy.ema import EMA
@@ -155,6 +156,7 @@ class TrainingStrategy:
             forget_slabs()
             if self._owns_process_group and dist.is_initialized():
                 forget_meshes()
+                forget_groups()
                 dist.destroy_process_group()
             self._owns_process_group = False
 

@@ -106,7 +106,6 @@ class RankPool:
 
 def _serve(pipe: Connection, rank: int) -> None:
     """Be a rank: run jobs until the pipe closes."""
-    gc.freeze()  # what is imported stays, and is most of what a collection looks through
     faulthandler.enable()
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
@@ -155,9 +154,11 @@ def _serve(pipe: Connection, rank: int) -> None:
 def _forget_groups() -> None:
     """Let go of meshes of the process group that ends: groups that die late take the names of new ones with them."""
     if "fsdp2_strategy" in sys.modules:
+        from fsdp2_strategy.checkpoint.background import forget_groups
         from fsdp2_strategy.mesh import forget_meshes
 
         forget_meshes()
+        forget_groups()
     gc.collect()
 
 

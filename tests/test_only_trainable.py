@@ -181,6 +181,32 @@ def test_frozen_weights_that_no_folder_holds_are_saved(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_folders_that_cannot_be_compared_hold_nothing(tmp_path):
+    """One that a rank does not see, one without safetensors files, a weight of another shape, one that is gone."""
+
+    def saved_names(policy, tag, change=True):
+        strategy = strategy_for(bf16=False)
+        model = strategy.prepare_model(policy, is_training=True)
+        with torch.no_grad():
+            model.backbone.norm.weight.mul_(2 if change else 1)
+        strategy.save_ckpt(model, tmp_path / "ckpts", tag, only_trainable=True)
+        folder = tmp_path / "ckpts" / tag / "trainable"
+        return {n for f in folder.iterdir() for n in read_header(f) if n.startswith("backbone")}
+
+    base = folder_with(tmp_path / "base", 0)
+    policies = [Policy(base) for _ in range(3)]
+    policies[0].backbone.name_or_path = str(base if dist.get_rank() else tmp_path / "nowhere")
+    policies[1].backbone.name_or_path = str(tmp_path)
+    policies[2].backbone.embed_tokens = nn.Embedding(97, 32).requires_grad_(False)
+    for i, policy in enumerate(policies):
+        torch.manual_seed(0)
+        for module in (policy.head, policy.backbone.embed_tokens):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter)
+        assert saved_names(policy, f"changed{i}") == {"backbone.norm.weight"}
+
+
+@pytest.mark.ranks(2)
 def test_what_cannot_be_done_with_trainable_weights_alone_is_said(tmp_path):
     strategy, model, _ = start(folder_with(tmp_path / "base", 0))
     strategy.save_ckpt(model, tmp_path / "ckpts", only_trainable=True)

@@ -175,7 +175,9 @@ class Stateful:
         self.at = 0
 
     def state_dict(self):
-        return {"at": self.at, "random": self.random.get_state()}
+        self.state = {"at": self.at, "random": self.random.get_state()} | getattr(self, "state", {})
+        self.state.update(at=self.at, random=self.random.get_state())  # the same object each time
+        return self.state
 
     def load_state_dict(self, state):
         self.at = state["at"]
@@ -656,6 +658,8 @@ def test_a_run_that_is_told_to_stop_saves_and_says_that_it_is_not_through(tmp_pa
         before = signal.getsignal(signal.SIGTERM)
         metrics = metrics_for(tmp_path, Terminated())
         assert not strategy.run_training(resumable(), metrics, save_interval=None, epoch_save_interval=None)
+        with pytest.raises(ConfigError, match="was told to stop and is not through"):
+            strategy.run_training(resumable(), metrics)
         assert signal.getsignal(signal.SIGTERM) is before
     assert [c.tag for c in list_checkpoints(tmp_path / "checkpoints")] == ["epoch=1-step=3.ckpt"]
 
@@ -750,12 +754,14 @@ def train_without_noise(run_dir, stop_after):
     strategy.load_optimizer_and_scheduler(run_dir)
     with pytest.raises(StepError) if stop_after else contextlib.nullcontext():
         strategy.run_training(resumable(), metrics_for(run_dir, Recorder(stop_after)), save_interval=1)
-    strategy.wait_for_checkpoint()
+    strategy.close()
     if not stop_after:
         other = set_up(run_dir.parent / "whole", vla=strategy_free_policy(), **options)
         other.run_training(resumable(), metrics_for(run_dir.parent / "whole", Recorder()), None, None)
+        expected = full_parameters(other.vla)
         for name, parameter in full_parameters(strategy.vla).items():
-            torch.testing.assert_close(parameter, full_parameters(other.vla)[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
+        other.close()
 
 
 def strategy_free_policy():
@@ -790,32 +796,53 @@ def test_a_start_that_nothing_was_loaded_for_brings_the_schedule_along(tmp_path)
         strategy.run_training(resumable(), metrics_for(tmp_path, recorder, 1), start_global_step=2)
 
 
+class Placed:
+    """A batch sampler as VITRA's: it is told of an epoch, and of a step to begin at."""
+
+    def __init__(self):
+        self.calls = []
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch, step=0):
+        self.epoch, self.first = epoch, step
+        self.calls.append((epoch, step))
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        yield from ([[2 * i + self.epoch, 2 * i + 1] for i in range(self.first, 4)])
+
+
 @pytest.mark.ranks(2)
 def test_a_sampler_that_the_caller_has_brought_to_its_place_is_left_there(tmp_path):
-    class Placed:
-        """As VITRA's: it is told of an epoch, and of a step to begin at."""
+    def start(place, stop_after=None, **begin):
+        strategy = set_up(tmp_path, vla=None, epochs=3, per_device_batch_size=4)
+        sampler, recorder = Placed(), Recorder(stop_after)
+        if place:
+            sampler.set_epoch(*place)
+        strategy.load_optimizer_and_scheduler(tmp_path)
+        loader = DataLoader(Samples(), batch_sampler=sampler)
+        with pytest.raises(StepError) if stop_after else contextlib.nullcontext():
+            strategy.run_training(loader, metrics_for(tmp_path, recorder, 1), 1, None, **begin)
+        strategy.wait_for_checkpoint()
+        return sampler.calls[1:], list(recorder.records)
 
-        def __init__(self):
-            self.calls, self.first = [], 0
+    steps = start((1, 1), stop_after=8, start_epoch=1, start_global_step=7)
+    assert steps[0] == [(1, 1)] and (dist.get_rank() or steps[1] == [8])
+    with pytest.raises(DataError, match="the caller had brought its sampler to a place"):
+        start(None)
+    steps = start((1, 2))
+    assert steps[0] == [(1, 2), (2, 0)] and (dist.get_rank() or steps[1] == [9, 10, 11, 12, 13, 14])
 
-        def set_epoch(self, epoch, step=0):
-            self.calls.append((epoch, step))
-            self.first = step
 
-        def __len__(self):
-            return 4
-
-        def __iter__(self):
-            yield from ([[2 * i, 2 * i + 1] for i in range(self.first, 4)])
-
+@pytest.mark.ranks(2)
+def test_a_sampler_that_nobody_has_brought_to_a_place_begins_its_epoch(tmp_path):
     sampler = Placed()
-    sampler.set_epoch(1, 3)
-    strategy = set_up(tmp_path, epochs=3, per_device_batch_size=4)
-    recorder = Recorder()
+    strategy = set_up(tmp_path, epochs=2, per_device_batch_size=4)
     loader = DataLoader(Samples(), batch_sampler=sampler)
-    strategy.run_training(loader, metrics_for(tmp_path, recorder, 1), None, None, start_epoch=1, start_global_step=7)
-    assert sampler.calls == [(1, 3), (2, 0)]
-    assert dist.get_rank() or list(recorder.records) == [8, 9, 10, 11, 12]
+    strategy.run_training(loader, metrics_for(tmp_path, Recorder(), 1), None, None, start_epoch=1, start_global_step=4)
+    assert sampler.calls == [(0, 0), (1, 0)]
 
 
 @pytest.mark.ranks(2)

@@ -177,6 +177,11 @@ def end() -> None:
             _staging.clear()
 
 
+def forget_groups() -> None:
+    """Drop the group of these threads, which ends with the default one, before that does; not collective."""
+    _groups.clear()
+
+
 def _own_group() -> dist.ProcessGroup:
     """Return the group of these threads; one for each default group, whose time-out it has."""
     world = dist.group.WORLD

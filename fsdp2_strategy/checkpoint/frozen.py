@@ -10,6 +10,7 @@ other (it was trained before it was frozen, it came out of an earlier run's chec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy.checkpoint.storage import Wanted
@@ -28,7 +30,7 @@ from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.ranks import all_or_none, log
+from fsdp2_strategy.ranks import all_or_none, group_in_use, log
 from fsdp2_strategy.residency import sharded_like, values_of
 
 # What a model's folders were found to hold, as long as nothing else is loaded into the model.
@@ -55,15 +57,16 @@ class LeftOut:
                     f"cannot save the trainable weights of {type(root).__name__}: none is trainable, expected some. "
                     "Save the whole model."
                 )
-            models = outermost_models(root).items()
-            folders = {name: str(folder.resolve()) for name, model in models if (folder := folder_of(model))}
+            own = outermost_models(root).items()
+            found = {name: str(folder.resolve()) for name, model in own if (folder := folder_of(model))}
             local = local_sums(frozen)
+        folders = _seen_by_all(found)
         changed = changed_since_built(root, frozen, local)
-        found = fingerprints(frozen, local)
-        kept = set(changed) - _in_folders(root, changed, found, folders)
+        prints = fingerprints(frozen, local)
+        kept = set(changed) - _in_folders(root, changed, prints, folders)
         if kept:
             log("frozen weights that nothing else holds are saved, too: %s", some(sorted(kept)))
-        return cls({name: fingerprint for name, fingerprint in found.items() if name not in kept}, folders)
+        return cls({name: fingerprint for name, fingerprint in prints.items() if name not in kept}, folders)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
@@ -116,8 +119,14 @@ class LeftOut:
                 )
             there = {name: parameters[name] for name in self.weights if name in parameters}
             local = local_sums(there)
-        now = fingerprints(there, local)
-        return [name for name in now if not now[name].fits(self.weights[name])]
+        fits = {name: now.fits(self.weights[name]) for name, now in fingerprints(there, local).items()}
+        if unknown := [name for name, verdict in fits.items() if verdict is None]:
+            raise CheckpointError(
+                f"cannot load {path}: it was saved beside frozen weights in {self.weights[unknown[0]].dtype}, and "
+                f"{type(root).__name__} has {some(unknown)} in {there[unknown[0]].dtype}, which cannot be compared, "
+                "expected float16 in both or in none. Prepare the model in the precision that it was saved in."
+            )
+        return [name for name, verdict in fits.items() if not verdict]
 
     def _find(self, root: nn.Module, names: Sequence[str], path: Path) -> Wanted:
         """Say where in their folders weights are; headers are read, and nothing else."""
@@ -132,23 +141,45 @@ class LeftOut:
         return found
 
 
+def _seen_by_all(folders: dict[str, str]) -> dict[str, str]:
+    """Return the folders that every rank sees under the same name; collective."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, folders, group=group_in_use())
+    return {name: folder for name, folder in folders.items() if all(o.get(name) == folder for o in of_ranks)}
+
+
 def _in_folders(
     root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
 ) -> set[str]:
-    """Return the names of those weights that folders hold as they are now; collective, and read once."""
-    state = frozenset(f"{name} {found[name].exact}" for name in names)
+    """Return the names of those weights that folders hold as they are now; collective, and read once.
+
+    What cannot be compared is not there: a folder without safetensors files, a weight of another shape, a broken file.
+    """
+    state = frozenset([*(f"{name} {found[name].exact}" for name in names), *_versions_of(folders)])
     if root in _compared and _compared[root][0] == state:
         return set(_compared[root][1])
-    with all_or_none("save", CheckpointError):
-        wanted = _wanted(root, names, folders)
-    equal = set()
-    for name, region, tensor in wanted:  # one at a time: no second model in memory
-        there = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
-        _read([(name, region, there[name])])
-        if fingerprints(there, local_sums(there))[name] == found[name]:
-            equal.add(name)
-    _compared[root] = (state, frozenset(equal))
-    return equal
+    held: list[set[str]] = []
+    for where, folder in folders.items():
+        equal: set[str] = set()
+        try:
+            with all_or_none(f"compare with {folder}", CheckpointError):
+                wanted = _wanted(root, names, {where: folder})
+            for name, region, tensor in wanted:  # one at a time: no second model in memory
+                there = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
+                _read([(name, region, there[name])])
+                if fingerprints(there, local_sums(there))[name] == found[name]:
+                    equal.add(name)
+        except CheckpointError as error:  # alike on all ranks
+            log("frozen weights are not compared with %s, and saved: %s", folder, error, level=logging.WARNING)
+        held.append(equal)
+    _compared[root] = (state, frozenset(set().union(*held)))
+    return set(_compared[root][1])
+
+
+def _versions_of(folders: Mapping[str, str]) -> list[str]:
+    """Say what tells whether the files of folders are still those that were compared."""
+    files = sorted(file for folder in folders.values() for file in Path(folder).glob("*.safetensors"))
+    return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 
 def _wanted(

@@ -13,6 +13,7 @@ are drawn up to that place and thrown away. Workers that would live on from epoc
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ class Position:
     kind: Kind
     """What knows its place: the loader by a formula, the loader by a state of each rank, or this count alone."""
     ranks: int
+    placed: bool = False
+    """Whether the caller had brought a sampler to its place in that epoch, from where ``batch`` counts."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it for a checkpoint."""
@@ -64,7 +67,7 @@ class Epochs:
         seed: of the order of plain loaders.
         start: where to go on; a loader that knows its place is there already.
         epoch: where to begin otherwise.
-        is_positioned: whether the caller may have brought the loader to its place in that epoch.
+        may_be_placed: whether the caller may have brought a sampler to its place in that epoch.
         keeps_marks: whether steps are of several micro-batches, so that a save may have to go back to the last one.
 
     Raises:
@@ -72,14 +75,15 @@ class Epochs:
     """
 
     def __init__(
-        self, loader: Any, *, seed: int, start: Position | None, epoch: int, is_positioned: bool, keeps_marks: bool
+        self, loader: Any, *, seed: int, start: Position | None, epoch: int, may_be_placed: bool, keeps_marks: bool
     ) -> None:
         self._loader, self._seed, self._keeps_marks = loader, seed, keeps_marks
         self.kind: Kind = kind_of(loader)
         if start is not None:
             self._check(start)
         self._start = start
-        self._is_positioned = is_positioned
+        self._must_be_placed = start is not None and start.placed
+        self._may_be_placed, self._is_placed = may_be_placed or self._must_be_placed, self._must_be_placed
         self.epoch, self._batch = (start.epoch, start.batch) if start else (epoch, 0)
         self._marked: tuple[Position, bytes, Any] | None = None
         self.mark()
@@ -88,7 +92,8 @@ class Epochs:
         """Give what is left of an epoch; collective, batch by batch.
 
         Raises:
-            DataError: on every rank: the loader fails, gives nothing, or has batches left on some ranks alone.
+            DataError: on every rank: the loader fails, gives nothing, has batches left on some ranks alone, or is not
+                where the caller had brought it before.
         """
         goes_on = self._start is not None and self._start.epoch == epoch and self._batch > 0
         self.epoch, self._batch, self._start = epoch, self._batch if goes_on else 0, None
@@ -110,19 +115,25 @@ class Epochs:
             yield batch
 
     def _begin(self, epoch: int, *, goes_on: bool) -> Iterator[Any]:
-        for part in self._parts():
-            set_epoch = getattr(part, "set_epoch", None)
-            # One that takes a place within the epoch, too, may have been brought there.
-            if callable(set_epoch) and not (self._is_positioned and len(inspect.signature(set_epoch).parameters) > 1):
+        parts = self._parts()
+        self._is_placed = self._may_be_placed and any(_stands_in(part, epoch) for part in parts)
+        if self._must_be_placed and not self._is_placed:
+            raise DataError(
+                f"cannot go on in epoch {epoch}: the caller had brought its sampler to a place before, not now, "
+                "expected the same. Call its set_epoch(epoch, place), or load with load_data_position=False."
+            )
+        self._may_be_placed = self._must_be_placed = False
+        for part in parts:
+            stays = self._is_placed and _stands_in(part, epoch)
+            if callable(set_epoch := getattr(part, "set_epoch", None)) and not stays:
                 set_epoch(epoch)
-        self._is_positioned = False
         with forked_rng(_hashed(self._seed, dist.get_rank(), epoch)):
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
                     self._loader._iterator = None  # workers that live on are in a state that no resume brings back
             drawn = iter(self._loader)
-            if self.kind == "count" and self._batch:
+            if self.kind == "count" and self._batch and not self._is_placed:
                 log("drawing %d batches of epoch %d again, to go on behind them", self._batch, epoch)
                 for _ in islice(drawn, self._batch):
                     pass
@@ -143,12 +154,12 @@ class Epochs:
     def mark(self) -> None:
         """Say that an optimizer step ends here: what is saved from now on goes on here."""
         if self._keeps_marks:
-            state = self._loader.state_dict() if self.kind != "count" else None
+            state = copy.deepcopy(self._loader.state_dict()) if self.kind != "count" else None
             self._marked = (self._position(), rng_content(), state)
 
     def end_epoch(self) -> None:
         """Say that the epoch has ended with nothing pending: the run goes on with the next."""
-        self.epoch, self._batch = self.epoch + 1, 0
+        self.epoch, self._batch, self._is_placed = self.epoch + 1, 0, False
         self.mark()
 
     @contextmanager
@@ -166,7 +177,8 @@ class Epochs:
             load_rng(now)
 
     def _position(self) -> Position:
-        return Position(epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=dist.get_world_size())
+        ranks = dist.get_world_size()
+        return Position(epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=ranks, placed=self._is_placed)
 
     def _check(self, start: Position) -> None:
         if start.kind != self.kind or (self.kind != "formula" and start.ranks != dist.get_world_size()):
@@ -201,6 +213,13 @@ _KINDS: dict[Kind, str] = {
     "state": "a loader with state_dict",
     "count": "a loader without state_dict",
 }
+
+
+def _stands_in(part: Any, epoch: int) -> bool:
+    """Say whether a part of a loader is in an epoch, at a place that it was told of."""
+    set_epoch = getattr(part, "set_epoch", None)
+    takes_a_place = callable(set_epoch) and len(inspect.signature(set_epoch).parameters) > 1
+    return takes_a_place and getattr(part, "epoch", None) == epoch
 
 
 def _at(loader: Any, state: Any) -> Loader:

@@ -57,8 +57,10 @@ class Loop:
                 if result.stepped:
                     self._unsaved = True
                     self._report(epoch)
+                if result.stepped or result.skipped:
                     through, told = self.strategy.is_through(), self._is_told_to_stop()
-                    if through or told or (self.save_interval and result.step % self.save_interval == 0):
+                    on_interval = result.stepped and self.save_interval and result.step % self.save_interval == 0
+                    if through or told or on_interval:
                         self._save(epoch, is_epoch_end=False)
                     if through or told:
                         return through

@@ -171,6 +171,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.grad_accumulation_steps = self.accumulated_gradient
         self._resumed: _Resumed | None = None
         self._data: Epochs | None = None
+        self._stopped = False
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -261,9 +262,9 @@ class VLAFSDPStrategy(TrainingStrategy):
             dataloader: gives this rank's micro-batches, mappings of tensors. Give a ResumableLoader of
                 per_device_batch_size x ranks samples; any other goes on exactly at the same number of ranks.
             metrics: gets losses and rates; its ``run_dir`` is where checkpoints go.
-            save_interval: optimizer steps between checkpoints; None for none.
-            epoch_save_interval: epochs between checkpoints at an epoch's end; None for none. Where there is any
-                checkpoint, the last step has one.
+            save_interval: optimizer steps between checkpoints; None for none in between.
+            epoch_save_interval: epochs between checkpoints at an epoch's end; None for none. Where either is given, the
+                last step has one in any case; that of ``max_steps`` has one always.
             start_epoch: where to begin; where a checkpoint was loaded it must agree, or be left at 0.
             start_global_step: the same for the optimizer steps taken.
             save_full_model: save frozen weights, too.
@@ -278,6 +279,11 @@ class VLAFSDPStrategy(TrainingStrategy):
         self._start_at(start_epoch, start_global_step)
         resumed = self._resumed
         start = resumed.position if resumed else None
+        if self._stopped:
+            raise ConfigError(
+                "cannot train: this run was told to stop and is not through, expected one that was loaded. Start it "
+                "again, or call load_optimizer_and_scheduler, and make the loader anew."
+            )
         if resumed and start and start.kind == kind_of(dataloader) != "count":
             load_checkpoint(self.vla, resumed.path, load_model=False, dataloader=dataloader)
         if resumed:
@@ -287,7 +293,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             seed=self.config.seed,
             start=start,
             epoch=resumed.begins if resumed else start_epoch,
-            is_positioned=start is None and self.global_step(self.vla) > 0,
+            may_be_placed=start is None and self.global_step(self.vla) > 0,
             keeps_marks=self.grad_accumulation_steps > 1,
         )
         self._data, self._resumed = data, None
@@ -318,6 +324,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             )
             through = loop.run()
             self.wait_for_checkpoint()
+            self._stopped = not through
         return through
 
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,6 +459,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                 )
             return None
         position = state.get("position") if load_data_position else None
+        self._data, self._stopped = None, False
         self._resumed = _Resumed(
             path=Path(path),
             epoch=state.get("epoch", 0),
