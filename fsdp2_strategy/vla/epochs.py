@@ -55,8 +55,8 @@ class Position:
 
 _END = object()
 
-# What generators of plain loaders were seeded with before they were seeded here.
-_first_seeds: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+# What the generators of plain loaders and samplers were seeded with before they were seeded here.
+_first_seeds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Epochs:
@@ -196,9 +196,12 @@ class Epochs:
 
     def _seed_generators(self, epoch: int) -> None:
         """Seed the generators that a plain loader was given; those that were alike on all ranks stay so."""
-        generators = (getattr(part, "generator", None) for part in self._parts())
-        for generator in {id(g): g for g in generators if isinstance(g, torch.Generator)}.values():
-            generator.manual_seed(_hashed(_first_seeds.setdefault(generator, generator.initial_seed()), epoch))
+        seeded: set[int] = set()
+        for part in self._parts():
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator) and id(generator) not in seeded:
+                seeded.add(id(generator))
+                generator.manual_seed(_hashed(_first_seeds.setdefault(part, generator.initial_seed()), epoch))
 
 
 def kind_of(loader: Any) -> Kind:
