@@ -30,10 +30,10 @@ from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.ranks import all_or_none, group_in_use, log
+from fsdp2_strategy.ranks import agree, all_or_none, any_rank, group_in_use, log
 from fsdp2_strategy.residency import sharded_like, values_of
 
-# What a model's folders were found to hold, as long as nothing else is loaded into the model.
+# What a model's folders were found to hold, and of which values and files that was said.
 _compared: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
 
 
@@ -155,8 +155,11 @@ def _in_folders(
 
     What cannot be compared is not there: a folder without safetensors files, a weight of another shape, a broken file.
     """
-    state = frozenset([*(f"{name} {found[name].exact}" for name in names), *_versions_of(folders)])
-    if root in _compared and _compared[root][0] == state:
+    if not names:
+        return set()
+    with all_or_none("save", CheckpointError):
+        state = frozenset([*(f"{name} {found[name].exact}" for name in names), *_versions_of(folders)])
+    if not any_rank(root not in _compared or _compared[root][0] != state):
         return set(_compared[root][1])
     held: list[set[str]] = []
     for where, folder in folders.items():
@@ -164,6 +167,7 @@ def _in_folders(
         try:
             with all_or_none(f"compare with {folder}", CheckpointError):
                 wanted = _wanted(root, names, {where: folder})
+            agree(f"compare with {folder}", [n for n, _, _ in wanted], CheckpointError, "the same files everywhere.")
             for name, region, tensor in wanted:  # one at a time: no second model in memory
                 there = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
                 _read([(name, region, there[name])])
