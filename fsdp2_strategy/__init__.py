@@ -15,6 +15,7 @@ from fsdp2_strategy.errors import (
     ShardError,
     StepError,
 )
+from fsdp2_strategy.errors import LogProbError as LogProbError
 from fsdp2_strategy.errors import OffloadError as OffloadError
 from fsdp2_strategy.errors import RolloutError as RolloutError
 from fsdp2_strategy.explain import explain
@@ -22,6 +23,7 @@ from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_weights
 from fsdp2_strategy.hf.match import LoadReport
+from fsdp2_strategy.logprob import token_log_probs as token_log_probs
 from fsdp2_strategy.masters import FSDPadaptOptimizer as FSDPadaptOptimizer
 from fsdp2_strategy.masters import is_mp_optimizer as is_mp_optimizer
 from fsdp2_strategy.mesh import build_mesh

@@ -10,7 +10,8 @@
     ├── OffloadError     (RuntimeError)  what is in host memory while it is needed on the device
     ├── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
     │   └── DamageError                  files that are not what was written
-    └── RolloutError     (RuntimeError)  weights on their way to an inference engine, and the engine
+    ├── RolloutError     (RuntimeError)  weights on their way to an inference engine, and the engine
+    └── LogProbError     (ValueError)    log-probabilities that cannot be computed in chunks
 
 Each message says what cannot be done, what the subject is, what it should be, and what to do. An error that one
 rank alone meets inside a collective call is raised on every rank, naming that rank.
@@ -67,6 +68,10 @@ class DamageError(CheckpointError):
 
 class RolloutError(FSDP2StrategyError, RuntimeError):
     """Weights that cannot reach an inference engine, or an engine that cannot do what it is asked to."""
+
+
+class LogProbError(FSDP2StrategyError, ValueError):
+    """A model or an argument of which no log-probabilities can be computed."""
 
 
 def some(names: Sequence[str]) -> str:

@@ -1,0 +1,397 @@
+"""Sequences -> the log-probability of each of their tokens, a few rows of logits at a time.
+
+Input: a causal language model, sharded or not, and token ids. Output: log-probabilities with their gradient, and the
+entropies of the distributions they come from.
+
+[Note: chunks] A batch of 8 x 4,096 tokens over 128,000 words has 17 GB of fp32 logits, of which one number a token is
+wanted. So the head's forward is replaced for one pass: it takes the hidden states as ever, but computes logits for as
+many rows as fit a chunk, keeps of each its log-probability and the logarithm of its sum, and computes the logits once
+more in backward. The head stays the module that FSDP2 knows, in a unit of its own or in the root: its parameters are
+gathered before, and again in backward, because the call of the module and its output are what FSDP2's hooks hang on.
+
+[Note: after the head] Some models scale their logits or squash them. What a model does to them is found by asking: the
+head gives out known numbers in a first pass over one token, and the model shows what becomes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from fsdp2_strategy.errors import LogProbError
+from fsdp2_strategy.ranks import all_or_none
+from fsdp2_strategy.residency import is_sharded, unwrap_model
+
+_CHUNK_BYTES = 256 * 2**20
+
+
+def token_log_probs(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    last: int | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk_bytes: int = _CHUNK_BYTES,
+    **inputs: Any,
+) -> Any:
+    """Return the log-probability of each token given those before it; collective for a sharded model.
+
+    Values and gradients are those of ``log_softmax(model(...).logits.float() / temperature)`` at the tokens, and no
+    more than a chunk of the logits exists at a time. See [Note: chunks]. Where the model counts positions from the
+    left edge and sequences are padded there, pass ``position_ids`` among the inputs, as ``generate`` does.
+
+    Args:
+        model: a causal language model, with images or without, sharded or not, or its wrapper.
+        input_ids: [batch, length], int64.
+        attention_mask: [batch, length], as the model takes it.
+        last: how many tokens at the end of each sequence to look at, at most length - 1; by default that many.
+        temperature: what logits are divided by.
+        entropy: return the entropies, too, in nats.
+        chunk_bytes: of the fp32 logits that exist at a time; at least one row.
+        **inputs: what else the model's forward takes (``position_ids``, ``pixel_values``).
+
+    Returns:
+        Log-probabilities [batch, last] in fp32 (float64 for a float64 model), padding included; with ``entropy`` a pair
+        of them and the entropies, of the same shape.
+
+    Raises:
+        LogProbError: the model has no linear head that is called once, or does to its logits what is neither a factor
+            nor a soft cap; or an argument is out of range.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...     num_attention_heads=2, pad_token_id=0)
+        >>> ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 1]])
+        >>> token_log_probs(LlamaForCausalLM(config), ids, last=2).shape
+        torch.Size([2, 2])
+    """
+    root: Any = unwrap_model(model)
+    with all_or_none("compute log-probabilities", LogProbError) if is_sharded(root) else nullcontext():
+        last = _checked(input_ids, last, temperature, chunk_bytes)
+        head = _head_of(root)
+    shape = _shape_of(root, head, input_ids)
+
+    def compute(hidden: torch.Tensor) -> torch.Tensor:
+        _check_hidden(root, hidden, input_ids)
+        found = linear_log_probs(
+            hidden[:, -last - 1 : -1],
+            head.weight,
+            input_ids[:, -last:],
+            head.bias,
+            temperature=temperature,
+            entropy=entropy,
+            chunk_bytes=chunk_bytes,
+            shape=shape,
+        )
+        return torch.stack(found) if isinstance(found, tuple) else found[None]
+
+    # No cache of keys and values: nothing is generated from these.
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
+    found = _pass(root, head, compute, inputs)
+    return (found[0], found[1]) if entropy else found[0]
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk_bytes: int = _CHUNK_BYTES,
+    shape: LogitShape | None = None,
+) -> Any:
+    """Return log-probabilities of targets under a linear head, a chunk of rows at a time; not collective.
+
+    For a head whose parameters are whole on this rank, as they are while FSDP2 runs it.
+
+    Args:
+        hidden: [..., width].
+        weight: [vocabulary, width].
+        targets: [...], int64.
+        bias: [vocabulary].
+        temperature: what logits are divided by.
+        entropy: return the entropies, too, in nats.
+        chunk_bytes: of the fp32 logits that exist at a time; at least one row.
+        shape: what comes between head and softmax.
+
+    Returns:
+        Log-probabilities [...], at least fp32; with ``entropy`` a pair of them and the entropies, of the same shape.
+        Gradients of weight and bias are added up over the chunks in that dtype, whatever their own.
+    """
+    rows = max(1, chunk_bytes // (weight.shape[0] * torch.float32.itemsize))
+    job = _Job(temperature=temperature, rows=rows, shape=shape or LogitShape(), entropy=entropy)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    apply: Any = _LinearLogProbs.apply
+    log_probs, entropies = apply(flat, weight, bias, targets.reshape(-1), job)
+    log_probs = log_probs.view(targets.shape)
+    return (log_probs, entropies.view(targets.shape)) if entropy else log_probs
+
+
+@dataclass(frozen=True)
+class LogitShape:
+    """What a model does to its logits after the head: ``scale * cap * tanh(logits / cap)``; without a cap, linear."""
+
+    scale: float = 1.0
+    cap: float = math.inf
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits as the model gives them out, computed in their own dtype as the model does."""
+        if not math.isinf(self.cap):
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def slope(self, shaped: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative where the result is ``shaped``, which is overwritten."""
+        if math.isinf(self.cap):
+            return self.scale
+        return shaped.div_(self.scale * self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """How `_LinearLogProbs` computes."""
+
+    temperature: float
+    rows: int
+    """Of a chunk."""
+    shape: LogitShape
+    entropy: bool
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Head, softmax and choice in one, chunk by chunk.
+
+    With z the logits, p their softmax and t the target: d log p_t / dz = (onehot_t - p) / temperature, and
+    d entropy / dz = -p (log p + entropy) / temperature.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  autograd passes by position
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        job: _Job,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropies, totals = hidden.new_zeros((3, len(targets)), dtype=_wide(hidden)).unbind()
+        for rows in _chunks(targets, job):
+            logits = job.shape.apply(linear(hidden[rows], weight, bias)).to(totals.dtype)
+            logits /= job.temperature
+            totals[rows] = logits.logsumexp(dim=-1)
+            logits -= totals[rows, None]
+            log_probs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            if job.entropy:
+                entropies[rows] = -logits.mul_(logits.exp()).sum(dim=-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, totals, entropies)
+        ctx.job = job
+        return log_probs.clone(), entropies.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_log_probs: torch.Tensor, of_entropies: torch.Tensor) -> Any:
+        hidden, weight, bias, targets, totals, entropies = ctx.saved_tensors
+        job: _Job = ctx.job
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(tensor, dtype=hidden.dtype if tensor is hidden else totals.dtype) if wanted else None
+            for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        for rows in _chunks(targets, job):
+            shaped = job.shape.apply(linear(hidden[rows], weight, bias))
+            logits = shaped.to(totals.dtype, copy=True)
+            logits /= job.temperature
+            logits -= totals[rows, None]
+            wanted = logits.exp()
+            if job.entropy:
+                logits += entropies[rows, None]
+                logits *= of_entropies[rows, None]
+                logits += of_log_probs[rows, None]
+                wanted *= logits
+            else:
+                wanted *= of_log_probs[rows, None]
+            of_logits = wanted.neg_().scatter_add_(-1, targets[rows, None], of_log_probs[rows, None])
+            of_logits *= job.shape.slope(logits.copy_(shaped))
+            of_logits /= job.temperature
+            of_raw = of_logits.to(shaped.dtype)
+            if of_hidden is not None:
+                of_hidden[rows] = of_raw @ weight
+            if of_weight is not None:
+                _add_product(of_weight, of_raw.T, hidden[rows])
+            if of_bias is not None:
+                of_bias += of_raw.sum(dim=0, dtype=of_bias.dtype)
+        of_weight, of_bias = (None if grad is None else grad.to(weight.dtype) for grad in (of_weight, of_bias))
+        return of_hidden, of_weight, of_bias, None, None
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(targets: torch.Tensor, job: _Job) -> Iterator[slice]:
+    return (slice(first, first + job.rows) for first in range(0, len(targets), job.rows))
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+# --- the model around the head ---------------------------------------------------------------------------------------
+
+
+def _checked(input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int) -> int:
+    """Return ``last`` with None resolved."""
+    if input_ids.ndim != 2 or input_ids.shape[1] < 2:
+        raise LogProbError(
+            f"cannot compute log-probabilities: input_ids has the shape {list(input_ids.shape)}, expected "
+            "[batch, length] with at least two tokens. Add the batch dimension."
+        )
+    most = input_ids.shape[1] - 1
+    last = most if last is None else last
+    for name, value, fits, expected in (
+        ("last", last, 1 <= last <= most, f"1 to {most}, since nothing comes before the first token"),
+        ("temperature", temperature, 0 < temperature < math.inf, "more than 0"),
+        ("chunk_bytes", chunk_bytes, chunk_bytes >= 1, "at least 1"),
+    ):
+        if not fits:
+            raise LogProbError(
+                f"cannot compute log-probabilities: {name} is {value}, expected {expected}. Leave it out for its "
+                "default."
+            )
+    return last
+
+
+def _head_of(root: Any) -> nn.Linear:
+    """Return the module that makes logits of hidden states."""
+    try:
+        head = root.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        head = None
+    if isinstance(head, nn.Linear) and not getattr(getattr(root, "config", None), "is_encoder_decoder", False):
+        return head
+    raise LogProbError(
+        f"cannot compute log-probabilities: the head of {type(root).__name__} is a {type(head).__name__}, expected the "
+        "nn.Linear of a causal language model, as get_output_embeddings gives it. Use such a model, leave its head out "
+        "of adapters, or call linear_log_probs within its forward."
+    )
+
+
+def _check_hidden(root: nn.Module, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
+    if hidden.shape[:2] != input_ids.shape:
+        raise LogProbError(
+            f"cannot compute log-probabilities: the head of {type(root).__name__} gets hidden states of "
+            f"{list(hidden.shape[:2])}, expected one for each of the tokens {list(input_ids.shape)}. Leave "
+            "logits_to_keep out, and use a model that adds no tokens of its own."
+        )
+
+
+def _pass(
+    root: nn.Module,
+    head: nn.Module,
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    inputs: dict[str, Any],
+    *,
+    whole: bool = False,
+) -> Any:
+    """Run a model whose head computes something else; collective.
+
+    Returns what the head gave out, which went through the hooks of the head and of the model: gradients then gather the
+    parameters of both. Or the ``whole`` output of the model.
+    """
+    made: list[torch.Tensor] = []
+    forward = root.forward
+
+    def forward_of_root(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if len(made) != 1:
+            raise LogProbError(
+                f"cannot compute log-probabilities: {type(root).__name__} called its head {len(made)} times, expected "
+                "once in a forward pass. Use a causal language model."
+            )
+        return output if whole else made[0]
+
+    with (
+        _instead(head, compute),
+        head.register_forward_hook(lambda _module, _inputs, output: made.append(output)),
+        _instead(root, forward_of_root),
+    ):
+        return root(**inputs)
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let something else run as a module's forward, inside of its hooks."""
+    own = vars(module).pop("forward", None)
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+# --- what comes after the head ---------------------------------------------------------------------------------------
+
+_shapes: WeakKeyDictionary[nn.Module, LogitShape] = WeakKeyDictionary()
+
+
+def _shape_of(root: nn.Module, head: nn.Linear, input_ids: torch.Tensor) -> LogitShape:
+    """Return what a model does to its logits; the first time it is asked, see [Note: after the head]."""
+    if root not in _shapes:
+        _shapes[root] = _asked(root, head, input_ids[:1, :1])
+    return _shapes[root]
+
+
+def _asked(root: nn.Module, head: nn.Linear, token: torch.Tensor) -> LogitShape:
+    known = torch.linspace(-1, 1, head.out_features, device=token.device) ** 3 * 2000
+
+    def give(hidden: torch.Tensor) -> torch.Tensor:
+        return known.expand(*hidden.shape[:-1], -1)
+
+    devices = [token.device] if token.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        output = _pass(root, head, give, {"input_ids": token, "use_cache": False}, whole=True)
+    logits = getattr(output, "logits", None)
+    if logits is not None and logits.shape == (1, 1, len(known)):
+        for shape in _candidates(known, logits[0, 0].to(known.dtype)):
+            if torch.allclose(shape.apply(known), logits[0, 0].to(known.dtype), rtol=_rounding(logits), atol=1e-6):
+                return shape
+    raise LogProbError(
+        f"cannot compute log-probabilities: {type(root).__name__} does to its logits what is neither a factor nor a "
+        "soft cap, expected one of them or nothing. Call linear_log_probs within its forward."
+    )
+
+
+def _candidates(known: torch.Tensor, got: torch.Tensor) -> Iterator[LogitShape]:
+    """Fit what could have made ``got`` of ``known``, which rises to where a cap would be all that is left."""
+    most = got[-1].item()
+    yield LogitShape(scale=most / known[-1].item())
+    half = int((got / most - 0.5).abs().argmin())
+    part = got[half].item() / most
+    if 0 < part < 1:
+        cap = _decimal(known[half].item() / math.atanh(part))
+        yield LogitShape(scale=_decimal(most / cap), cap=cap)
+
+
+def _decimal(value: float) -> float:
+    """Return the short decimal number that a configuration would say."""
+    return float(f"{value:.4g}")
+
+
+def _rounding(tensor: torch.Tensor) -> float:
+    return 8 * torch.finfo(tensor.dtype).eps

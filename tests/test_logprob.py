@@ -1,0 +1,195 @@
+"""Log-probabilities in chunks: those of the full logits, in value and gradient, whatever holds the head."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from models import _BASE, VOCAB, batch_of, build
+from reference import assert_close, full_grads
+from torch import nn
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model, token_log_probs
+from fsdp2_strategy.errors import LogProbError
+from fsdp2_strategy.logprob import LogitShape, linear_log_probs
+
+ROW = VOCAB * 4
+"""Bytes of one row of fp32 logits."""
+
+
+def plain(model, ids, last, temperature=1.0, **inputs):
+    logits = model(input_ids=ids, use_cache=False, **inputs).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, -last - 1 : -1] / temperature
+    all_log_probs = logits.log_softmax(dim=-1)
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
+    return all_log_probs.gather(-1, ids[:, -last:, None]).squeeze(-1), entropy
+
+
+def loss_of(log_probs, entropy):
+    weights = torch.linspace(-1, 2, log_probs.numel(), dtype=log_probs.dtype).view(log_probs.shape)
+    return (log_probs * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.25), LogitShape(cap=3.0), LogitShape(0.5, 2.0)])
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias, shape, rows):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (15, VOCAB))
+    offset = torch.randn(VOCAB, generator=generator, dtype=torch.float64) if bias else None
+    targets = torch.randint(0, VOCAB, (3, 5), generator=generator)
+    results = []
+    for chunked in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, offset) if t is not None]
+        h, w, *b = leaves
+        if chunked:
+            both = linear_log_probs(
+                h.view(3, 5, 8), w, targets, *b, temperature=0.7, entropy=True, chunk_bytes=rows * ROW, shape=shape
+            )
+        else:
+            logits = shape.apply(nn.functional.linear(h.view(3, 5, 8), w, *b)) / 0.7
+            every = logits.log_softmax(-1)
+            both = every.gather(-1, targets[..., None]).squeeze(-1), -(every.exp() * every).sum(-1)
+        loss_of(*both).backward()
+        results.append([*both, *(leaf.grad for leaf in leaves)])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+    alone = linear_log_probs(hidden.view(3, 5, 8), weight, targets, offset, chunk_bytes=rows * ROW, shape=shape)
+    torch.testing.assert_close(alone, results[0][0] * 0 + alone)
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)])
+def test_a_sharded_models_log_probs_and_gradients_are_those_of_full_logits(world):
+    # llama: the head is a unit of its own; llama_tied, qwen2: it lies in the root; gpt2: no rotary positions
+    for name in ("llama", "llama_tied", "gpt2", "qwen3", "qwen2_vl"):
+        model = build(name).double()
+        reference = copy.deepcopy(model)
+        shard_model(model, build_mesh(2 if world == 4 else -1), is_training=True, bf16=False)
+        batches = [batch_of(name, 0, rank) for rank in range(world)]
+        for batch in batches:
+            batch.pop("labels")
+        if "pixel_values" in batches[0]:
+            for batch in batches:
+                batch["pixel_values"] = batch["pixel_values"].double()
+        for batch in batches:
+            ids, others = batch["input_ids"], {k: v for k, v in batch.items() if k != "input_ids"}
+            loss_of(*plain(reference, ids, 7, 0.9, **others)).backward()
+        batch = batches[dist.get_rank()]
+        ours = token_log_probs(model, **batch, last=7, temperature=0.9, entropy=True, chunk_bytes=3 * ROW)
+        assert ours[0].shape == (2, 7)
+        loss_of(*ours).backward()
+        with torch.no_grad():
+            ids, others = batch["input_ids"], {k: v for k, v in batch.items() if k != "input_ids"}
+            for mine, expected in zip(ours, plain(reference, ids, 7, 0.9, **others), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
+        expected = {name: p.grad / world for name, p in reference.named_parameters() if p.grad is not None}
+        # transformers computes parts of a float64 model in fp32
+        assert_close(full_grads(model), expected, 1e-10 if name in ("llama", "llama_tied") else 1e-5, name)
+
+
+@pytest.mark.ranks(2)
+def test_in_bf16_they_are_the_plain_ones_of_the_same_model():
+    strategy = FSDPV2Strategy(config=StrategyConfig())
+    for name in ("llama", "llama_tied"):
+        model = strategy.prepare_model(build(name), is_training=True)
+        ids = batch_of(name, 0, dist.get_rank())["input_ids"]
+        grads = []
+        for chunked in (True, False):
+            both = (
+                token_log_probs(model, ids, entropy=True, chunk_bytes=4 * ROW)
+                if chunked
+                else plain(model, ids, ids.shape[1] - 1)
+            )
+            assert both[0].dtype == torch.float32
+            loss_of(*both).backward()
+            grads.append(([t.detach() for t in both], full_grads(model)))
+            model.zero_grad()
+        for mine, expected in zip(grads[0][0], grads[1][0], strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+        assert_close(grads[0][1], grads[1][1], 1e-2, name)
+
+
+@pytest.mark.ranks(2)
+def test_training_on_them_takes_the_steps_of_the_plain_ones_with_accumulation_and_recomputation():
+    config = StrategyConfig(bf16=False, train_batch_size=4, activation_checkpointing=("LlamaDecoderLayer",))
+    finals = []
+    for chunked in (True, False):
+        strategy = FSDPV2Strategy(config=config)
+        model = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=0.01)
+        for step in range(4):
+            ids = batch_of("llama", step, dist.get_rank())["input_ids"]
+            log_probs = token_log_probs(model, ids, chunk_bytes=ROW) if chunked else plain(model, ids, 11)[0]
+            strategy.backward(-log_probs.mean(), model, optimizer)
+            result = strategy.optimizer_step(optimizer, model, None)
+        assert result.stepped
+        finals.append({name: p.detach().full_tensor().clone() for name, p in model.named_parameters()})
+    assert_close(finals[0], finals[1], 1e-5, "after two steps")
+
+
+def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
+    model = build("llama")
+    ids = torch.randint(3, VOCAB, (4, 12))
+    largest = []
+    logsumexp = torch.Tensor.logsumexp
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "logsumexp", lambda t, *a, **k: largest.append(t.nbytes) or logsumexp(t, *a, **k))
+        token_log_probs(model, ids, chunk_bytes=5 * ROW)
+    assert max(largest) == 5 * ROW and len(largest) == 9
+
+
+CAPPED = {
+    "Gemma2Config": {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "GraniteConfig": {"logits_scaling": 3.0},
+    "CohereConfig": {"logit_scale": 0.0625},
+}
+
+
+@pytest.mark.parametrize("config", CAPPED)
+@pytest.mark.ranks(2)
+def test_what_a_model_does_to_its_logits_after_the_head_is_done_to_the_chunks(config):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**_BASE, **CAPPED[config]))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(30)
+    reference = copy.deepcopy(model)
+    shard_model(model, is_training=True, bf16=False)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    before = torch.get_rng_state()
+    ours = token_log_probs(model, ids, entropy=True, chunk_bytes=ROW)
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = plain(reference, ids, 8)
+    loss_of(*ours).backward()
+    loss_of(*expected).backward()
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert_close(full_grads(model), {n: p.grad for n, p in reference.named_parameters()}, 1e-4, config)
+    assert "forward" not in vars(model) and "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_is_an_error_on_every_rank():
+    model = build("llama")
+    shard_model(model)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    for wrong in ({"last": 9}, {"last": 0}, {"temperature": 0.0}, {"chunk_bytes": 0}):
+        with pytest.raises(LogProbError, match=next(iter(wrong))):
+            token_log_probs(model, ids, **(wrong if dist.get_rank() else {}))
+    with pytest.raises(LogProbError, match="at least two tokens"):
+        token_log_probs(model, ids[0])
+    with pytest.raises(LogProbError, match=r"gets hidden states of \[2, 1\]"):
+        token_log_probs(model, ids, logits_to_keep=1)
+    expected = token_log_probs(model, ids)
+    assert torch.equal(expected, token_log_probs(model, ids))
+    for name in ("t5", "vit", "mlp"):
+        with pytest.raises(LogProbError, match=r"the head of \w+ is a"):
+            token_log_probs(build(name), ids)
+
+
+def test_logits_that_are_changed_in_another_way_are_refused():
+    model = build("llama")
+    model.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits + 1))
+    with pytest.raises(LogProbError, match="neither a factor nor a soft cap"):
+        token_log_probs(model, torch.randint(3, VOCAB, (2, 9)))
