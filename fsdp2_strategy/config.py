@@ -15,6 +15,7 @@ from fsdp2_strategy.compat import known_values
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
+MixedData = Literal["root", "dummy", "replicate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +80,22 @@ class StrategyConfig:
     forward_methods: tuple[str, ...] = ("generate",)
     """Methods of the model, beside forward, that need gathered parameters."""
 
+    mixed_mm_data: MixedData | None = None
+    """What ranks without images do where others have some: "root", "dummy" or "replicate"; see docs/rlhf.md."""
+
+    debug_divergence_seconds: float = 0.0
+    """Compare which unit every rank runs, and name unit and rank where one differs or stays away longer than this; 0:
+    do not compare."""
+
     timeout_minutes: float = 30.0
     """Time after which a collective that a rank never joins is given up, for a process group that we start."""
 
     def __post_init__(self) -> None:
         for name in ("keep_fp32", "block_class_names", "activation_checkpointing", "forward_methods"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        for name in ("max_norm", "timeout_minutes"):
+        if isinstance(self.mixed_mm_data, bool):  # as trainers say it
+            object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
+        for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
         for name in ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
@@ -102,7 +112,12 @@ class StrategyConfig:
         modes = get_args(GradSync)
         fix = did_you_mean(str(self.grad_sync), modes).strip()
         _check("grad_sync", self.grad_sync, self.grad_sync in modes, "one of " + ", ".join(modes), fix)
+        policies = (None, *get_args(MixedData))
+        expected = "one of root, dummy, replicate, or nothing"
+        _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
         _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 clips nothing.")
+        seconds = self.debug_divergence_seconds
+        _check("debug_divergence_seconds", seconds, seconds >= 0, "at least 0", "0 compares nothing.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
 
     @classmethod

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2_strategy.config import MixedData
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, check_shard_size
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import is_rank_0
@@ -32,6 +33,7 @@ def explain(
     reduce_in_full_precision: bool = True,
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
+    mixed_mm_data: MixedData | None = None,
     file: TextIO | None = None,
 ) -> str:
     """Write, before anything is allocated, how a model would be sharded and what each rank would hold; not collective.
@@ -49,6 +51,7 @@ def explain(
         reduce_in_full_precision: sum gradients over the ranks in fp32.
         class_names: class names of the blocks; found by themselves where empty.
         min_unit_params: fewest parameters of a size-based unit.
+        mixed_mm_data: what ranks without images do where others have some.
         file: where rank 0 writes the text; standard output by default.
 
     Returns:
@@ -64,7 +67,7 @@ def explain(
         keep_fp32=tuple(keep_fp32),
         reduce_in_full_precision=reduce_in_full_precision,
     )
-    plan = plan_units(model, precision, class_names, min_unit_params=min_unit_params)
+    plan = plan_units(model, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data)
     world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
     if shard_size == "auto":
         count = sum(p.numel() for p in model.parameters())
@@ -103,7 +106,7 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
         dtype = _short(first.compute_dtype)
         lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
         for unit in group:
-            held.update(_held_bytes(plan, unit, shard_size))
+            held.update(_held_bytes(plan, unit, 1 if unit.kind == "tower" else shard_size))
     for name, parameter in plan.replicated.items():
         lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
     lines += ["", *_totals(plan, held)]

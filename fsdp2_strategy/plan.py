@@ -35,7 +35,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.blocks import can_be_unit, choose_blocks, parameter_count, vocabulary_modules
+from fsdp2_strategy.config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean
+from fsdp2_strategy.modality import Tower, find_tower
 from fsdp2_strategy.names import clean, matches
 from fsdp2_strategy.residency import unwrap_model
 
@@ -93,7 +95,7 @@ class Unit:
     name: str
     """Dotted name of the module; empty for the root."""
     kind: str
-    """Why it is a unit: block, embedding, head, shared, dtype, opened, size or root."""
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root."""
     module: nn.Module
     depth: int
     """How deep it stands; a unit is sharded before those around it."""
@@ -119,6 +121,10 @@ class ShardPlan:
     units: list[Unit] = field(default_factory=list)
     replicated: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that cannot be split (0-d): each rank holds them whole, their gradients are averaged."""
+    tower: Tower | None = None
+    """What only ranks with images run, where ranks may be without."""
+    mixed_mm_data: MixedData | None = None
+    """What such ranks do; see [Note: unequal ranks] in `modality`."""
     ties: list[tuple[str, ...]] = field(default_factory=list)
     """All names of each parameter that has several."""
     notes: list[str] = field(default_factory=list)
@@ -135,7 +141,7 @@ class ShardPlan:
             return [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in parameters.items()]
 
         units = [(u.name, u.kind, u.compute_dtype, facts(u.parameters)) for u in self.units]
-        return [self.precision, units, facts(self.replicated)]
+        return [self.precision, self.mixed_mm_data, units, facts(self.replicated)]
 
 
 def plan_units(
@@ -144,23 +150,30 @@ def plan_units(
     class_names: Sequence[str] = (),
     *,
     min_unit_params: int | None = None,
+    mixed_mm_data: MixedData | None = None,
 ) -> ShardPlan:
     """Decide which modules of ``model`` become units; reads only, not collective.
 
     Raises:
-        ShardError: a class name or a ``keep_fp32`` pattern matches nothing, or the model has no parameters.
+        ShardError: a class name or a ``keep_fp32`` pattern matches nothing, the model has no parameters, or what not
+            every rank runs would have to be split.
     """
     model = unwrap_model(model)
     blocks = choose_blocks(model, class_names, min_unit_params)
     tree = _Tree(model)
     if not tree.parameters:
         raise ShardError(f"nothing to shard: {type(model).__name__} has no parameters. Prepare a model that has some.")
-    plan = ShardPlan(model=model, precision=precision, source=blocks.source)
+    plan = ShardPlan(model=model, precision=precision, source=blocks.source, mixed_mm_data=mixed_mm_data)
     kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree.paths}
     vocabulary = vocabulary_modules(model, blocks.modules)
     kinds |= {m: kind for m, kind in vocabulary.items() if m in tree.paths and not tree.inside(m, kinds)}
+    tower = find_tower(model) if mixed_mm_data else None
+    if tower and mixed_mm_data != "dummy":
+        _join_tower(tower, kinds, alone=mixed_mm_data == "replicate")
     _settle_shared(tree, kinds)
     compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
+    if tower and mixed_mm_data != "dummy":
+        _check_tower(tower, kinds)
     claimed = tree.parameters_by_unit(kinds)
     mixed = len({compute_dtypes[module] for module in claimed}) > 1
     plan.units = [
@@ -178,6 +191,7 @@ def plan_units(
         for module in tree.order(kinds)
         if module in claimed
     ]
+    plan.tower = tower
     plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
     plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
     plan.notes = list(_doubts(plan))
@@ -253,6 +267,24 @@ class _Tree:
     def order(self, units: Container[nn.Module]) -> list[nn.Module]:
         """Return the units in module order, the root last."""
         return [m for m in self.names if m in units and m is not self.model] + [self.model]
+
+
+def _join_tower(tower: Tower, kinds: dict[nn.Module, str], *, alone: bool) -> None:
+    """Leave a vision tower to the root, or make it a unit, changing ``kinds``."""
+    for module in tower.module.modules():
+        kinds.pop(module, None)
+    if alone:
+        kinds[tower.module] = "tower"
+
+
+def _check_tower(tower: Tower, kinds: dict[nn.Module, str]) -> None:
+    inside = [m for m in tower.module.modules() if m in kinds and kinds[m] != "tower"]
+    if inside:
+        raise ShardError(
+            f"cannot keep {tower.name} in one piece: {type(inside[0]).__name__} within it is a unit of its own "
+            f"({kinds[inside[0]]}), which ranks without images would not run, expected none. Use "
+            "mixed_mm_data='dummy', or leave keep_fp32 out of it."
+        )
 
 
 def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
@@ -351,6 +383,8 @@ def _doubts(plan: ShardPlan) -> Iterator[str]:
         yield "the root is the only unit: the whole model is gathered at once. Name its blocks by class."
     elif root and in_root * 4 > total and not tied.intersection(root.parameters):
         yield f"the root unit holds {in_root / total:.0%} of the parameters, gathered through the whole step."
+    if plan.mixed_mm_data and plan.tower is None:
+        yield "no vision tower: mixed_mm_data has nothing to say."
     if plan.precision.is_training and not any(p.requires_grad for p in plan.model.parameters()):
         yield "no parameter is trainable."
     for unit in plan.units:

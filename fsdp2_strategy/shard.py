@@ -28,9 +28,13 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy.blocks import modules_of_class
+from fsdp2_strategy.config import MixedData
+from fsdp2_strategy.divergence import watch_units
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.fingerprint import remember_as_built
+from fsdp2_strategy.hf.twin import keep_recorded_outputs
 from fsdp2_strategy.mesh import build_mesh
+from fsdp2_strategy.modality import keep_out_of_order, run_on_zeros, share_use
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
 from fsdp2_strategy.residency import (
@@ -64,6 +68,8 @@ def shard_model(
     activation_checkpointing: Sequence[str] = (),
     compile_blocks: bool | str = False,
     forward_methods: Sequence[str] = ("generate",),
+    mixed_mm_data: MixedData | None = None,
+    debug_divergence_seconds: float = 0.0,
 ) -> nn.Module:
     """Shard ``model`` in place, unit by unit; collective. A model that is sharded already comes back unchanged.
 
@@ -89,6 +95,9 @@ def shard_model(
             random state that they had.
         compile_blocks: compile each block's forward; a string names the torch.compile backend.
         forward_methods: methods beside forward that need gathered parameters; those that the model lacks are skipped.
+        mixed_mm_data: what ranks without images do where others have some; see [Note: unequal ranks] in `modality`.
+        debug_divergence_seconds: compare which unit every rank runs, and name unit and rank where one differs or stays
+            away longer than this; see `divergence`.
 
     Returns:
         ``model`` itself.
@@ -116,10 +125,10 @@ def shard_model(
             masters_in_optimizer=masters_in_optimizer,
             reduce_in_full_precision=reduce_in_full_precision,
         )
-        plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params)
+        plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data)
         recompute = is_training and activation_checkpointing
         recomputed = modules_of_class(root, activation_checkpointing) if recompute else {}
-    _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed)))
+    _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
     name = type(root).__name__
     for note in plan.notes:
         log("%s: look at: %s", name, note)
@@ -132,8 +141,10 @@ def shard_model(
     if is_training and masters_in_optimizer:
         for group in parameter_groups(root):
             _reduce_to_fp32(group)
+    _keep_step(plan, debug_divergence_seconds)
     if prefetch_depth is not None:
-        _prefetch([unit.module for unit in plan.units if unit.module is not root], prefetch_depth)
+        alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
+        _prefetch(alike, prefetch_depth)
     for method in forward_methods:
         if callable(getattr(root, method, None)):
             register_fsdp_forward_method(root, method)
@@ -155,10 +166,30 @@ def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool 
             root_policy = policy
         else:
             reshard = False if unit.stays_gathered else reshard_after_forward
+            if unit.kind == "tower":
+                shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
+                continue
             shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
     # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
     root_reshard = None if reshard_after_forward is True else reshard_after_forward
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
+    for module in (plan.model, *(unit.module for unit in plan.units)):
+        keep_recorded_outputs(module)
+
+
+def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
+    """Let ranks without images keep step with the others, and notice where ranks do not."""
+    if debug_divergence_seconds:
+        units = {unit.module: unit.name for unit in plan.units} | {plan.model: ""}
+        watch_units(units, debug_divergence_seconds)
+    if plan.tower is None:
+        return
+    if plan.mixed_mm_data == "dummy":
+        run_on_zeros(plan.model, plan.tower)
+    of_units = {group.modules[0]: group for group in parameter_groups(plan.model)}
+    if plan.mixed_mm_data == "replicate":
+        keep_out_of_order(of_units[plan.tower.module])
+    share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
 
 
 def _reduce_to_fp32(group: Any) -> None:

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config import GradSync
 from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.modality import may_be_uneven
 from fsdp2_strategy.offload import check_resident
 from fsdp2_strategy.ranks import control_device, current_device
 from fsdp2_strategy.residency import reshard, unwrap_model
@@ -84,6 +85,8 @@ def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Ten
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
     """Tell every unit what the next backward pass communicates; not collective."""
+    if mode == "defer_all_reduce" and may_be_uneven(unwrap_model(model)):
+        mode = "every"  # what waits is added up as one buffer, of the same parameters each time
     units = [module for module in unwrap_model(model).modules() if isinstance(module, FSDPModule)]
     for unit in units:
         if mode == "last":

@@ -222,6 +222,8 @@ class TrainingStrategy:
             activation_checkpointing=config.activation_checkpointing,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
+            mixed_mm_data=config.mixed_mm_data,
+            debug_divergence_seconds=config.debug_divergence_seconds,
         )
         if residency.is_unreal(model):
             load_remembered(model)

@@ -575,3 +575,17 @@ def test_what_only_one_rank_gets_wrong_is_refused_on_every_rank(what):
     with pytest.raises(ShardError, match=match):
         strategy.prepare_model(model, is_training=True)
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_units_that_are_models_themselves_still_give_out_hidden_states():
+    for name in ("llama", "clip"):
+        model = build(name)
+        root = model.model if name == "llama" else model.vision_model
+        inputs = batch_of(name, 0, 0)
+        inputs = {"input_ids": inputs["input_ids"]} if name == "llama" else {"pixel_values": inputs["pixel_values"]}
+        expected = root(**inputs, output_hidden_states=True).hidden_states
+        shard_model(root, bf16=False)
+        hidden = root(**inputs, output_hidden_states=True).hidden_states
+        assert len(hidden) == len(expected) == 3
+        assert all(torch.equal(a, b) for a, b in zip(hidden, expected, strict=True))

@@ -10,7 +10,9 @@ gets the twin instead, and the model itself stays as it is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +37,15 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before `fully_shard` renamed it."""
     cls = type(module)
     return cls.__mro__[2] if isinstance(module, FSDPModule) and cls.__name__.startswith("FSDP") else cls
+
+
+def keep_recorded_outputs(module: nn.Module) -> None:
+    """Let a renamed module give out hidden states still: transformers knows by class what it records."""
+    loaded: Any = sys.modules.get("transformers.modeling_utils")
+    registry: dict[str, Any] = getattr(loaded, "_CAN_RECORD_REGISTRY", {})
+    recorded = dict.get(registry, str(original_class(module)))
+    if recorded is not None:
+        dict.__setitem__(registry, str(type(module)), recorded)
 
 
 def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
