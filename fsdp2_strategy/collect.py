@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.ranks import agree, control_device, current_device
+from fsdp2_strategy.ranks import agree, control_device, current_device, group_in_use, world_size
 
 Op = Literal["mean", "max", "sum"]
 Path = tuple[Any, ...]
@@ -47,8 +47,8 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
     for (dtype, device), paths in alike.items():
         sent = [_tensor(leaves[path]).to(device, dtype).reshape(-1) for path in paths]
         flat = torch.cat(sent)
-        dist.all_reduce(flat, op=_REDUCTIONS[op])
-        flat = flat / dist.get_world_size() if op == "mean" else flat
+        dist.all_reduce(flat, op=_REDUCTIONS[op], group=group_in_use())
+        flat = flat / world_size() if op == "mean" else flat
         for path, part in zip(paths, torch.split(flat, [len(s) for s in sent]), strict=True):
             reduced[path] = _as_given(leaves[path], part, op)
     return _rebuilt(data, reduced.__getitem__)
@@ -74,8 +74,8 @@ def all_gather(data: Any) -> Any:
         tensor = _tensor(value)
         tensor = tensor.reshape(1) if not tensor.ndim else tensor
         sent = tensor.to(_travel_device(value)).contiguous()
-        parts = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, sent)
+        parts = [torch.empty_like(sent) for _ in range(world_size())]
+        dist.all_gather(parts, sent, group=group_in_use())
         return torch.cat(parts).to(tensor.device)
 
     return _rebuilt(data, gathered)

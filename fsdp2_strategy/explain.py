@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from fsdp2_strategy import ranks
 from fsdp2_strategy.config import MixedData
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, check_shard_size
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
-from fsdp2_strategy.ranks import is_rank_0
 
 
 def explain(
@@ -68,12 +67,12 @@ def explain(
         reduce_in_full_precision=reduce_in_full_precision,
     )
     plan = plan_units(model, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data)
-    world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
+    world_size = world_size or ranks.world_size()
     if shard_size == "auto":
         count = sum(p.numel() for p in model.parameters())
         shard_size = auto_shard_size(count, is_training=is_training, world_size=world_size)
     text = _report(plan, check_shard_size(shard_size, world_size), world_size)
-    if is_rank_0():
+    if ranks.is_rank_0():
         (file or sys.stdout).write(text + "\n")
     return text
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.ranks import control_device, group_in_use
+from fsdp2_strategy.ranks import control_device, group_in_use, is_rank_0
 from fsdp2_strategy.residency import local_box, values_of
 
 # Sums of what was frozen when a model was sharded, by name.
@@ -93,7 +93,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
 def _counts_here(tensor: torch.Tensor) -> bool:
     """Say whether this rank is the one of its replicas that counts."""
     if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
+        return is_rank_0()
     mesh = tensor.device_mesh
     return all(mesh.get_local_rank(axis) == 0 for axis, p in enumerate(tensor.placements) if p.is_replicate())
 

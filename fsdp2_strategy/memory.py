@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.ranks import log
+from fsdp2_strategy.ranks import group_in_use, log, world_size
 
 
 def report_memory(prefix: str = "") -> str:
@@ -28,8 +28,8 @@ def report_memory(prefix: str = "") -> str:
             "device peak": torch.cuda.max_memory_allocated(),
         }
         own = device | own
-    of_ranks: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
+    of_ranks: list[dict[str, int]] = [{}] * world_size()
+    dist.all_gather_object(of_ranks, own, group=group_in_use())
     parts = [f"{key} {' '.join(f'{rank[key] / 1e9:.2f}' for rank in of_ranks)}" for key in own]
     line = f"memory in GB{f', {prefix}' if prefix else ''}: {'; '.join(parts)}"
     log("%s", line)

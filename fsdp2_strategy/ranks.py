@@ -6,6 +6,10 @@ that end alike on every rank.
 [Note: one decision] An error that one rank meets alone would leave the others waiting in their next collective until
 its time-out. So each phase of a collective call runs inside `all_or_none`: it ends with the all-reduce of one flag,
 and only when that flag is up are the texts gathered and the error raised, everywhere, in milliseconds.
+
+[Note: group in use] Ranks of the default group may do other things than train: serve, say. So nothing here speaks to
+all of them without asking. A thread talks on the group that `on_group` sets, else on that of the process's trainer
+(`Trainers`), else on the default one; ranks are numbered, and counted, within it.
 """
 
 from __future__ import annotations
@@ -14,14 +18,18 @@ import hashlib
 import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp2_strategy.errors import FSDP2StrategyError, MeshError
@@ -32,6 +40,10 @@ logger = logging.getLogger("fsdp2_strategy")
 T = TypeVar("T")
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+# For each open strategy that does not train on all ranks: the default group at the time, and its own.
+_trainers: list[tuple[Any, Any]] = []
+# How often groups of some ranks were made, for each default group.
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def start_process_group(timeout_minutes: float) -> bool:
@@ -77,13 +89,88 @@ def on_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def group_in_use() -> dist.ProcessGroup | None:
-    """Return the group that this thread talks on; None for the default one."""
-    return _group.get()
+    """Return the group that this thread talks on; None for the default one. See [Note: group in use]."""
+    if (group := _group.get()) is not None:
+        return group
+    return _trainers[0][1] if _trainers and _trainers[0][0] is dist.group.WORLD else None
+
+
+class Trainers:
+    """The ranks that a strategy trains on: from `begin` to `close` this process's threads talk on a group of them.
+
+    Args:
+        group: where other ranks of the default group do something else; None for all ranks.
+
+    Raises:
+        MeshError: this rank is not in the group, or a strategy of this process that is open trains on other ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        world = dist.group.WORLD
+        if group is not None and dist.get_rank(group) < 0:
+            raise MeshError(
+                f"cannot train: rank {dist.get_rank()} is not in process_group, expected a rank of it. Construct the "
+                "strategy on those ranks alone."
+            )
+        _trainers[:] = [own for own in _trainers if own[0] is world]
+        wanted = ranks_of(group)
+        for _, other in _trainers:
+            if ranks_of(other) != wanted:
+                raise MeshError(
+                    f"cannot train on ranks {wanted}: another strategy of this process trains on ranks "
+                    f"{ranks_of(other)}, expected the same. Close that one first."
+                )
+        self.count = len(wanted)
+        self._own = (world, group) if group is not None and self.count < dist.get_world_size() else None
+
+    def begin(self) -> None:
+        """Talk on the group from now on; not collective."""
+        if self._own is not None:
+            _trainers.append(self._own)
+
+    def close(self) -> None:
+        """Let go of the group; not collective, and harmless when called again."""
+        if self._own in _trainers:
+            _trainers.remove(self._own)
+        self._own = None
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group by their numbers in the default one; None for the default one."""
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def rank() -> int:
+    """Return the number of this rank in the group in use; 0 where there is none."""
+    return dist.get_rank(group_in_use()) if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return how many ranks there are in the group in use; 1 where there is none."""
+    return dist.get_world_size(group_in_use()) if dist.is_initialized() else 1
+
+
+def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    """Make a group of some ranks of the default group, which no other rank hears of; collective over them.
+
+    torch names such a group by how many groups a rank knows, and ranks that have others beside would wait for each
+    other under two names. So the name here follows from what all of them know: who they are, and how often they did it.
+
+    Args:
+        ranks: by their numbers in the default group.
+        **options: of `torch.distributed.new_group`.
+    """
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{made[tuple(ranks)]}"
+    made[tuple(ranks)] += 1
+    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return group
 
 
 def group_timeout() -> timedelta | None:
-    """Return the time-out of the default group's collectives; None where it is not told."""
-    group: Any = dist.group.WORLD
+    """Return the time-out of the collectives of the group in use; None where it is not told."""
+    group: Any = group_in_use() or dist.group.WORLD
     return getattr(getattr(group._get_backend(control_device()), "options", None), "_timeout", None)
 
 
@@ -101,15 +188,15 @@ def adopt_device(device: torch.device) -> None:
 
 
 def control_device() -> torch.device:
-    """Return the device whose backend carries small messages: the CPU wherever the group has a CPU backend."""
-    if _group.get() is not None or "cpu:" in dist.get_backend_config():
+    """Return the device whose backend carries small messages: the CPU wherever the group in use has a CPU backend."""
+    if "cpu:" in dist.get_backend_config(group_in_use()):
         return torch.device("cpu")
     return current_device()
 
 
 def is_rank_0() -> bool:
-    """Say whether this process is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Say whether this process is rank 0 of the group in use, or the only one."""
+    return rank() == 0
 
 
 def show_log() -> None:
@@ -155,14 +242,14 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
         cause = failure
     if not any_rank(cause is not None):
         return
-    texts: list[str | None] = [None] * dist.get_world_size()
+    texts: list[str | None] = [None] * world_size()
     own = None if cause is None else _text(cause)
-    dist.all_gather_object(texts, own, group=_group.get())
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    rank, text = next(iter(failed.items()))
+    dist.all_gather_object(texts, own, group=group_in_use())
+    failed = {number: text for number, text in enumerate(texts) if text is not None}
+    first, text = next(iter(failed.items()))
     others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
     same = len(set(failed.values())) == 1 and len(failed) == len(texts)
-    agreed = error(text if same else f"cannot {action}: failed on rank {rank}{others}: {text}")
+    agreed = error(text if same else f"cannot {action}: failed on rank {first}{others}: {text}")
     agreed.is_agreed = True
     raise agreed from cause
 
@@ -174,7 +261,7 @@ def _text(cause: Exception) -> str:
 def any_rank(own: bool) -> bool:
     """Say whether any rank says yes; collective."""
     flag = torch.tensor(float(own), device=control_device())
-    dist.all_reduce(flag, group=_group.get())
+    dist.all_reduce(flag, group=group_in_use())
     return bool(flag.item())
 
 
@@ -189,22 +276,22 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
     """
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
-    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, own, group=_group.get())
-    odd = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    digests = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(digests, own, group=group_in_use())
+    odd = [number for number, other in enumerate(digests) if not torch.equal(other, digests[0])]
     if odd:
         raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
 
 
 def to_rank_0(value: T) -> list[T]:
     """Return all ranks' values on rank 0, an empty list elsewhere; collective."""
-    values: list[Any] = [None] * dist.get_world_size() if is_rank_0() else []
-    dist.gather_object(value, values or None, dst=0, group=_group.get())
+    values: list[Any] = [None] * world_size() if is_rank_0() else []
+    dist.gather_object(value, values or None, group_dst=0, group=group_in_use())
     return values
 
 
 def from_rank_0(value: T) -> T:
     """Return rank 0's value on every rank; collective."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_group.get(), device=control_device())
+    dist.broadcast_object_list(box, group_src=0, group=group_in_use(), device=control_device())
     return box[0]

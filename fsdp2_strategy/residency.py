@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.ranks import group_in_use
 
 # Inner models of wrappers that are sharded as a whole.
 _wrapper_of: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
@@ -221,13 +222,14 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 def average_gradient(parameter: nn.Parameter) -> None:
     """Let a parameter that every rank holds whole add the same averaged gradient everywhere.
 
-    So accumulation over micro-batches needs no further care.
+    So accumulation over micro-batches needs no further care. Those ranks are the group in use now.
     """
+    group = group_in_use()  # a backward pass may run on threads that know none
 
     def average(grad: torch.Tensor) -> torch.Tensor:
         total = grad.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
+        dist.all_reduce(total, group=group)
+        return total / dist.get_world_size(group)
 
     trained = parameter.requires_grad
     parameter.requires_grad_(True).register_hook(average)  # type: ignore[no-untyped-call]

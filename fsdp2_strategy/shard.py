@@ -33,10 +33,10 @@ from fsdp2_strategy.divergence import watch_units
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.fingerprint import remember_as_built
 from fsdp2_strategy.hf.twin import keep_recorded_outputs
-from fsdp2_strategy.mesh import build_mesh
+from fsdp2_strategy.mesh import build_mesh, on_ranks_of
 from fsdp2_strategy.modality import keep_out_of_order, run_on_zeros, share_use
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
-from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, log
+from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, group_in_use, log
 from fsdp2_strategy.residency import (
     average_gradient,
     is_sharded,
@@ -115,43 +115,46 @@ def shard_model(
             )
         return model
     mesh = mesh or build_mesh()
-    with all_or_none(f"shard {type(root).__name__}", ShardError):
-        reshard = _checked_reshard(reshard_after_forward, mesh)
-        precision = Precision(
-            bf16=bf16,
-            fp16=fp16,
-            is_training=is_training,
-            keep_fp32=tuple(keep_fp32),
-            masters_in_optimizer=masters_in_optimizer,
-            reduce_in_full_precision=reduce_in_full_precision,
-        )
-        plan = plan_units(root, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data)
-        recompute = is_training and activation_checkpointing
-        recomputed = modules_of_class(root, activation_checkpointing) if recompute else {}
-    _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
-    name = type(root).__name__
-    for note in plan.notes:
-        log("%s: look at: %s", name, note)
-    _cast(plan)
-    _checkpoint_activations(recomputed)
-    if compile_blocks:
-        _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
-    _prepare_edges(plan)
-    _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
-    if is_training and masters_in_optimizer:
-        for group in parameter_groups(root):
-            _reduce_to_fp32(group)
-    _keep_step(plan, debug_divergence_seconds)
-    if prefetch_depth is not None:
-        alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
-        _prefetch(alike, prefetch_depth)
-    for method in forward_methods:
-        if callable(getattr(root, method, None)):
-            register_fsdp_forward_method(root, method)
-    _prepared_for_training[root] = is_training
-    remember_wrapper(root)
-    remember_as_built(root)
-    log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
+    with on_ranks_of(mesh):
+        with all_or_none(f"shard {type(root).__name__}", ShardError):
+            reshard = _checked_reshard(reshard_after_forward, mesh)
+            precision = Precision(
+                bf16=bf16,
+                fp16=fp16,
+                is_training=is_training,
+                keep_fp32=tuple(keep_fp32),
+                masters_in_optimizer=masters_in_optimizer,
+                reduce_in_full_precision=reduce_in_full_precision,
+            )
+            plan = plan_units(
+                root, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data
+            )
+            recompute = is_training and activation_checkpointing
+            recomputed = modules_of_class(root, activation_checkpointing) if recompute else {}
+        _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
+        name = type(root).__name__
+        for note in plan.notes:
+            log("%s: look at: %s", name, note)
+        _cast(plan)
+        _checkpoint_activations(recomputed)
+        if compile_blocks:
+            _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
+        _prepare_edges(plan)
+        _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
+        if is_training and masters_in_optimizer:
+            for group in parameter_groups(root):
+                _reduce_to_fp32(group)
+        _keep_step(plan, debug_divergence_seconds)
+        if prefetch_depth is not None:
+            alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
+            _prefetch(alike, prefetch_depth)
+        for method in forward_methods:
+            if callable(getattr(root, method, None)):
+                register_fsdp_forward_method(root, method)
+        _prepared_for_training[root] = is_training
+        remember_wrapper(root)
+        remember_as_built(root)
+        log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
     return model
 
 
@@ -215,7 +218,8 @@ def _prepare_edges(plan: ShardPlan) -> None:
 
 
 def _shape(mesh: DeviceMesh) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    axes = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
+    return " x ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
 
 
 def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> bool | int:
@@ -290,7 +294,7 @@ def _agree(plan: ShardPlan, options: object) -> None:
     parameters = {name: p for name, p in planned.items() if not p.is_meta}
     samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
     extremes = torch.stack([samples, -samples])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
     different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
     if different:
         raise ShardError(

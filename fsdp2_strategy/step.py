@@ -25,9 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config import GradSync
 from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.modality import may_be_uneven
 from fsdp2_strategy.offload import check_resident
-from fsdp2_strategy.ranks import control_device, current_device
+from fsdp2_strategy.ranks import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.residency import reshard, unwrap_model
 
 
@@ -80,7 +81,7 @@ def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Ten
             f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items of all "
             "ranks and micro-batches of this step, at least 1. Sum it over the ranks first."
         )
-    return dist.get_world_size() / num_items_in_batch
+    return world_size() / num_items_in_batch
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
@@ -99,7 +100,7 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
     """Return the norm of all gradients together, and scale them down to ``max_norm``; collective.
 
     Gradients of any mix of meshes, dtypes and devices count once each: local sums of squares, divided by the number of
-    ranks that hold the same values, are added over all ranks.
+    ranks that hold the same values, are added over all ranks of the meshes.
 
     Args:
         parameters: a model or its parameters; those without a gradient count nothing.
@@ -118,8 +119,10 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
 
 def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
     """Take the scale out of all gradients, clip them, and return their norm without it; collective."""
+    parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = math.sqrt(_sum_of_squares(grads)) / scale
+    with on_ranks_of(parameters):
+        norm = math.sqrt(_sum_of_squares(grads)) / scale
     clips = max_norm > 0 and norm > max_norm
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
@@ -191,17 +194,17 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> float:
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
         total += (squares / copies).to(total.device, non_blocking=True)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group_in_use())
     return total.item()
 
 
 def _copies(grad: torch.Tensor) -> int:
     """Return how many ranks hold the same values."""
     if not isinstance(grad, DTensor):
-        return dist.get_world_size()
+        return world_size()
     mesh = grad.device_mesh
     copies = (mesh.size(axis) for axis, placement in enumerate(grad.placements) if placement.is_replicate())
-    return math.prod(copies) * (dist.get_world_size() // mesh.size())
+    return math.prod(copies) * (world_size() // mesh.size())
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fsdp2_strategy.masters import FSDPadaptOptimizer, is_mp_optimizer
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.offload import offload, reload
 from fsdp2_strategy.optimizer import rebind_optimizer
+from fsdp2_strategy.ranks import group_in_use
 from fsdp2_strategy.rollout import Rollout, RolloutEngine
 from fsdp2_strategy.training import TrainingStrategy
 
@@ -63,11 +64,14 @@ class FSDPV2Strategy(TrainingStrategy):
         bf16: compute in bfloat16.
         args: a trainer's namespace or mapping, whose names of ours count, or a StrategyConfig.
         config: a StrategyConfig, instead of ``args``.
+        process_group: the ranks that train, where other ranks of the default group do something else; by default all.
+            Until `close`, that is what everything here, and each free function, takes for all ranks.
 
     Arguments that are given beat ``args`` and ``config``; what nobody gives has StrategyConfig's default.
 
     Raises:
         ConfigError: a value is not valid, or ``train_batch_size`` is no multiple of micro batch size x ranks.
+        MeshError: this rank is not in ``process_group``, or an open strategy of this process trains on other ranks.
 
     Example:
         >>> from torch import nn
@@ -86,11 +90,11 @@ class FSDPV2Strategy(TrainingStrategy):
         """Have nothing left to start: constructing the strategy did; collective where it sets a time-out.
 
         Args:
-            timeout: after which the default group's collectives are given up.
+            timeout: after which collectives of all ranks that train are given up.
             **kwargs: accepted for trainers that pass more.
         """
         if timeout is not None:
-            dist.distributed_c10d._set_pg_timeout(timeout)
+            dist.distributed_c10d._set_pg_timeout(timeout, group_in_use())
 
     def all_reduce(self, data: Any, op: collect.Op = "mean") -> Any:
         """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collect.all_reduce`."""
@@ -107,7 +111,7 @@ class FSDPV2Strategy(TrainingStrategy):
     def sync_and_clear_cache(self) -> None:
         """Wait for all ranks and their devices, and give unused device memory back; collective."""
         gc.collect()
-        dist.barrier()
+        dist.barrier(group=group_in_use())
         memory.clear_cache()
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ class FSDPV2Strategy(TrainingStrategy):
             sampler = ResumableSampler(
                 replay_buffer,
                 num_replicas=self.world_size,
-                rank=dist.get_rank(),
+                rank=self.get_rank(),
                 shuffle=shuffle,
                 seed=self.config.seed,
                 drop_last=drop_last,

@@ -94,6 +94,7 @@ class TrainingStrategy:
         args: object = None,
         *,
         config: StrategyConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         given = {
             "seed": seed,
@@ -106,8 +107,10 @@ class TrainingStrategy:
         self.config = base.replace(**{name: value for name, value in given.items() if value is not _UNSET})
         self.args = args
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
-        self.world_size = dist.get_world_size()
+        self._trainers = ranks.Trainers(process_group)
+        self.world_size = self._trainers.count
         self.accumulated_gradient = self._accumulation()
+        self._trainers.begin()
         self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
@@ -122,8 +125,8 @@ class TrainingStrategy:
         return ranks.current_device()
 
     def get_rank(self) -> int:
-        """Return the number of this rank."""
-        return dist.get_rank()
+        """Return the number of this rank among those that train."""
+        return ranks.rank()
 
     def is_rank_0(self) -> bool:
         """Say whether this is rank 0."""
@@ -138,7 +141,7 @@ class TrainingStrategy:
 
         Build models under one seed for all ranks; ``per_rank`` then lets dropout and noise differ between the ranks.
         """
-        ranks.seed_everything(seed + dist.get_rank() if per_rank else seed)
+        ranks.seed_everything(seed + ranks.rank() if per_rank else seed)
 
     def close(self) -> None:
         """Wait for a save, and end the process group if this strategy started it; collective, harmless when repeated.
@@ -154,6 +157,7 @@ class TrainingStrategy:
         finally:
             self._preemption.close()
             forget_slabs()
+            self._trainers.close()
             if self._owns_process_group and dist.is_initialized():
                 forget_meshes()
                 forget_groups()

@@ -304,9 +304,9 @@ def test_one_process_group_serves_all_saves(tmp_path):
         model, *_ = prepared(strategy, "mlp")
         strategy.save_ckpt(model, tmp_path / str(n), async_save=True)
         strategy.close()
-        groups |= {id(group) for _, group in background._groups}
+        groups |= {id(group) for group in background._groups.values()}
     assert len(groups) == 1
-    [(_, group)] = background._groups
+    [group] = background._groups.values()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60), "the default group's"
 
 

@@ -22,7 +22,17 @@ import torch.distributed as dist
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.offload import CopyQueue
-from fsdp2_strategy.ranks import adopt_device, current_device, group_timeout, is_rank_0, logger, on_group
+from fsdp2_strategy.ranks import (
+    adopt_device,
+    current_device,
+    group_among,
+    group_in_use,
+    group_timeout,
+    is_rank_0,
+    logger,
+    on_group,
+    ranks_of,
+)
 
 _SLAB_BYTES = 256 << 20  # a power of two: pinned memory is given in those
 _ALIGNMENT = 64
@@ -137,7 +147,9 @@ threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
-_groups: list[tuple[Any, dist.ProcessGroup]] = []
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_default_groups: list[Any] = []
+"""The default group that they belong to."""
 
 
 def staging() -> Staging:
@@ -178,13 +190,19 @@ def end() -> None:
 
 
 def forget_groups() -> None:
-    """Drop the group of these threads, which ends with the default one, before that does; not collective."""
+    """Drop the groups of these threads, which end with the default one, before that does; not collective."""
     _groups.clear()
+    _default_groups.clear()
 
 
 def _own_group() -> dist.ProcessGroup:
-    """Return the group of these threads; one for each default group, whose time-out it has."""
-    world = dist.group.WORLD
-    if not _groups or _groups[0][0] is not world:
-        _groups[:] = [(world, dist.new_group(backend="gloo", timeout=group_timeout()))]
-    return _groups[0][1]
+    """Return the group of these threads: the ranks of the group in use, and its time-out."""
+    if any(group is not dist.group.WORLD for group in _default_groups):
+        forget_groups()
+    _default_groups[:] = [dist.group.WORLD]
+    key = tuple(ranks_of(group_in_use()))
+    if key not in _groups:
+        options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}
+        is_of_all = group_in_use() is None
+        _groups[key] = dist.new_group(**options) if is_of_all else group_among(list(key), **options)
+    return _groups[key]

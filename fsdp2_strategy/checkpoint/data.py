@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.torch import load, save
 
 from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.state import check_json, require
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.ranks import rank, world_size
 
 _TREE = "tree"
 
@@ -69,12 +69,12 @@ class DataPosition:
         if _is_shared(loader):
             check_json(state, "dataloader")
             return cls(facts={"state": dict(state)}, of_rank=None)
-        return cls(facts={"ranks": dist.get_world_size()}, of_rank=_packed(state))
+        return cls(facts={"ranks": world_size()}, of_rank=_packed(state))
 
 
 def file_of_rank() -> str:
     """Return the name of this rank's file in a checkpoint."""
-    return f"{layout.DATA}/rank{dist.get_rank():05d}.safetensors"
+    return f"{layout.DATA}/rank{rank():05d}.safetensors"
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> None:
@@ -93,10 +93,10 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
         )
     if "state" in saved:
         loader.check_state(saved["state"])
-    elif saved["ranks"] != dist.get_world_size():
+    elif saved["ranks"] != world_size():
         raise CheckpointError(
             f"cannot load the data position: {path} was saved on {saved['ranks']} ranks by a loader with a state for "
-            f"each, and there are {dist.get_world_size()} now, expected as many. Use ResumableLoader, which goes on at "
+            f"each, and there are {world_size()} now, expected as many. Use ResumableLoader, which goes on at "
             "any number, or pass dataloader=None and find the place by hand."
         )
 

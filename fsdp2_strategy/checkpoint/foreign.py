@@ -46,7 +46,7 @@ from fsdp2_strategy.hf.copy import NewFolder
 from fsdp2_strategy.masters import refresh_masters_of
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.offload import check_resident
-from fsdp2_strategy.ranks import all_or_none, log
+from fsdp2_strategy.ranks import all_or_none, group_in_use, log
 from fsdp2_strategy.residency import clear_gradients, local_box
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -319,7 +319,12 @@ class ForeignTensors:
             state = {self._prefix + name: tensor for name, tensor in tensors.items()}
             with one_error(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load(state, storage_reader=FileSystemReader(self._path), no_dist=not dist.is_initialized())
+                load(
+                    state,
+                    storage_reader=FileSystemReader(self._path),
+                    process_group=group_in_use(),
+                    no_dist=not dist.is_initialized(),
+                )
             return
         for name, tensor in tensors.items():
             part = self._whole[self._prefix + name]

@@ -30,7 +30,7 @@ from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.ranks import agree, all_or_none, any_rank, group_in_use, log
+from fsdp2_strategy.ranks import agree, all_or_none, any_rank, group_in_use, log, world_size
 from fsdp2_strategy.residency import sharded_like, values_of
 
 # What a model's folders were found to hold, and of which values and files that was said.
@@ -143,7 +143,7 @@ class LeftOut:
 
 def _seen_by_all(folders: dict[str, str]) -> dict[str, str]:
     """Return the folders that every rank sees under the same name; collective."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
+    of_ranks: list[Any] = [None] * world_size()
     dist.all_gather_object(of_ranks, folders, group=group_in_use())
     return {name: folder for name, folder in folders.items() if all(o.get(name) == folder for o in of_ranks)}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,10 +43,12 @@ from fsdp2_strategy.hf.read import ranges_of
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.masters import refresh_masters_of
-from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
+from fsdp2_strategy.mesh import on_its_ranks
+from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log, rank, world_size
 from fsdp2_strategy.residency import clear_gradients
 
 
+@on_its_ranks
 def load_checkpoint(
     model: nn.Module,
     load_dir: str | Path,
@@ -206,8 +207,8 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
         found = check_structure(path) if is_rank_0() else {}
     manifest = from_rank_0(found)
     with all_or_none(f"load {path}", DamageError):
-        same_ranks = len(manifest["checksums"]) == dist.get_world_size()
-        opened = open_checkpoint(path, manifest, rank=dist.get_rank() if same_ranks else None)
+        same_ranks = len(manifest["checksums"]) == world_size()
+        opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None)
         opened.check_headers()
         return opened, opened.read_json(layout.TRAINER_STATE)
 
@@ -216,9 +217,9 @@ def _files_of_rank(
     opened: Opened, state: Mapping[str, Any], dataloader: Loader | None
 ) -> tuple[bytes | None, bytes | None]:
     """Return this rank's random state, and its loader's; those of another number of ranks are nobody's."""
-    if state["world_size"] != dist.get_world_size():
+    if state["world_size"] != world_size():
         return None, None
-    rng = opened.read(f"{layout.RNG}/rank{dist.get_rank():05d}.safetensors")
+    rng = opened.read(f"{layout.RNG}/rank{rank():05d}.safetensors")
     has_file = dataloader is not None and "ranks" in (state.get("data") or {})
     return rng, opened.read(file_of_rank()) if has_file else None
 
@@ -330,4 +331,4 @@ def _restore_rng(saved: bytes | None, state: Mapping[str, Any]) -> None:
     if saved is not None:
         load_rng(saved)
     else:
-        derive_rng(state["seed"], step=state["step"], rank=dist.get_rank(), world_size=dist.get_world_size())
+        derive_rng(state["seed"], step=state["step"], rank=rank(), world_size=world_size())

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.optim import Optimizer
@@ -35,10 +34,12 @@ from fsdp2_strategy.checkpoint.storage import Part, staged, write_parts
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksum import blocks_of
-from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log, to_rank_0
+from fsdp2_strategy.mesh import on_its_ranks
+from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log, rank, to_rank_0, world_size
 from fsdp2_strategy.residency import shard_count
 
 
+@on_its_ranks
 def save_checkpoint(
     model: nn.Module,
     save_dir: str | Path,
@@ -136,7 +137,7 @@ def save_checkpoint(
             facts={
                 "step": step,
                 "seed": seed,
-                "world_size": dist.get_world_size(),
+                "world_size": world_size(),
                 "client_state": client_state or {},
                 "loss_scale": loss_scale,
             },
@@ -293,7 +294,7 @@ def _write(order: _Order) -> list[str]:
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_parts(directory, state.parts)
     with all_or_none(f"write what lies beside the tensors of {tag}", CheckpointError):
-        of_rank = {directory / layout.RNG / f"rank{dist.get_rank():05d}.safetensors": state.rng}
+        of_rank = {directory / layout.RNG / f"rank{rank():05d}.safetensors": state.rng}
         if state.data and state.data.of_rank is not None:
             of_rank[directory / file_of_rank()] = state.data.of_rank
         for path, content in of_rank.items():
@@ -307,7 +308,7 @@ def _write(order: _Order) -> list[str]:
             tensors = {file.path for part in state.parts for file in part.files}
             beside = set(layout.not_of_ranks(directory)) - tensors
             blocks |= {path: blocks_of(path.read_bytes()) for path in beside}
-        digest = layout.write_checksums(directory, dist.get_rank(), blocks)
+        digest = layout.write_checksums(directory, rank(), blocks)
     return to_rank_0(digest)
 
 

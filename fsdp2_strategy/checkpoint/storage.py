@@ -54,7 +54,7 @@ from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import wish_for
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
-from fsdp2_strategy.ranks import all_or_none, group_in_use
+from fsdp2_strategy.ranks import all_or_none, group_in_use, world_size
 
 MOST_BYTES = 5 * 10**9
 
@@ -438,7 +438,13 @@ def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | Non
     """
     with one_error(DamageError):
         reader = SafetensorsReader(folder, checksums, what)
-        load({}, storage_reader=reader, planner=LocalLoadPlanner(wishes), no_dist=not dist.is_initialized())
+        load(
+            {},
+            storage_reader=reader,
+            planner=LocalLoadPlanner(wishes),
+            process_group=group_in_use(),
+            no_dist=not dist.is_initialized(),
+        )
 
 
 @contextmanager
@@ -448,7 +454,7 @@ def one_error(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
         yield
     except CheckpointException as report:
         texts = {rank: _text(cause) for rank, (cause, _) in sorted(report.failures.items())}
-        if len(set(texts.values())) == 1 and len(texts) == dist.get_world_size():
+        if len(set(texts.values())) == 1 and len(texts) == world_size():
             raise kind(texts[0]) from report
         failed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
         raise kind(f"cannot go on with the checkpoint: {failed}") from report

@@ -30,7 +30,7 @@ from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
 from fsdp2_strategy.data.bijection import Indices
 from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.ranks import agree
+from fsdp2_strategy.ranks import agree, rank, world_size
 
 _VERSION = 1
 _TAILS = ("carry", "pad", "drop")
@@ -430,7 +430,7 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
             f"{'a' if dist.is_initialized() else 'no'} process group, expected both numbers, or neither and a group. "
             "Construct the strategy first."
         )
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return rank(), world_size()
 
 
 class _Parts:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
 from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
+from fsdp2_strategy.ranks import rank, world_size
 from fsdp2_strategy.residency import lacks_values, local_box, values_of, whole_of
 
 _SHORTEST_RUN_BYTES = 4096
@@ -261,7 +261,7 @@ class _Place:
         else:
             # Buffers may differ between ranks (batch-norm statistics), and parameters that are not sharded are a
             # number or two: all of them are rank 0's.
-            replica = dist.get_rank()
+            replica = rank()
         return cls(box, replica, replicas)
 
 
@@ -312,8 +312,7 @@ def gathered_job(
             gathered[source] = whole_of(tensor).contiguous()
     stored = Region(region.shape, tensors[needed[0]].dtype, region.pieces)
     flat = assemble(stored, gathered.__getitem__).reshape(-1)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    begin, end = rank * len(flat) // ranks, (rank + 1) * len(flat) // ranks
+    begin, end = (i * len(flat) // world_size() for i in (rank(), rank() + 1))
     line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
     return Job(line, ((begin, end - begin),), flat[begin:end])
 

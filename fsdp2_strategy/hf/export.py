@@ -36,6 +36,7 @@ from fsdp2_strategy.hf.arrange import (
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import force_to_disk, write_all
+from fsdp2_strategy.mesh import on_its_ranks
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
 from fsdp2_strategy.residency import reshard, unwrap_model
 
@@ -55,6 +56,7 @@ class _Options:
     to_hub: dict[str, Any]
 
 
+@on_its_ranks
 def save_model(
     model: nn.Module,
     tokenizer: Any,

@@ -28,6 +28,7 @@ from fsdp2_strategy.hf.share import shares
 from fsdp2_strategy.hf.tape import forget, is_recording, note_of
 from fsdp2_strategy.hf.twin import original_class
 from fsdp2_strategy.masters import refresh_masters_of
+from fsdp2_strategy.mesh import on_its_ranks
 from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
 from fsdp2_strategy.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
 
@@ -63,6 +64,7 @@ def load_remembered(model: nn.Module) -> LoadReport:
     return _load(model, None, may_miss="heads")
 
 
+@on_its_ranks
 def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadReport:
     root = unwrap_model(model)
     name = original_class(root).__name__

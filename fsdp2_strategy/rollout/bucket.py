@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2_strategy.ranks import current_device
+from fsdp2_strategy.ranks import current_device, group_in_use
 from fsdp2_strategy.residency import values_of, whole_of
 
 _ALIGNMENT = 16
@@ -37,8 +37,8 @@ class Route:
     """The ranks that hold its shards, or None where every rank has all of it."""
     dim: int = 0
     """The dimension that is cut."""
-    from_rank_0: bool = False
-    """Every rank has values, and those of rank 0 count."""
+    from_rank_0_of: Any = None
+    """The ranks that each have values, of which those of rank 0 count; None where all have the same."""
     is_gathered_alone: bool = False
     """It is cut along several axes of its mesh, so that DTensor gathers it."""
 
@@ -48,9 +48,9 @@ class Route:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
-    def key(self) -> tuple[int, bool]:
+    def key(self) -> tuple[int, int]:
         """What tensors that travel together have in common."""
-        return id(self.group), self.from_rank_0
+        return id(self.group), id(self.from_rank_0_of)
 
 
 def route_of(tensor: torch.Tensor, *, differs: bool = False) -> Route:
@@ -61,7 +61,7 @@ def route_of(tensor: torch.Tensor, *, differs: bool = False) -> Route:
         differs: ranks may hold other values of it (statistics of a batch norm).
     """
     if not isinstance(tensor, DTensor):
-        return Route(from_rank_0=differs)
+        return Route(from_rank_0_of=(group_in_use() or dist.group.WORLD) if differs else None)
     mesh = tensor.device_mesh
     cut = [(axis, p) for axis, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(axis) > 1]
     if not cut:
@@ -154,8 +154,8 @@ class Bucket:
         own = 0 if route.group is None else dist.get_rank(route.group)
         for name, part in self.parts.items():
             part.write(rows[own, self._places[name]])
-        if route.from_rank_0:
-            self._works = [dist.broadcast(rows, src=0, async_op=True)]
+        if route.from_rank_0_of is not None:
+            self._works = [dist.broadcast(rows, group_src=0, group=route.from_rank_0_of, async_op=True)]
         elif route.group is not None:
             self._works = _gather(rows, own, route.group)
 

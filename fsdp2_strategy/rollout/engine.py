@@ -20,6 +20,7 @@ from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.folder import is_transformers_model, keep_dtypes, origin_for
 from fsdp2_strategy.hf.region import Computed, Piece, sources_of, target_of, value_of
 from fsdp2_strategy.hf.twin import twin
+from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import all_or_none, current_device
 from fsdp2_strategy.residency import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
@@ -252,7 +253,7 @@ class Rollout:
 
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
         """Build the engine, or take the one that is given; collective."""
-        with all_or_none("set up an inference engine", RolloutError):
+        with on_ranks_of(() if actor is None else actor), all_or_none("set up an inference engine", RolloutError):
             built: Any = engine_type
             if isinstance(engine_type, str):
                 if engine_type not in ENGINES:
@@ -273,7 +274,7 @@ class Rollout:
             raise RolloutError(
                 "cannot update weights: there is no inference engine, expected one. Call setup_inference_engine first."
             )
-        with all_or_none("update the engine's weights", RolloutError):
+        with on_ranks_of(actor), all_or_none("update the engine's weights", RolloutError):
             was_asleep = self._is_asleep
             self.wake_up()
             try:

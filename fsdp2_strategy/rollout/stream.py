@@ -25,6 +25,7 @@ from fsdp2_strategy.hf.arrange import is_identity, regions_to_write, tensors_to_
 from fsdp2_strategy.hf.container import memory_of
 from fsdp2_strategy.hf.region import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.twin import original_class, twin
+from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import agree, all_or_none
 from fsdp2_strategy.residency import reshard, unwrap_model
 from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, route_of
@@ -36,7 +37,7 @@ _LARGE_BYTES = 16 << 20
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, bucket_bytes: int = 512 * 2**20
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give out a model's weights under their hub names, each whole and once; collective.
+    """Give out a model's weights under their hub names, each whole and once; collective over the model's ranks.
 
     Every rank iterates, also one that has no use for the tensors: it runs through them. One that leaves the loop early
     takes part in the rest without looking at it, so the others get theirs: at once where nobody else holds the iterator
@@ -69,10 +70,11 @@ def stream_weights(
         yield from _run(loads, buffers)
         return
     action = f"stream {original_class(root).__name__}"
-    with all_or_none(action, RolloutError):
-        reshard(root)
-        loads, buffers = _prepared(root, dtype, bucket_bytes)
-    agree(action, [load.facts() for load in loads], RolloutError, "the same model and arguments. Call it alike.")
+    with on_ranks_of(root):  # not around what follows: the caller's loop runs between its steps
+        with all_or_none(action, RolloutError):
+            reshard(root)
+            loads, buffers = _prepared(root, dtype, bucket_bytes)
+        agree(action, [load.facts() for load in loads], RolloutError, "the same model and arguments. Call it alike.")
     yield from _run(loads, buffers)
 
 
@@ -206,7 +208,7 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
     buffers = {id(buffer) for buffer in root.buffers()} if is_shared else set()
     routes = {name: route_of(tensor, differs=id(tensor) in buffers) for name, tensor in tensors.items()}
     loads: list[_Load] = []
-    filling: dict[tuple[int, bool], _Load] = {}
+    filling: dict[tuple[int, int], _Load] = {}
     for item in _items(regions, tensors):
         parts = item.parts(routes)
         route = next(iter(parts.values())).route
@@ -220,7 +222,7 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
             load = filling[route.key] = _Load()
             loads.append(load)
         load.take(parts, item)
-    return sorted(loads, key=lambda load: load.route.from_rank_0)
+    return sorted(loads, key=lambda load: load.route.from_rank_0_of is not None)
 
 
 def _items(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[_Item]:

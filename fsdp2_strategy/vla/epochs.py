@@ -25,12 +25,11 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from fsdp2_strategy.checkpoint import Loader
 from fsdp2_strategy.checkpoint.rng import forked_rng, load_rng, rng_content
 from fsdp2_strategy.errors import CheckpointError, DataError
-from fsdp2_strategy.ranks import all_or_none, any_rank, log
+from fsdp2_strategy.ranks import all_or_none, any_rank, log, rank, world_size
 
 Kind = Literal["formula", "state", "count"]
 
@@ -127,7 +126,7 @@ class Epochs:
             stays = self._is_placed and _stands_in(part, epoch)
             if callable(set_epoch := getattr(part, "set_epoch", None)) and not stays:
                 set_epoch(epoch)
-        with forked_rng(_hashed(self._seed, dist.get_rank(), epoch)):
+        with forked_rng(_hashed(self._seed, rank(), epoch)):
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
@@ -177,14 +176,13 @@ class Epochs:
             load_rng(now)
 
     def _position(self) -> Position:
-        ranks = dist.get_world_size()
-        return Position(epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=ranks, placed=self._is_placed)
+        return Position(epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=world_size(), placed=self._is_placed)
 
     def _check(self, start: Position) -> None:
-        if start.kind != self.kind or (self.kind != "formula" and start.ranks != dist.get_world_size()):
+        if start.kind != self.kind or (self.kind != "formula" and start.ranks != world_size()):
             raise CheckpointError(
                 f"cannot go on in the data: the position is that of {_KINDS[start.kind]} on {start.ranks} ranks, "
-                f"expected {_KINDS[self.kind]} on {dist.get_world_size()}. Use the loader of the run that goes on "
+                f"expected {_KINDS[self.kind]} on {world_size()}. Use the loader of the run that goes on "
                 "(ResumableLoader goes on at any number of ranks), or load with load_data_position=False."
             )
 
