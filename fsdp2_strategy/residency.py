@@ -5,12 +5,15 @@ Input: a model, wrapped or not. Output: the module that is sharded, and its para
 [Note: away] While values are away in host memory (`offload`), their tensors stand on the meta device: nothing computes
 with them, and nothing reads garbage. `values_of` finds the values, so that files are written from there and read to
 there without a byte on the accelerator.
+
+Values may also be nowhere until somebody asks for them (weights with adapters merged into them): `computed` makes the
+tensor that stands for these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -85,12 +88,45 @@ def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return meta
 
 
+# What computes the values behind a meta tensor: by the address of the tensor's storage.
+_computed: dict[int, Callable[[], torch.Tensor]] = {}
+
+
+def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Parameter:
+    """Return a parameter in the form of ``like`` whose values are computed each time that `values_of` asks for them.
+
+    Args:
+        compute: gives this rank's part; not collective.
+        like: the form; sharded or not.
+    """
+    local = like._local_tensor if isinstance(like, DTensor) else like
+    meta = torch.empty(local.size(), dtype=local.dtype, device="meta")
+    parameter = nn.Parameter(sharded_like(like, meta), requires_grad=False)
+    key = _storage_behind(parameter)
+    _computed[key] = compute
+    finalize(parameter, _computed.pop, key, None)
+    return parameter
+
+
+def is_computed(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's values are computed when somebody asks for them."""
+    return _storage_behind(tensor) in _computed
+
+
+def _storage_behind(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    address: int = local.untyped_storage()._cdata
+    return address
+
+
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor where its values are: in host memory while they are away."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_meta and (values := _away.get(local.untyped_storage()._cdata)) is not None:
         offset = values.storage_offset() + local.storage_offset()
         return values.as_strided(local.size(), local.stride(), offset)
+    if local.is_meta and (compute := _computed.get(local.untyped_storage()._cdata)) is not None:
+        return compute()
     return local.detach()
 
 
@@ -268,7 +304,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is on meta, or got memory from `materialize` and nothing else yet."""
-    return (tensor.is_meta and values_of(tensor).is_meta) or getattr(tensor, "_has_no_values", False)
+    stands_for_none = tensor.is_meta and not is_away(tensor) and not is_computed(tensor)
+    return stands_for_none or getattr(tensor, "_has_no_values", False)
 
 
 def is_unreal(model: nn.Module) -> bool:

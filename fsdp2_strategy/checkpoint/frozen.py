@@ -24,6 +24,7 @@ from torch import nn
 from fsdp2_strategy.checkpoint.storage import Wanted
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.fingerprint import Fingerprint, changed_since_built, fingerprints, local_sums
+from fsdp2_strategy.hf.adapters import names_without_adapters
 from fsdp2_strategy.hf.folder import folder_of, open_folder, outermost_models
 from fsdp2_strategy.hf.match import match
 from fsdp2_strategy.hf.read import Reader
@@ -196,7 +197,7 @@ def _wanted(
         if within and Path(folder).is_dir():
             model = root.get_submodule(where)
             origin = open_folder(model, folder)
-            known = {module: (origin, name) for name, module in model.named_modules()}
+            known = {module: (origin, name) for module, name in names_without_adapters(model).items()}
             targets, _ = match(root, known, "anything")
             found += [(t.name, t.regions[0], t.tensor) for t in targets if t.name in within and t.regions]
     return found

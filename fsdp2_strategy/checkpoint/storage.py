@@ -108,7 +108,9 @@ class Part:
 
     def jobs(self) -> Sequence[Job]:
         """Return what this rank writes without the others."""
-        return list(own_jobs(self.direct, self.tensors, self.entries)) if self.staged is None else self.staged
+        if self.staged is not None:
+            return self.staged
+        return [job for jobs in own_jobs(self.direct, self.tensors, self.entries) for job in jobs]
 
     @property
     def total_bytes(self) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major,
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import rank, world_size
-from fsdp2_strategy.residency import lacks_values, local_box, values_of, whole_of
+from fsdp2_strategy.residency import is_computed, lacks_values, local_box, values_of, whole_of
 
 _SHORTEST_RUN_BYTES = 4096
+_COMPUTED_BYTES = 256 << 20
 
 
 def tensors_to_write(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
@@ -218,27 +220,53 @@ def _is_in_rows(tensor: torch.Tensor) -> bool:
 
 def own_jobs(
     regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
-) -> Iterator[Job]:
-    """Return what this rank writes of the regions: its shards' parts, shared fairly among replicas."""
+) -> Iterator[list[Job]]:
+    """Give out what this rank writes of the regions: its shards' parts, shared fairly among replicas.
+
+    It is one list, unless values are computed for it: then as many lists as keep these within bounds, for a list's are
+    let go of before the next one's are made.
+    """
     held = _all_held(tensors)
     total = sum(region.numel() for region in regions.values())
     before = 0
-    for name, region in regions.items():
+    jobs: list[Job] = []
+    computed_bytes = 0
+    for name, region in _by_source(regions, tensors):
         share = before / max(1, total)
         before += region.numel()
         for piece in region.pieces:
             own = held[piece.source]
             if int(share * own.place.replicas) != own.place.replica:
                 continue
+            if not own.has_values:
+                if computed_bytes and computed_bytes + own.nbytes > _COMPUTED_BYTES:
+                    yield jobs
+                    jobs.clear()
+                    computed_bytes = 0
+                    for other in held.values():
+                        other.let_go()
+                computed_bytes += own.nbytes
             if is_identity(region, tensors):
-                yield Job(entries[name], own.place.box, own.local)
+                jobs.append(Job(entries[name], own.place.box, own.local))
                 continue
             low, high = own.rows()
             flat = own.local.reshape(-1)
             for part in piece.clip(low, high):
                 view = flat.as_strided(part.shape, part.strides, flat.storage_offset() + part.offset - low)
                 box = tuple(zip(part.start, part.shape, strict=True))
-                yield Job(entries[name], box, view)
+                jobs.append(Job(entries[name], box, view))
+    yield jobs
+
+
+def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, Region]]:
+    """Return the regions so that those of one source follow each other, where its values are computed for them."""
+    if not any(map(is_computed, tensors.values())):
+        return regions.items()
+    first: dict[str, int] = {}
+    for region in regions.values():
+        for source in sources_of(region):
+            first.setdefault(source, len(first))
+    return sorted(regions.items(), key=lambda item: [first[source] for source in sources_of(item[1])])
 
 
 @dataclass(frozen=True)
@@ -270,7 +298,26 @@ class _Held:
     """What this rank holds of a tensor."""
 
     place: _Place
-    local: torch.Tensor
+    tensor: torch.Tensor
+
+    @cached_property
+    def local(self) -> torch.Tensor:
+        """Its values."""
+        return values_of(self.tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """What its values take."""
+        return math.prod(n for _, n in self.place.box) * self.tensor.element_size()
+
+    @property
+    def has_values(self) -> bool:
+        """Whether its values are there, and need not be computed."""
+        return "local" in self.__dict__ or not is_computed(self.tensor)
+
+    def let_go(self) -> None:
+        """Forget values that were computed."""
+        self.__dict__.pop("local", None)
 
     def rows(self) -> tuple[int, int]:
         """Return which elements of the tensor these are, which is sharded by rows if at all."""
@@ -288,7 +335,7 @@ def _all_held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Held]:
         like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
         if (like, tensor.shape) not in places:
             places[like, tensor.shape] = _Place.of(tensor)
-        held[name] = _Held(places[like, tensor.shape], values_of(tensor))
+        held[name] = _Held(places[like, tensor.shape], tensor)
     return held
 
 

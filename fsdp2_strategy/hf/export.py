@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,14 @@ from torch import nn
 
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
+from fsdp2_strategy.hf.adapters import (
+    ADAPTER_CONFIG,
+    adapted_model,
+    adapter_names,
+    check_complete,
+    without_adapters,
+    write_adapter_configuration,
+)
 from fsdp2_strategy.hf.arrange import (
     File,
     create,
@@ -34,10 +43,11 @@ from fsdp2_strategy.hf.arrange import (
     write_configuration,
 )
 from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.mesh import on_its_ranks
-from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
+from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
 from fsdp2_strategy.residency import reshard, unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -64,13 +74,15 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    merge_adapters: bool = True,
     **kwargs: Any,
 ) -> None:
     """Write a model as a Hugging Face folder that ``from_pretrained`` loads; collective.
 
     A transformers model gets its configuration, its generation configuration and the hub's names and arrangement of
     weights. Any other model gets ``model.safetensors`` and nothing else. No rank gathers more than one parameter, and
-    that only where the hub's arrangement is a permutation of the model's.
+    that only where the hub's arrangement is a permutation of the model's. A model of peft is written as its base model
+    with the active adapters merged, and stays as it is.
 
     Args:
         model: sharded or not, or a wrapper.
@@ -80,13 +92,19 @@ def save_model(
             about twice the size of bf16, and nothing lost.
         max_shard_size: bytes of one file of a transformers model, or a number with a unit of 10^3 ("5GB") or 2^10
             ("5GiB").
+        merge_adapters: write a model of peft as its base model, adapters merged in the dtype of the base weights; else
+            its adapters alone, as a folder that ``PeftModel.from_pretrained`` loads.
         **kwargs: of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision and
             create_pr; variant; save_original_format=False for the model's own names. Others are an error.
 
     Raises:
-        CheckpointError: on every rank: a file cannot be written, the model has no values, or an argument is unknown. An
-            earlier export is then still there, unless the final renaming failed: then nothing loads, and no mix.
+        CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown, or
+            adapters cannot be merged. An earlier export is then still there, unless the final renaming failed: then
+            nothing loads, and no mix.
     """
+    if not merge_adapters:
+        save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
+        return
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
@@ -94,8 +112,9 @@ def save_model(
         folder = Path(output_dir)
         options = _options(kwargs)
         reshard(root)
-        copied = twin(root)
-        tensors = tensors_to_write(root, copied)
+        merged = without_adapters(root)
+        copied = twin(merged.model)
+        tensors = tensors_to_write(merged.model, copied)
         regions = regions_to_write(copied, tensors, dtype, hub_names=options.save_original_format)
         most_bytes = _in_bytes(max_shard_size)
         if not is_transformers_model(copied):
@@ -104,23 +123,10 @@ def save_model(
         files = files_for(folder, stem, regions, most_bytes, partial=True)
     facts = [(f.name, f.header) for f in files]
     agree(f"export {name}", facts, CheckpointError, "the same model and arguments everywhere. Call it alike.")
-    with all_or_none(f"export {name}", CheckpointError):
-        if is_rank_0():
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".model*.safetensors.partial"):  # of an export that did not end
-                leftover.unlink()
-            create(files)
-    entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
-    direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
-    with all_or_none(f"export {name}", CheckpointError):
-        write_all(list(own_jobs(direct, tensors, entries)))
-    gathered: dict[str, torch.Tensor] = {}
-    for tensor_name in (n for n in regions if n not in direct):
-        # A phase each: the next gather needs every rank.
+    if merged.adapters:
         with all_or_none(f"export {name}", CheckpointError):
-            write_all([gathered_job(regions[tensor_name], tensors, gathered, entries[tensor_name])])
-    with all_or_none(f"export {name}", CheckpointError):
-        force_to_disk([file.path for file in files])
+            merged.gather()
+    _write(name, folder, files, regions, tensors)
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
             _publish(folder, files, options.variant)
@@ -129,8 +135,98 @@ def save_model(
                 tokenizer.save_pretrained(folder)
             if options.push_to_hub:
                 _push(folder, copied, options.to_hub)
-    size = sum(entry.nbytes for entry in entries.values())
-    log("exported %s to %s: %d tensors, %.2f GB in %d files", name, folder, len(entries), size / 1e9, len(files))
+    size = sum(entry.nbytes for file in files for entry in file.entries.values())
+    log("exported %s to %s: %d tensors, %.2f GB in %d files", name, folder, len(regions), size / 1e9, len(files))
+
+
+def save_adapters(
+    model: nn.Module, tokenizer: Any, output_dir: str | Path, *, dtype: torch.dtype | None = None, **kwargs: Any
+) -> None:
+    """Write the adapters of a model of peft as a folder that ``PeftModel.from_pretrained`` loads; collective.
+
+    It holds what ``save_pretrained`` of peft writes, to the bit: for each adapter its configuration, and what belongs
+    to it, ``modules_to_save`` and biases included; the one called "default" lies in the folder itself, another one in
+    a folder of its name. All ranks write, each its own ranges.
+
+    Args:
+        model: sharded or not, or a wrapper.
+        tokenizer: tokenizer or processor to save along, or None.
+        output_dir: the folder, seen by every rank; files of an earlier export are replaced.
+        dtype: of the floating parameters in the files; by default that of the shards, the fp32 masters.
+        **kwargs: push_to_hub, and what goes with it; see `save_model`.
+
+    Raises:
+        CheckpointError: on every rank: the model has no adapters, or trains more than these; or see `save_model`.
+    """
+    with all_or_none("export", CheckpointError):
+        root = unwrap_model(model)
+        check_usable(root)
+        what = original_class(root).__name__
+        folder = Path(output_dir)
+        options = _options(kwargs)
+        if options.variant or not options.save_original_format:
+            raise CheckpointError(
+                "cannot export adapters: variant or save_original_format is given, expected neither. Leave them out."
+            )
+        reshard(root)
+        adapted = adapted_model(root)
+        tensors = adapted.state_dict(keep_vars=True)
+        copied = twin(adapted)
+        held = adapter_names(copied) if is_rank_0() else {}  # peft may look into the base model's folder, or on the hub
+    held = from_rank_0(held)
+    with all_or_none("export", CheckpointError):
+        check_complete(root, [tensors[source] for names in held.values() for source in names.values()])
+    for adapter, names in held.items():
+        own = folder if adapter == "default" else folder / adapter
+        regions = {
+            key: Region.of(source, tensors[source].shape, tensors[source].dtype) for key, source in names.items()
+        }
+        if dtype is not None:
+            regions = {key: r.to(dtype) if r.dtype.is_floating_point else r for key, r in regions.items()}
+        files = files_for(own, "adapter_model", regions, sys.maxsize, partial=True)
+        agree(f"export {what}", [f.header for f in files], CheckpointError, "the same model everywhere. Call it alike.")
+        _write(what, own, files, regions, tensors)
+        with all_or_none(f"export {what}", CheckpointError):
+            if is_rank_0():
+                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # until it is there, nothing loads
+                for file in files:
+                    file.path.rename(own / file.name)
+                write_adapter_configuration(own, copied, adapter)
+    with all_or_none(f"export {what}", CheckpointError):
+        if is_rank_0():
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            if options.push_to_hub:
+                _push(folder, copied, options.to_hub)
+    log("exported the adapters of %s to %s: %s", what, folder, ", ".join(held))
+
+
+def _write(
+    name: str,
+    folder: Path,
+    files: Sequence[File],
+    regions: Mapping[str, Region],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Write files under names that nothing loads; collective."""
+    with all_or_none(f"export {name}", CheckpointError):
+        if is_rank_0():
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".*model*.safetensors.partial"):  # of an export that did not end
+                leftover.unlink()
+            create(files)
+    entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
+    direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
+    with all_or_none(f"export {name}", CheckpointError):
+        for jobs in own_jobs(direct, tensors, entries):
+            write_all(jobs)
+    gathered: dict[str, torch.Tensor] = {}
+    for tensor_name in (n for n in regions if n not in direct):
+        # A phase each: the next gather needs every rank.
+        with all_or_none(f"export {name}", CheckpointError):
+            write_all([gathered_job(regions[tensor_name], tensors, gathered, entries[tensor_name])])
+    with all_or_none(f"export {name}", CheckpointError):
+        force_to_disk([file.path for file in files])
 
 
 def _options(kwargs: Mapping[str, Any]) -> _Options:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.adapters import bare_twin
 from fsdp2_strategy.hf.container import Entry, read_header
 from fsdp2_strategy.hf.tape import Tape, is_recording, recording
 from fsdp2_strategy.hf.twin import twin
@@ -206,7 +207,7 @@ def open_folder(model: nn.Module, path: str | Path) -> Origin:
         )
     is_index = chosen.name.endswith(".index.json")
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
-    return replace(origin_for(twin(model)), files=files, index=chosen if is_index else None, where=str(path))
+    return replace(origin_for(bare_twin(model)), files=files, index=chosen if is_index else None, where=str(path))
 
 
 def origin_for(copied: nn.Module) -> Origin:

@@ -19,6 +19,7 @@ from torch import nn
 from fsdp2_strategy.damage import mark_usable
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.fingerprint import remember_as_built
+from fsdp2_strategy.hf.adapters import names_without_adapters
 from fsdp2_strategy.hf.folder import CONFIG, Origin, inner_model, is_transformers_model, open_folder, origin_of
 from fsdp2_strategy.hf.initialize import Empty, initialize, recorded_for
 from fsdp2_strategy.hf.match import LoadReport, Target, check_ties, match, tensor_at
@@ -169,4 +170,4 @@ def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[
         return {module: (new, name) for module, (own, name) in known.items() if own is old}
     within = root if whole else inner_model(root)
     given = open_folder(within, path)
-    return {module: (given, name) for name, module in within.named_modules()}
+    return {module: (given, name) for module, name in names_without_adapters(within).items()}

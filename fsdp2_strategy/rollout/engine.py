@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.errors import RolloutError, did_you_mean, some
+from fsdp2_strategy.hf.adapters import without_adapters
 from fsdp2_strategy.hf.arrange import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
@@ -56,7 +57,8 @@ class TransformersEngine:
     differ in number and length.
 
     Args:
-        model: the model, sharded or not, or its wrapper; its modules are copied as they are now.
+        model: the model, sharded or not, or its wrapper; its modules are copied as they are now, without adapters,
+            which arrive merged.
         dtype: of the copy's floating parameters; None for those of the shards.
 
     Raises:
@@ -64,7 +66,7 @@ class TransformersEngine:
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16) -> None:
-        root: Any = unwrap_model(model)
+        root: Any = without_adapters(unwrap_model(model)).model
         if not is_transformers_model(root) or not root.can_generate():
             raise RolloutError(
                 f"cannot generate: the model is a {type(root).__name__}, expected one of transformers that has "

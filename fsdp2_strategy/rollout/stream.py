@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError, RolloutError
+from fsdp2_strategy.hf.adapters import Merged, without_adapters
 from fsdp2_strategy.hf.arrange import is_identity, regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.container import memory_of
 from fsdp2_strategy.hf.region import Computed, Region, assemble, sources_of
@@ -56,15 +57,18 @@ def stream_weights(
             larger than two thirds of it is not fetched while the one before is read.
 
     Yields:
-        Name and tensor, as in the files that `save_model` writes; buffers come last, with rank 0's values.
+        Name and tensor, as in the files that `save_model` writes, adapters merged; buffers come last, with rank 0's
+        values.
 
     Raises:
-        RolloutError: on every rank: the model has no values, or the ranks call differently.
+        RolloutError: on every rank: the model has no values, adapters that cannot be merged, or the ranks call
+            differently.
     """
     root = unwrap_model(model)
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
         try:
-            loads, buffers = _prepared(root, dtype, bucket_bytes)
+            merged, loads, buffers = _prepared(root, dtype, bucket_bytes)
+            merged.gather()
         except CheckpointError as error:
             raise RolloutError(str(error)) from error
         yield from _run(loads, buffers)
@@ -73,17 +77,21 @@ def stream_weights(
     with on_ranks_of(root):  # not around what follows: the caller's loop runs between its steps
         with all_or_none(action, RolloutError):
             reshard(root)
-            loads, buffers = _prepared(root, dtype, bucket_bytes)
+            merged, loads, buffers = _prepared(root, dtype, bucket_bytes)
         agree(action, [load.facts() for load in loads], RolloutError, "the same model and arguments. Call it alike.")
+        if merged.adapters:
+            with all_or_none(action, RolloutError):
+                merged.gather()
     yield from _run(loads, buffers)
 
 
-def _prepared(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> tuple[list[_Load], Buffers]:
+def _prepared(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> tuple[Merged, list[_Load], Buffers]:
     if bucket_bytes < 1:
         raise RolloutError(f"cannot stream: bucket_bytes is {bucket_bytes}, expected at least 1. Use 512 * 2**20, say.")
     check_usable(root)
-    loads = _plan(root, dtype, bucket_bytes)
-    return loads, Buffers(loads, bucket_bytes)
+    merged = without_adapters(root)
+    loads = _plan(merged.model, dtype, bucket_bytes)
+    return merged, loads, Buffers(loads, bucket_bytes)
 
 
 def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
