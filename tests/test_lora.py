@@ -19,14 +19,16 @@ from reference import (
     full_parameters,
     same_on_all_ranks,
 )
-from test_export import assert_same_files
+from test_export import assert_same_files, files_of
 from test_shard import Actor, MixedPrecision
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, save_model
 from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.offload import offload, reload
+from fsdp2_strategy.rollout import stream_weights, weight_checksums
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3, 4)]
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -249,11 +251,11 @@ def merged_by_peft(model, folder):
     return folder
 
 
-def trained_a_step(model, name="llama", **config):
+def trained_a_step(model, name="llama", shard_size=-1, **config):
     """Shard a model and train it one step, so that no value is one of the beginning; return it, and it unsharded."""
     strategy = strategy_for(**config)
     whole = copy.deepcopy(model)
-    strategy.prepare_model(model, is_training=True)
+    strategy.prepare_model(model, is_training=True, shard_size=shard_size)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
     strategy.backward(loss_of(name, model, batch_of(name, 0, 0)), model, optimizer)
     strategy.optimizer_step(optimizer, model)
@@ -270,21 +272,53 @@ KINDS = {
     "embeddings": {"target_modules": ["embed_tokens", "lm_head", "o_proj"]},
     "modules": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "dora": {"use_dora": True},
+    "half": {"dtype": torch.bfloat16, "target_modules": "all-linear"},
+    "transposed": {"name": "gpt2", "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True},
+    "vision": {"name": "qwen2_vl", "target_modules": ["qkv", "q_proj", "proj"]},
+    "mixture": {"name": "mixtral", "target_modules": ["q_proj", "v_proj"]},
+    "experts": {
+        "name": "qwen3_moe",
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, kind, tmp_path):
-    _, model, whole = trained_a_step(adapted(**KINDS[kind]))
-    merged_by_peft(whole, tmp_path / "peft")
-    before = full_parameters(model)
-    save_model(model, None, tmp_path / "out")
-    assert_same_files(tmp_path / "out", tmp_path / "peft")
-    after = full_parameters(model)
-    assert list(before) == list(after) and all(torch.equal(after[n], value) for n, value in before.items())
-    assert not any(getattr(module, "merged", False) for module in model.modules())
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = tokens(torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        assert torch.allclose(opened(ids).logits, model(input_ids=ids).logits, atol=1e-5)
+def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_path):
+    for kind, options in KINDS.items():
+        name = options.get("name", "llama")
+        strategy, model, whole = trained_a_step(adapted(**options), name, shard_size=2 if world == 4 else -1)
+        merged_by_peft(whole, tmp_path / kind / "peft")
+        before = full_parameters(model)
+        strategy.save_model(model, None, tmp_path / kind / "out")
+        assert_same_files(tmp_path / kind / "out", tmp_path / kind / "peft")
+        after = full_parameters(model)
+        assert list(before) == list(after) and all(torch.equal(after[n], value) for n, value in before.items())
+        assert not any(getattr(module, "merged", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_stream_gives_what_an_export_writes(world, tmp_path):
+    for kind in ("all", "modules", "experts"):
+        name = KINDS[kind].get("name", "llama")
+        _, model, _ = trained_a_step(adapted(**KINDS[kind]), name, shard_size=2 if world == 4 else -1)
+        for dtype, bucket_bytes in ((torch.bfloat16, 512 << 20), (None, 6000)):
+            folder = tmp_path / f"{kind}{dtype}"
+            save_model(model, None, folder, dtype=dtype)
+            written = files_of(folder)
+            assert weight_checksums(stream_weights(model, dtype=dtype, bucket_bytes=bucket_bytes)) == weight_checksums(
+                written.items()
+            )
+        offload(model)
+        assert weight_checksums(stream_weights(model, dtype=None)) == weight_checksums(written.items())
+        save_model(model, None, tmp_path / f"{kind}away")
+        assert_same_files(tmp_path / f"{kind}away", folder)
+        reload(model)
+
+
+def test_a_plain_model_of_peft_streams_merged():
+    model = adapted(target_modules="all-linear")
+    streamed = dict(stream_weights(model, dtype=None))
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    assert streamed.keys() == merged.keys() and all(torch.equal(streamed[n], t) for n, t in merged.items())

@@ -325,7 +325,7 @@ def _check(layer: Any, name: str, active: Sequence[str]) -> None:
             return
         what += " without a bias, and its adapter with one"
     elif known and used:
-        if used <= by_rows and not layer.fan_in_fan_out and not layer.merged_adapters:
+        if used <= by_rows and not _is_transposed(layer) and not layer.merged_adapters:
             return
         what += f" with {', '.join(sorted(variant.__name__ for variant in used))}"
     elif known:
@@ -335,6 +335,11 @@ def _check(layer: Any, name: str, active: Sequence[str]) -> None:
         "convolution or a parameter, or DoRA that scales rows of the weight. Save the adapters alone with "
         "merge_adapters=False."
     )
+
+
+def _is_transposed(layer: Any) -> bool:
+    """Say whether a layer's weight is stored as (in, out)."""
+    return bool(getattr(layer, "fan_in_fan_out", False))
 
 
 def _adapted_keys(layer: Any, active: Sequence[str]) -> list[str]:
@@ -378,8 +383,7 @@ class _Rows:
     @property
     def _by_inputs(self) -> bool:
         """Whether a row of the weight is one input of the layer, and not one output."""
-        is_embedding = bool(len(self.layer.lora_embedding_A))
-        return self.key != "bias" and (is_embedding or bool(self.layer.fan_in_fan_out))
+        return self.key != "bias" and (bool(len(self.layer.lora_embedding_A)) or _is_transposed(self.layer))
 
     def _merge(self, rows: torch.Tensor, begin: int) -> torch.Tensor:
         """Let peft merge into rows of the weight; it may write to them."""
@@ -389,7 +393,7 @@ class _Rows:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is self.weight:
                 return rows
-            if id(tensor) in self.whole:
+            if id(tensor) in names and id(tensor) in self.whole:
                 return self._cut(names[id(tensor)].split(".")[0], self.whole[id(tensor)], begin, len(rows))
             if tensor is getattr(base, "weight", None) or tensor is getattr(base, "bias", None):
                 return rows.new_zeros(self._beside(tensor, len(rows)), dtype=tensor.dtype)
@@ -420,7 +424,7 @@ class _Rows:
         """Return the shape that the layer's other parameter has beside some rows of this one."""
         shape = list(tensor.shape)
         if self.key == "bias":
-            shape[1 if self.layer.fan_in_fan_out else 0] = length
+            shape[1 if _is_transposed(self.layer) else 0] = length
         elif not self._by_inputs:
             shape[0] = length
         return shape
