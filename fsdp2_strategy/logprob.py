@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from fsdp2_strategy.errors import LogProbError
+from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import all_or_none
 from fsdp2_strategy.residency import is_sharded, unwrap_model
 
@@ -77,7 +78,10 @@ def token_log_probs(
         torch.Size([2, 2])
     """
     root: Any = unwrap_model(model)
-    with all_or_none("compute log-probabilities", LogProbError) if is_sharded(root) else nullcontext():
+    with ExitStack() as together:
+        if is_sharded(root):
+            together.enter_context(on_ranks_of(root))
+            together.enter_context(all_or_none("compute log-probabilities", LogProbError))
         last = _checked(input_ids, last, temperature, chunk_bytes)
         head = _head_of(root)
     shape = _shape_of(root, head, input_ids)

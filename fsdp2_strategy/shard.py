@@ -141,8 +141,9 @@ def shard_model(
             _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
         _prepare_edges(plan)
         _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
-        if is_training and masters_in_optimizer:
-            for group in parameter_groups(root):
+        for group in parameter_groups(root) if is_training else ():
+            _settle_gradient_dtypes(group)
+            if masters_in_optimizer:
                 _reduce_to_fp32(group)
         _keep_step(plan, debug_divergence_seconds)
         if prefetch_depth is not None:
@@ -193,6 +194,23 @@ def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
     if plan.mixed_mm_data == "replicate":
         keep_out_of_order(of_units[plan.tower.module])
     share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
+
+
+def _settle_gradient_dtypes(group: Any) -> None:
+    """Let the gradients of a unit keep their dtypes where nothing of it is trainable in the first pass.
+
+    FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
+    with frozen weights, would leave it with none.
+    """
+    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+    find_dtypes = group._init_mp_dtypes
+
+    def find_dtypes_of_all() -> None:
+        find_dtypes()
+        if group._orig_dtype is None and trained:
+            group._orig_dtype, group._reduce_dtype = trained[0].orig_dtype, trained[0].reduce_dtype
+
+    group._init_mp_dtypes = find_dtypes_of_all
 
 
 def _reduce_to_fp32(group: Any) -> None:
