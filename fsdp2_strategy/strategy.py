@@ -358,8 +358,11 @@ class FSDPV2Strategy(TrainingStrategy):
         """Build the engine that generates sequences, bring an actor's weights into it, and let it sleep; collective.
 
         Args:
-            args: the trainer's, which what builds the engine may read; ``enable_engine_sleep`` lets it sleep.
-            engine_type: "transformers", a name that was added to `rollout.ENGINES`, or an engine.
+            args: the trainer's, which what builds the engine may read, by default the strategy's;
+                ``enable_engine_sleep`` lets it sleep.
+            engine_type: "transformers"; "remote" for one that serves at ``args.remote_engine_address`` or as rank
+                ``args.remote_engine_rank``, and whose trainer's end rank 0 has; a name that was added to
+                `rollout.ENGINES`; or an engine.
             actor: whose weights it gets.
 
         Returns:
@@ -368,7 +371,7 @@ class FSDPV2Strategy(TrainingStrategy):
         Raises:
             RolloutError: on every rank: nothing is known under that name, or it cannot be built.
         """
-        self._rollout.set_up(args, engine_type, actor)
+        self._rollout.set_up(self.args if args is None else args, engine_type, actor)
         if actor is not None:
             self.update_engine_weights(actor)
         self.maybe_sleep_inference_engine()
@@ -397,7 +400,8 @@ class FSDPV2Strategy(TrainingStrategy):
 
     def close(self) -> None:
         """End the process group if this strategy started it; collective, and harmless when called again."""
-        self.__dict__.pop("_rollout", None)  # an engine's memory goes with it
+        if (rollout := self.__dict__.pop("_rollout", None)) is not None:  # an engine's memory goes with it
+            rollout.close()
         super().close()
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, batch_of, build
+from pool import processes
 from reference import CountCollectives, assert_close, full_parameters
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
     FSDPV2Strategy,
@@ -25,7 +34,8 @@ from fsdp2_strategy import (
 from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
 from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import all_or_none, group_in_use, rank, to_rank_0, world_size
-from fsdp2_strategy.rollout import TransformersEngine, stream_weights, weight_checksums
+from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, stream_weights, weight_checksums
+from fsdp2_strategy.rollout import remote as remote_module
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -247,3 +257,390 @@ def test_a_strategy_of_a_group_of_all_ranks_is_one_of_all_ranks():
         assert strategy.world_size == 4 and group_in_use() is None
         model = strategy.prepare_model(build("llama"), is_training=True, shard_size=2)
         assert next(model.parameters()).device_mesh is build_mesh(2)
+
+
+# --- an engine in another process ------------------------------------------------------------------------------------
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return f"localhost:{probe.getsockname()[1]}"
+
+
+class Scoring(TransformersEngine):
+    """An engine that also says how likely tokens are, and does as tests bid."""
+
+    fault = None
+
+    def update_weights(self, weights):
+        def through():
+            for i, item in enumerate(weights):
+                if self.fault == "raises" and i == 3:
+                    raise OSError("no room left")
+                if self.fault == "dies" and i == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.fault == "stops" and i == 3:
+                    return
+                yield item
+
+        super().update_weights(through())
+
+    def generate(self, what, *args, **kwargs):
+        match what:
+            case "pid":
+                return os.getpid()
+            case "fault":
+                self.fault = args[0]
+                return None
+            case "scores":
+                with torch.no_grad():
+                    return self.model(*args).logits.float().log_softmax(-1)
+        return super().generate(what, *args, **kwargs)
+
+
+def engine_from_configuration(name):
+    """Make an engine as a process does that has no trainer's model."""
+    return Scoring(AutoModelForCausalLM.from_config(build(name).config))
+
+
+def serve_for_ever(address, name):
+    torch.set_num_threads(1)
+    engine = engine_from_configuration(name)
+    while True:
+        serve(engine, address, timeout_seconds=20)
+
+
+@pytest.fixture
+def server():
+    """Start processes that serve; end them."""
+    started = []
+
+    def start(address, name="llama_tied"):
+        started.append(processes.Process(target=serve_for_ever, args=(address, name), daemon=True))
+        started[-1].start()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def updated_and_compared(actor, strategy, name):
+    """Bring an actor's weights into its remote engine; compare what both compute, on rank 0."""
+    strategy.update_engine_weights(actor, verify=True)
+    own = TransformersEngine(actor)
+    own.update_weights(stream_weights(actor))
+    ids = batch_of(name, 9, 0)["input_ids"]
+    with torch.no_grad():
+        scores = actor.eval()(input_ids=ids).logits.float().log_softmax(-1)
+    engine = strategy.inference_engine
+    assert (engine is None) == (strategy.get_rank() != 0)
+    if engine is not None:
+        assert torch.equal(engine.generate(ids, **GREEDY), own.generate(ids, **GREEDY))
+        told = engine.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+        expected = own.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+        assert type(told) is dict and torch.equal(told["sequences"], expected.sequences)
+        assert type(told["logits"]) is tuple and torch.equal(torch.stack(told["logits"]), torch.stack(expected.logits))
+        if isinstance(engine, RemoteEngine):
+            assert torch.equal(engine.generate("scores", ids), scores)
+
+
+def train_a_step(strategy, actor, optimizer, name):
+    strategy.backward(CASES[name].loss(actor, batch_of(name, 0, strategy.get_rank())), actor, optimizer)
+    assert strategy.optimizer_step(optimizer, actor).stepped
+
+
+@pytest.mark.ranks(3)
+def test_the_third_rank_of_a_group_serves_what_two_train():
+    name = "llama_tied"
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        serve(engine_from_configuration(name), peer=0)
+        return
+    args = {"remote_engine_rank": 2, "enable_engine_sleep": True}
+    with FSDPV2Strategy(args=args, process_group=group) as strategy:
+        actor = strategy.prepare_model(build(name), is_training=True)
+        optimizer = strategy.create_optimizer(actor, **OPTIONS)
+        strategy.setup_inference_engine(None, "remote", actor)
+        if strategy.is_rank_0():
+            assert strategy.inference_engine.is_asleep
+            with pytest.raises(RolloutError, match="at rank 2 failed: cannot generate: the engine is asleep"):
+                strategy.inference_engine.generate(batch_of(name, 0, 0)["input_ids"])
+        strategy.wakeup_inference_engine()
+        for _ in range(2):
+            train_a_step(strategy, actor, optimizer, name)
+            updated_and_compared(actor, strategy, name)
+
+
+def train_beside(address, name):
+    strategy = FSDPV2Strategy(args={"remote_engine_address": address})
+    actor = strategy.prepare_model(build(name), is_training=True)
+    optimizer = strategy.create_optimizer(actor, **OPTIONS)
+    engine = strategy.setup_inference_engine(None, "remote", actor)
+    for _ in range(2):
+        train_a_step(strategy, actor, optimizer, name)
+        updated_and_compared(actor, strategy, name)
+    first, engine = engine, strategy.setup_inference_engine(None, "remote", actor)
+    assert engine is not first or engine is None  # the server was let go of, and had again
+    for fault, match in (("raises", "OSError: no room left"), ("stops", "did not come")):
+        if engine is not None:
+            engine.generate("fault", fault)
+        with pytest.raises(RolloutError, match=match):
+            strategy.update_engine_weights(actor)
+        if engine is not None:
+            with pytest.raises(RolloutError, match="has not all of its weights"):
+                engine.generate(batch_of(name, 0, 0)["input_ids"])
+            engine.generate("fault", None)
+        updated_and_compared(actor, strategy, name)
+    strategy.close()
+
+
+def test_a_process_that_shares_no_group_serves_trainers_one_after_the_other(server, run_on):
+    address, name = free_address(), "llama_tied"
+    server(address, name)
+    for _ in range(2):
+        run_on(2, train_beside, address=address, name=name)
+
+
+def train_beside_one_that_dies(address, name):
+    strategy = FSDPV2Strategy(args={"remote_engine_address": address})
+    actor = strategy.prepare_model(build(name), is_training=True)
+    engine = strategy.setup_inference_engine(None, "remote", actor)
+    if engine is not None:
+        engine.generate("fault", "dies")
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(RolloutError, match=f"the engine at {address} is gone"):
+        patched.setattr(remote_module, "_PACK_BYTES", 6000)  # most is still to be sent
+        patched.setattr(remote_module, "_LARGE_BYTES", 5000)
+        strategy.update_engine_weights(actor)
+    assert time.monotonic() - began < 5
+    dist.barrier()
+
+
+def train_beside_one_that_is_killed(address, name):
+    strategy = FSDPV2Strategy(args={"remote_engine_address": address})
+    actor = strategy.prepare_model(build(name), is_training=True)
+    engine = strategy.setup_inference_engine(None, "remote", actor)
+    if engine is not None:
+        os.kill(engine.generate("pid"), signal.SIGKILL)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=f"the engine at {address} is gone .* Start it again"):
+            strategy.update_engine_weights(actor)
+    if engine is not None:
+        with pytest.raises(RolloutError, match=f"cannot generate: the engine at {address} is gone"):
+            engine.generate("pid")
+    assert time.monotonic() - began < 5
+    dist.barrier()
+
+
+@pytest.mark.parametrize("when", [train_beside_one_that_dies, train_beside_one_that_is_killed])
+def test_a_server_that_is_killed_is_an_error_on_all_ranks_in_seconds(when, server, run_on):
+    address = free_address()
+    server(address)
+    run_on(2, when, address=address, name="llama_tied")
+
+
+def connect_and_die(address):
+    engine = RemoteEngine(address)
+    engine.generate("fault", None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def knock_and_die(address):
+    host, _, port = address.rpartition(":")
+    dist.TCPStore(host, int(port), is_master=False).add("knocks", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_trainer_that_is_killed_leaves_the_server_to_the_next(server):
+    address, model = free_address(), build("llama_tied")
+    server(address)
+    for how in (connect_and_die, knock_and_die):
+        trainer = processes.Process(target=how, args=(address,), daemon=True)
+        trainer.start()
+        trainer.join()
+        assert trainer.exitcode == -signal.SIGKILL
+    engine = RemoteEngine(address)
+    engine.update_weights(stream_weights(model))
+    assert engine.weight_checksums() == weight_checksums(stream_weights(model))
+
+
+class Keeper:
+    """An engine that keeps what it gets, and gives back what it is given."""
+
+    def __init__(self):
+        self.held = {}
+        self.wait = 0
+
+    def update_weights(self, weights):
+        for i, (name, tensor) in enumerate(weights):
+            if i % 3 == 0:
+                self.held[name] = tensor
+
+    def sleep(self):
+        pass
+
+    def wake_up(self):
+        pass
+
+    def generate(self, *args, **kwargs):
+        time.sleep(self.wait)
+        return self if "itself" in args else [args, kwargs]
+
+
+@contextmanager
+def served(engine, **options):
+    """Serve on a thread of this process."""
+    address = free_address()
+    thread = threading.Thread(target=serve, args=(engine, address), kwargs=options)
+    thread.start()
+    end = RemoteEngine(address, **options)
+    yield end
+    end.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_arguments_and_results_are_what_they_were():
+    given = {
+        "numbers": [1, 2.5, -0.0, True, None, "text", float("inf")],
+        "nested": {"a": (1, [torch.arange(6).view(2, 3)]), 3: {}},
+        "tensors": [
+            torch.tensor(1.5),
+            torch.zeros(0, 4),
+            torch.ones(3, 2, dtype=torch.bfloat16).t(),
+            torch.tensor(True),
+        ],
+    }
+    with served(Keeper()) as engine:
+        (args, kwargs) = engine.generate("prompt", **given)
+        assert args == ("prompt",) and kwargs.keys() == given.keys()
+        assert repr(kwargs) == repr(given)
+        for value in (object(), torch.dtype, {1, 2}, torch.zeros(2, device="meta"), b"bytes"):
+            with pytest.raises(RolloutError, match=r"cannot send generate: argument images\[1\]: it is a"):
+                engine.generate(images=[1, value])
+        with pytest.raises(RolloutError, match="failed: cannot send the result: it is a Keeper"):
+            engine.generate("itself")
+        with pytest.raises(RolloutError, match="Keeper has no such method"):
+            engine.weight_checksums()
+        assert engine.is_asleep is False
+        engine.sleep()
+        assert engine.is_asleep is True
+        engine.wake_up()
+        assert engine.is_asleep is False
+        assert engine.generate() == [(), {}]
+    with pytest.raises(RolloutError, match=r"is gone \(it was closed\)"):
+        engine.generate()
+
+
+def weights_of_many_kinds():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (1000, 7), (), (64, 64), (0, 5), (300, 300), (17,)] * 5
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    for i, shape in enumerate(shapes):
+        yield f"weight{i}", (torch.randn(shape, generator=generator) * 9).to(kinds[i % len(kinds)])
+
+
+def test_weights_arrive_in_packs_whole_and_stay_as_they_are_while_they_are_held(monkeypatch):
+    monkeypatch.setattr(remote_module, "_PACK_BYTES", 20000)
+    monkeypatch.setattr(remote_module, "_LARGE_BYTES", 10000)
+    engine = Keeper()
+    expected = dict(weights_of_many_kinds())
+    with served(engine) as end:
+        for _ in range(2):
+            end.update_weights(weights_of_many_kinds())
+            assert len(engine.held) == 12
+            for name, tensor in engine.held.items():
+                assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+
+
+def test_the_memory_of_an_arriving_stream_is_that_of_two_packs(monkeypatch):
+    monkeypatch.setattr(remote_module, "_PACK_BYTES", 20000)
+    monkeypatch.setattr(remote_module, "_LARGE_BYTES", 10000)
+    rooms = []
+    empty = torch.empty
+
+    class LetsGo(Keeper):
+        def update_weights(self, weights):
+            for _ in weights:
+                pass
+
+    def counted(*size, **options):
+        if threading.current_thread().name.startswith("ThreadPool") and size[0] > 5000:
+            rooms.append(size[0])
+        return empty(*size, **options)
+
+    with served(LetsGo()) as end:
+        monkeypatch.setattr(remote_module.torch, "empty", counted)
+        end.update_weights((f"{i}", torch.zeros(5000 if i % 4 else 100)) for i in range(40))
+        monkeypatch.undo()
+    assert len(rooms) <= 3 and sum(rooms) <= 60000
+
+
+def test_a_stream_that_fails_is_no_update_and_the_next_one_is():
+    engine = Scoring(build("llama_tied"))
+
+    def failing():
+        for i, item in enumerate(stream_weights(engine.model)):
+            if i == 5:
+                raise ValueError("not today")
+            yield item
+
+    with served(engine) as end:
+        with pytest.raises(ValueError, match="not today"):
+            end.update_weights(failing())
+        with pytest.raises(RolloutError, match="has not all of its weights"):
+            end.generate(torch.zeros(1, 2, dtype=torch.long))
+        end.update_weights(stream_weights(build("llama_tied")))
+        assert end.weight_checksums() == weight_checksums(stream_weights(build("llama_tied")))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_an_engine_is_made_of_a_configuration_alone_also_on_meta(name):
+    config, model = build(name).config, build(name)
+    expected = TransformersEngine(model)
+    expected.update_weights(stream_weights(model))
+    with torch.device("meta"):
+        described = AutoModelForCausalLM.from_config(config)
+    engine = TransformersEngine(described)
+    engine.update_weights(stream_weights(model))
+    held, wanted = dict(engine.model.named_buffers()), dict(expected.model.named_buffers())
+    assert held.keys() == wanted.keys() and all(torch.equal(held[key], wanted[key]) for key in wanted)
+    ids = batch_of(name, 0, 0)["input_ids"]
+    assert torch.equal(engine.generate(ids, **GREEDY), expected.generate(ids, **GREEDY))
+
+
+def test_an_engine_that_computes_longer_than_silence_is_borne_is_waited_for():
+    engine = Keeper()
+    engine.wait = 2.5
+    with served(engine, timeout_seconds=2) as end:
+        assert end.generate(1) == [(1,), {}]
+
+
+def test_the_engine_is_free_when_its_trainers_end_is_dropped():
+    address = free_address()
+    thread = threading.Thread(target=serve, args=(Keeper(), address))
+    thread.start()
+    RemoteEngine(address)
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_where_nobody_serves_and_what_is_no_place_is_an_error_that_says_so():
+    address = free_address()
+    with pytest.raises(RolloutError, match=f"nobody serves at {address}"):
+        RemoteEngine(address, timeout_seconds=1)
+    for options in ({}, {"address": "localhost:1", "peer": 1}, {"address": "localhost"}, {"peer": 1}):
+        with pytest.raises(RolloutError, match="cannot reach another process"):
+            RemoteEngine(**options)
+    with served(Keeper()) as first:
+        with pytest.raises(RolloutError, match=r"has not answered in 0\.3 s, expected a server that has no trainer"):
+            RemoteEngine(first._where, timeout_seconds=0.3)
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        with pytest.raises(RolloutError, match="cannot serve at"):
+            serve(Keeper(), f"localhost:{taken.getsockname()[1]}")

@@ -201,7 +201,6 @@ class Buffers:
         count = 3 if self.may_begin_early else 2
         self._sizes = [max(sizes[turn::count], default=0) for turn in range(count)]
         self._held = [self._new(size) for size in self._sizes]
-        self._uses = [_uses(buffer) for buffer in self._held]
         self._turn = 0
 
     def _new(self, size: int) -> torch.Tensor:
@@ -211,20 +210,24 @@ class Buffers:
         """Return the buffer whose turn it is."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._held)
-        if self._is_looked_into(turn):
+        if is_looked_into(self._held[turn]):
             self._held[turn] = self._new(self._sizes[turn])
         return self._held[turn]
 
-    def _is_looked_into(self, turn: int) -> bool:
-        """Say whether somebody else shares a buffer's memory; gloo's threads let go of it a moment after the end."""
-        for _ in range(10):
-            if _uses(self._held[turn]) <= self._uses[turn]:
-                return False
-            time.sleep(0.002)
-        return True
+
+def is_looked_into(buffer: torch.Tensor) -> bool:
+    """Say whether other tensors share a buffer's memory; gloo's threads let go of it a moment after the end."""
+    for _ in range(10):
+        if _uses(buffer) <= _USES_ALONE:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def _uses(tensor: torch.Tensor) -> int:
     """Return how many references there are to a tensor's memory; those of this call are among them."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+_USES_ALONE = _uses(torch.empty(1))

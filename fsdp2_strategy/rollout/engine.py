@@ -34,7 +34,8 @@ class RolloutEngine(Protocol):
     """What drives the generation of sequences: this process's end of it, wherever it computes.
 
     It may also have ``weight_checksums() -> dict[str, str]``, by hub names and as `weight_checksums` takes them, for
-    updates that are verified; and ``is_asleep``, where it goes to sleep by itself.
+    updates that are verified; ``is_asleep``, where it goes to sleep by itself; and ``close``, which is called on one
+    that was built by its name when it is not used any more.
     """
 
     def update_weights(self, weights: Weights) -> object:
@@ -58,7 +59,7 @@ class TransformersEngine:
 
     Args:
         model: the model, sharded or not, or its wrapper; its modules are copied as they are now, without adapters,
-            which arrive merged.
+            which arrive merged. One that was built on the meta device does, too.
         dtype: of the copy's floating parameters; None for those of the shards.
 
     Raises:
@@ -74,15 +75,18 @@ class TransformersEngine:
             )
 
         def room(original: torch.Tensor) -> torch.Tensor:
-            if not isinstance(original, nn.Parameter):
+            if not isinstance(original, nn.Parameter) and not original.is_meta:
                 return original.detach().clone().to(current_device())
-            its_dtype = dtype if dtype and original.is_floating_point() else original.dtype
+            is_cast = dtype and isinstance(original, nn.Parameter) and original.is_floating_point()
+            its_dtype = dtype if is_cast else original.dtype
             return torch.empty(original.shape, dtype=its_dtype, device=current_device())
 
         copied: Any = twin(root, room).eval().requires_grad_(False)
         _own_configs(copied)
         copied.config.dtype = dtype or copied.dtype
         keep_dtypes(copied, copied._get_dtype_plan(dtype) if dtype else None)
+        if any(buffer.is_meta for buffer in root.buffers()):
+            _compute_buffers(copied)
         self.model = copied
         self._inbox = _Inbox(self.model)
         self.is_asleep = False
@@ -136,6 +140,13 @@ class TransformersEngine:
             raise RolloutError(
                 f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
             )
+
+
+def _compute_buffers(model: Any) -> None:
+    """Let transformers compute the buffers of a model that has memory for them, and leave its parameters alone."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()
 
 
 def _own_configs(model: nn.Module) -> None:
@@ -250,12 +261,14 @@ class Rollout:
         self.engine: RolloutEngine | None = None
         self.engine_type: str | None = None
         self.args: object = None
+        self._is_built_here = False
         self._dtype = dtype
         self._was_put_to_sleep = False
 
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
         """Build the engine, or take the one that is given; collective."""
         with on_ranks_of(() if actor is None else actor), all_or_none("set up an inference engine", RolloutError):
+            self.close()  # it may have what the next one needs
             built: Any = engine_type
             if isinstance(engine_type, str):
                 if engine_type not in ENGINES:
@@ -268,7 +281,15 @@ class Rollout:
             if built is not None:
                 _check_engine(built)
         self.engine, self.args, self._was_put_to_sleep = built, args, False
+        self._is_built_here = isinstance(engine_type, str)
         self.engine_type = engine_type if isinstance(engine_type, str) else type(engine_type).__name__
+
+    def close(self) -> None:
+        """Let go of an engine that was built here; not collective."""
+        if self._is_built_here:
+            engine, self.engine, self.engine_type, self._is_built_here = self.engine, None, None, False
+            if callable(close := getattr(engine, "close", None)):
+                close()
 
     def update(self, actor: nn.Module, *, verify: bool) -> None:
         """Bring the actor's weights into the engine of every rank that has one; collective."""
@@ -286,7 +307,7 @@ class Rollout:
                     self.sleep()
 
     def _send(self, actor: nn.Module, *, verify: bool) -> None:
-        sent = _Sent(stream_weights(actor, dtype=self._dtype), hashed=verify)
+        sent = Sent(stream_weights(actor, dtype=self._dtype), hashed=verify)
         try:
             if self.engine is not None:
                 self.engine.update_weights(iter(sent))
@@ -321,7 +342,7 @@ def _check_engine(engine: object) -> None:
         )
 
 
-class _Sent:
+class Sent:
     """A stream on its way into an engine: how far it was taken, and the checksums of what was."""
 
     def __init__(self, stream: Iterable[tuple[str, torch.Tensor]], *, hashed: bool) -> None:

@@ -1,0 +1,386 @@
+"""An inference engine in another process: the trainer's end of it, and the loop that serves it there.
+
+Input, at the trainer's end: weights and calls, as for any engine. Output: what the engine in the other process says.
+
+A request is a header with tensors behind it, and so is its answer. While an engine computes, a thread of the server
+says every second that it does, so that silence means trouble.
+
+[Note: packs] Weights travel in packs: small tensors together in one buffer, a large one alone, as it is. A pack travels
+while the next is filled, and arrives while the one before is used. Each end holds two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
+from fsdp2_strategy.ranks import is_rank_0, logger
+from fsdp2_strategy.rollout.bucket import is_looked_into
+from fsdp2_strategy.rollout.engine import ENGINES, RolloutEngine, Sent, Weights
+from fsdp2_strategy.rollout.link import (
+    GoneError,
+    Link,
+    bytes_of,
+    entry_of,
+    knock,
+    next_session,
+    packed,
+    place_of,
+    store_at,
+    unpacked,
+    view_of,
+)
+
+_PACK_BYTES = 64 << 20
+_LARGE_BYTES = 16 << 20
+_ALIGNMENT = 16
+_BEAT_SECONDS = 1.0
+_CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
+
+
+class RemoteEngine:
+    """The trainer's end of an engine that another process runs; not collective: one rank holds it.
+
+    Calls are those of the engine there (`RolloutEngine` says which), and return what it returns, on this rank's device.
+    Arguments and results are numbers, strings, None, tensors, and lists, tuples and mappings of them; a mapping comes
+    as a dict. A cache of keys and values that transformers returns stays where it is.
+
+    Args:
+        address: ``"host:port"`` at which the other process serves; it shares no group with this one.
+        peer: instead, the rank of the default group that serves.
+        timeout_seconds: after which a server that says nothing is given up. One that dies is heard of at once.
+
+    Raises:
+        RolloutError: nobody serves there. Calls raise it where the server is gone, where the engine there has failed,
+            and where an argument is something else; after the last two it can be called again.
+    """
+
+    def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
+        self._where = place_of(address, peer)
+        self._seconds = timeout_seconds
+        self._link = knock(store_at(address, peer, serves=False, seconds=timeout_seconds), self._where, timeout_seconds)
+        self._turn = threading.Lock()
+        self._lost: str | None = None
+        self._sleeps = False
+        # It also runs where nobody calls it: when this is dropped, and when the program ends.
+        self._goodbye = finalize(self, _say_goodbye, self._link)
+
+    def close(self) -> None:
+        """Let the server have another trainer; harmless when called again."""
+        self._goodbye()
+        self._lost = self._lost or "it was closed"
+
+    def update_weights(self, weights: Weights) -> None:
+        """Send every weight to the engine, under its hub name; see [Note: packs]."""
+        failure: Exception | None = None
+        with self._talking("update weights"):
+            self._link.send({"call": "update_weights"})
+            packing = _Packing(self._link)
+            try:
+                for name, tensor in weights:
+                    packing.put(name, tensor)
+            except GoneError:
+                raise
+            except Exception as error:  # noqa: BLE001  raised below, once the engine has heard of it
+                failure = error
+            packing.end(failure)
+            with suppress(RolloutError) if failure else nullcontext():
+                self._answer("update weights")
+        if failure is not None:
+            raise failure
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return the checksum of each weight that the engine holds, by hub names."""
+        checksums: dict[str, str] = self._ask("weight_checksums")
+        return checksums
+
+    def sleep(self) -> None:
+        """Let the engine give the accelerator's memory away."""
+        self._ask("sleep")
+        self._sleeps = True
+
+    def wake_up(self) -> None:
+        """Let the engine be ready to generate or to take weights."""
+        self._ask("wake_up")
+        self._sleeps = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps: it may know better than who put it to sleep."""
+        told = self._ask("is_asleep")
+        return self._sleeps if told is None else bool(told)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the engine there does, with the same arguments and result."""
+        return self._ask("generate", *args, **kwargs)
+
+    def _ask(self, call: str, *args: Any, **kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        given = [packed(value, f"{call}: argument {i}", tensors) for i, value in enumerate(args)]
+        named = {name: packed(value, f"{call}: argument {name}", tensors) for name, value in kwargs.items()}
+        with self._talking(call):
+            self._link.send({"call": call, "args": given, "kwargs": named}, tensors)
+            return self._answer(call)
+
+    def _answer(self, action: str) -> Any:
+        while "working" in (answer := self._link.receive(self._seconds)):
+            """The engine computes."""
+        if "error" in answer:
+            raise RolloutError(f"cannot {action}: the engine at {self._where} failed: {answer['error']}")
+        return unpacked(answer["result"], self._link.receive_tensors(answer, self._seconds))
+
+    @contextmanager
+    def _talking(self, action: str) -> Iterator[None]:
+        """Say something and hear the answer, one thread at a time; after anything midway the session is over."""
+        with self._turn:
+            try:
+                if self._lost is not None:
+                    raise GoneError(self._lost)
+                yield
+            except RolloutError:
+                raise
+            except BaseException as failure:
+                self._lost = str(failure) or type(failure).__name__
+                if not isinstance(failure, GoneError):
+                    raise
+                raise RolloutError(
+                    f"cannot {action}: the engine at {self._where} is gone ({failure}), expected its answer. Start it "
+                    "again, and call setup_inference_engine."
+                ) from failure
+
+
+def serve(
+    engine: RolloutEngine, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0
+) -> None:
+    """Let a trainer in another process use an engine, until it says goodbye or is gone; not collective.
+
+    It waits for a trainer as long as it takes. Trainers are restarted, and an engine outlives them in a loop::
+
+        while True:
+            serve(engine, "0.0.0.0:29600")
+
+    Weights come in host memory, arguments on the device of this process. Whoever reaches the address can use the
+    engine, so it belongs into a private network.
+
+    Args:
+        engine: any `RolloutEngine`.
+        address: ``"host:port"`` to serve at; the port stays this process's until it ends.
+        peer: instead, the rank of the default group whose engine this is.
+        timeout_seconds: after which a trainer that says nothing in the middle of a call is given up.
+
+    Raises:
+        RolloutError: the address cannot be had, or the store of the default group is gone.
+    """
+    where = place_of(address, peer)
+    link = next_session(store_at(address, peer, serves=True, seconds=timeout_seconds), where, timeout_seconds)
+    logger.info("serving the trainer at %s", where)
+    try:
+        while (request := link.receive_some_time())["call"] != "goodbye":
+            _carry_out(engine, link, request, timeout_seconds)
+        logger.info("the trainer at %s said goodbye", where)
+    except GoneError as gone:
+        logger.warning("the trainer at %s is gone: %s", where, gone)
+
+
+# --- the server's end ------------------------------------------------------------------------------------------------
+
+
+def _carry_out(engine: RolloutEngine, link: Link, request: Mapping[str, Any], seconds: float) -> None:
+    """Do what a request asks for, and answer."""
+    tensors: list[torch.Tensor] = []
+    beats = _Beats(link)
+    arguments = link.receive_tensors(request, seconds)
+    try:
+        if request["call"] == "update_weights":
+            _update(engine, link, beats, seconds)
+            result = None
+        else:
+            beats.begin()
+            result = _call(engine, request, arguments)
+        answer = {"result": packed(_without_cache(result), "the result", tensors)}
+    except GoneError:
+        raise
+    except Exception as failure:  # noqa: BLE001  whatever it is, the trainer is to hear of it
+        logger.warning("cannot %s: %s", request["call"], _text(failure))
+        answer, tensors = {"error": _text(failure)}, []
+    finally:
+        beats.end()
+    link.send(answer, tensors)
+
+
+def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+    call = request["call"]
+    if call == "is_asleep":
+        return getattr(engine, call, None)
+    if call not in _CALLS or not callable(method := getattr(engine, call, None)):
+        raise RolloutError(f"cannot {call}: {type(engine).__name__} has no such method, expected one. Add it.")
+    args = [unpacked(value, tensors) for value in request["args"]]
+    return method(*args, **{name: unpacked(value, tensors) for name, value in request["kwargs"].items()})
+
+
+def _update(engine: RolloutEngine, link: Link, beats: _Beats, seconds: float) -> None:
+    """Give an engine what comes in packs; what it does not take arrives all the same."""
+    with ThreadPoolExecutor(1) as receiver:
+        sent = Sent(_arriving(link, receiver, beats, seconds), hashed=False)
+        try:
+            engine.update_weights(iter(sent))
+        finally:
+            sent.run_out()
+        sent.check_arrival(engine)
+
+
+def _arriving(link: Link, receiver: ThreadPoolExecutor, beats: _Beats, seconds: float) -> Weights:
+    """Give out the tensors of each pack, while the next is on its way; see [Note: packs].
+
+    The next takes the memory of the one before, of which a loop lets go once it has the first tensor of this one.
+    """
+    rooms = _Rooms()
+
+    def receive() -> tuple[list[Any], torch.Tensor] | None:
+        header = link.receive(seconds)
+        if "pack" in header:
+            room = rooms.take(header["bytes"])
+            link.receive_into(room, seconds)
+            return header["pack"], room
+        if "end" not in header:
+            raise GoneError("it left in the middle of an update")
+        if header["end"] is not None:
+            raise RolloutError(f"cannot update weights: the trainer failed: {header['end']}")
+        return None
+
+    pack = receive()
+    while pack is not None:
+        coming: Future[tuple[list[Any], torch.Tensor] | None] | None = None
+        for name, dtype, shape, begin in pack[0]:
+            yield name, view_of(pack[1], dtype, shape, begin)
+            coming = coming or receiver.submit(receive)
+        assert coming is not None
+        pack = coming.result()
+    beats.begin()  # what the engine does from now on takes the time that it takes
+
+
+def _without_cache(result: Any) -> Any:
+    """Leave out a cache of keys and values, which transformers returns beside the sequences."""
+    if not isinstance(result, Mapping):
+        return result
+    return {key: value for key, value in result.items() if not hasattr(value, "get_seq_length")}
+
+
+class _Rooms:
+    """Two buffers in turn; one that somebody still looks into is left to them, and another takes its place."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return the memory whose turn it is."""
+        buffer = self._buffers.pop(0)
+        if buffer.numel() < nbytes or is_looked_into(buffer):
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers.append(buffer)
+        return buffer[:nbytes]
+
+
+class _Beats:
+    """Say, from a thread, that the engine computes."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Say so from now on."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Return when nothing more is said."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(GoneError):  # the answer meets it, too
+            while not self._over.wait(_BEAT_SECONDS):
+                self._link.send({"working": True})
+
+
+# --- the trainer's end -----------------------------------------------------------------------------------------------
+
+
+def _say_goodbye(link: Link) -> None:
+    with suppress(GoneError):
+        link.send({"call": "goodbye"})
+
+
+class _Packing:
+    """Put tensors into packs, of which one travels while the next is filled; see [Note: packs]."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._buffers: list[torch.Tensor] = []
+        self._entries: list[tuple[str, str, list[int], int]] = []
+        self._filled = 0
+        self._travelling: tuple[dist.Work | None, torch.Tensor] | None = None
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a tensor, sooner or later; it is read until the next one was put."""
+        if tensor.nbytes >= _LARGE_BYTES:
+            self._send_filled()
+            self._send([entry_of(name, tensor, 0)], bytes_of(tensor))
+            return
+        if self._filled + tensor.nbytes > _PACK_BYTES:
+            self._send_filled()
+        if not self._buffers:
+            self._buffers = [torch.empty(_PACK_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self._entries.append(entry_of(name, tensor, self._filled))
+        room = view_of(self._buffers[0], *self._entries[-1][1:])
+        room.copy_(tensor)
+        self._filled += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def end(self, failure: Exception | None) -> None:
+        """Send what is left, and say that all has been sent, or that it will not be."""
+        if failure is None:
+            self._send_filled()
+        self._arrive()
+        self._link.send({"end": None if failure is None else _text(failure)})
+
+    def _send_filled(self) -> None:
+        if self._entries:
+            self._send(self._entries, self._buffers[0][: self._filled])
+            self._buffers.reverse()
+            self._entries, self._filled = [], 0
+
+    def _send(self, entries: Sequence[object], flat: torch.Tensor) -> None:
+        self._arrive()
+        self._link.send({"pack": entries, "bytes": flat.numel()})
+        self._travelling = (self._link.begin(flat), flat)
+
+    def _arrive(self) -> None:
+        if self._travelling is not None:
+            self._link.end(self._travelling[0])
+        self._travelling = None
+
+
+def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
+    names = ("remote_engine_address", "remote_engine_rank")
+    address, peer = (args.get(n) if isinstance(args, Mapping) else getattr(args, n, None) for n in names)
+    place_of(address, peer)  # what is wrong is wrong on all ranks
+    return RemoteEngine(address, peer=peer) if is_rank_0() else None
+
+
+ENGINES["remote"] = _remote_engine
+
+
+def _text(failure: BaseException) -> str:
+    return str(failure) if isinstance(failure, FSDP2StrategyError) else f"{type(failure).__name__}: {failure}"
