@@ -15,9 +15,10 @@ import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL, TRAINABLE
+from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL, TRAINABLE, WRAPPER
 from fsdp2_strategy.checkpoint.opened import open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
+from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.hf.copy import copy_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,6 +92,12 @@ def _export(parsed: argparse.Namespace) -> int:
             raise CheckpointError(
                 f"cannot export {path}: it holds trainable weights alone, expected the whole model. Load it into a "
                 "model, and call save_model."
+            )
+        beside = [name for file in sorted((path / WRAPPER).glob("*.safetensors")) for name in read_header(file)]
+        if any(".lora_" in name or ".modules_to_save." in name for name in beside):
+            raise CheckpointError(
+                f"cannot export {path}: it holds adapters beside its model, expected none. Load it into a model with "
+                "adapters, and call save_model, which merges them."
             )
         copy_folder(opened.path / MODEL, parsed.output, dtype, opened.checksums)
     sys.stdout.write(f"exported {foreign.path if foreign else path} to {parsed.output}\n")

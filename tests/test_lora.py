@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
 import warnings
+from contextlib import redirect_stderr
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import batch_of, build, loss_of, next_token_loss, tokens
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from reference import (
     CountCollectives,
     Unsharded,
@@ -19,14 +22,28 @@ from reference import (
     full_parameters,
     same_on_all_ranks,
 )
+from test_checkpoint import assert_same, full_state
 from test_export import assert_same_files, files_of
-from test_shard import Actor, MixedPrecision
+from test_shard import Actor, Critic, MixedPrecision
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, save_model
+from fsdp2_strategy import (
+    CheckpointError,
+    FSDPV2Strategy,
+    StrategyConfig,
+    list_checkpoints,
+    load_weights,
+    save_model,
+    shard_model,
+)
+from fsdp2_strategy.cli import main
+from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.hf import adapters, arrange, export, write
+from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.offload import offload, reload
-from fsdp2_strategy.rollout import stream_weights, weight_checksums
+from fsdp2_strategy.rollout import TransformersEngine, stream_weights, weight_checksums
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3, 4)]
@@ -40,7 +57,9 @@ def strategy_for(**config):
 def adapted(name="llama", dtype=torch.float32, *, r=3, **options):
     """Build a PEFT model whose adapters have begun to learn: those of peft begin with B = 0."""
     options = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], "lora_alpha": 7, **options}
-    model = get_peft_model(build(name).to(dtype), LoraConfig(r=r, **options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of ties, and of what cannot be merged
+        model = get_peft_model(build(name).to(dtype), LoraConfig(r=r, **options))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -322,3 +341,354 @@ def test_a_plain_model_of_peft_streams_merged():
     streamed = dict(stream_weights(model, dtype=None))
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     assert streamed.keys() == merged.keys() and all(torch.equal(streamed[n], t) for n, t in merged.items())
+
+
+@pytest.mark.ranks(2)
+def test_an_adapter_of_one_of_two_tied_weights_unties_the_export(tmp_path):
+    """peft merges it into both, which is another model than the one that was trained."""
+    strategy, model, _ = trained_a_step(adapted("llama_tied", target_modules=["embed_tokens", "q_proj"]), "llama_tied")
+    ids = tokens(torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    strategy.save_model(model, None, tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not opened.config.tie_word_embeddings and model.config.tie_word_embeddings
+    with torch.no_grad():
+        assert torch.allclose(opened(ids).logits, expected, atol=1e-5)
+    engine = TransformersEngine(model, dtype=None)
+    engine.update_weights(stream_weights(model, dtype=None))
+    with torch.no_grad():
+        assert torch.equal(engine.model(ids).logits, opened(ids).logits)
+
+
+def with_a_second_adapter(model):
+    model.add_adapter("second", LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "o_proj"]))
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".second." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("active", [["default", "second"], ["second"]])
+def test_the_active_adapters_are_merged_and_no_others(active, tmp_path):
+    model = with_a_second_adapter(adapted())
+    model.base_model.set_adapter(active)
+    strategy, model, whole = trained_a_step(model)
+    merged_by_peft(whole, tmp_path / "peft")
+    strategy.save_model(model, None, tmp_path / "out")
+    assert_same_files(tmp_path / "out", tmp_path / "peft")
+    with model.disable_adapter():  # for a moment: it says nothing of what is exported
+        strategy.save_model(model, None, tmp_path / "again")
+    assert_same_files(tmp_path / "again", tmp_path / "peft")
+
+
+def export_in_small_cuts(folder):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(adapters, "_ROWS", 16)
+        patched.setattr(adapters, "_EXPERTS", 2)
+        for kind in ("all", "embeddings", "transposed", "experts", "dora"):
+            model = adapted(**KINDS[kind])
+            merged_by_peft(model, folder / f"peft_{kind}")
+            shard_model(model, bf16=False)
+            save_model(model, None, folder / f"{kind}{dist.get_world_size()}")
+
+
+def test_large_weights_are_merged_in_cuts_that_are_the_same_on_any_number_of_ranks(run_on, tmp_path):
+    for world_size in (1, 2, 3, 4):
+        run_on(world_size, export_in_small_cuts, folder=tmp_path)
+    for kind in ("all", "embeddings", "transposed", "experts", "dora"):
+        expected = files_of(tmp_path / f"peft_{kind}")
+        for world_size in (1, 2, 3, 4):
+            written = files_of(tmp_path / f"{kind}{world_size}")
+            assert written.keys() == expected.keys()
+            assert all(torch.equal(t, files_of(tmp_path / f"{kind}1")[n]) for n, t in written.items()), kind
+            # A product of 16 rows may round otherwise than that of all: by a unit in the last place of the delta.
+            assert all(torch.allclose(t, expected[n], rtol=1e-6, atol=1e-7) for n, t in written.items())
+
+
+@pytest.mark.ranks(2)
+def test_weights_are_merged_once_each_and_a_few_at_a_time(tmp_path):
+    model = shard_model(adapted("qwen3_moe", **{k: v for k, v in KINDS["experts"].items() if k != "name"}), bf16=False)
+    merged, lists = [], []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(arrange, "_COMPUTED_BYTES", 1)
+        own = adapters._Rows.merged
+        patched.setattr(adapters._Rows, "merged", lambda rows: merged.append(rows.key) or own(rows))
+        patched.setattr(export, "write_all", lambda jobs: lists.append(len(jobs)) or write.write_all(jobs))
+        with CountCollectives() as collectives:
+            save_model(model, None, tmp_path)
+        adapted_weights = 2 * 3
+        assert len(merged) == adapted_weights and len(lists) == adapted_weights
+        gathers = collectives.counts["allreduce"]
+        del merged[:]
+        assert dict(stream_weights(model)) and len(merged) == adapted_weights
+    plain = shard_model(build("qwen3_moe"), bf16=False)
+    with CountCollectives() as collectives:
+        save_model(plain, None, tmp_path / "plain")
+    assert gathers - collectives.counts["allreduce"] == 2, "one of the adapters, one to end the phase alike"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        (
+            "llama",
+            {"use_dora": True, "target_modules": ["embed_tokens"]},
+            r"embed_tokens.*Embedding with DoraEmbedding",
+        ),
+        (
+            "gpt2",
+            {"use_dora": True, "target_modules": ["c_fc"], "fan_in_fan_out": True},
+            r"c_fc.*Linear with DoraLinear",
+        ),
+        ("llama", {"trainable_token_indices": [1, 2]}, r"embed_tokens.*TrainableTokensLayer"),
+        ("llama", {"lora_bias": True}, r"q_proj.*Linear without a bias"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_merged_is_named_on_all_ranks(name, options, match, tmp_path):
+    model = shard_model(adapted(name, **options), bf16=False)
+    with pytest.raises(CheckpointError, match=f"cannot merge the adapters of .*{match}.*merge_adapters=False"):
+        save_model(model, None, tmp_path)
+    with pytest.raises(RolloutError, match="cannot merge the adapters of"):
+        list(stream_weights(model))
+    save_model(model, None, tmp_path, merge_adapters=False)
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_gets_the_merged_weights_of_an_actor_and_verifies_them(tmp_path):
+    strategy = strategy_for(bf16=True)
+    actor = strategy.prepare_model(Actor(adapted(dtype=torch.bfloat16, target_modules="all-linear")), is_training=True)
+    engine = strategy.setup_inference_engine(engine_type="transformers", actor=actor)
+    assert not any("lora" in name for name, _ in engine.model.named_parameters())
+    optimizer = strategy.create_optimizer(actor, lr=1e-2)
+    ids = tokens(torch.Generator().manual_seed(1 + dist.get_rank()))
+    strategy.backward(next_token_loss(actor(ids), ids), actor, optimizer)
+    strategy.optimizer_step(optimizer, actor)
+    strategy.offload_model(actor)
+    strategy.update_engine_weights(actor, verify=True)
+    strategy.reload_model(actor)
+    strategy.save_model(actor, None, tmp_path)
+    assert weight_checksums(files_of(tmp_path).items()) == engine.weight_checksums()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    sequences = engine.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(sequences, opened.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.ranks(2)
+def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_path):
+    torch.manual_seed(0)
+    critic = Critic(adapted())
+    merged = copy.deepcopy(critic.base_model).merge_and_unload().state_dict()
+    expected = {f"base_model.{n}": t for n, t in merged.items()}
+    expected["value_head.weight"], expected["value_head.bias"] = (p.clone() for p in critic.value_head.parameters())
+    shard_model(critic, bf16=False, is_training=True)
+    save_model(critic, None, tmp_path)
+    written = files_of(tmp_path)
+    assert written.keys() == expected.keys() and all(torch.equal(written[n], t) for n, t in expected.items())
+    with pytest.raises(CheckpointError, match=r"trains .*value_head\.weight, value_head\.bias\) as well"):
+        save_model(critic, None, tmp_path / "adapters", merge_adapters=False)
+
+
+# --- out: adapters alone -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path):
+    for kind in ("all", "biases", "embeddings", "modules", "dora", "half", "experts"):
+        options = KINDS[kind]
+        name, folder = options.get("name", "llama"), tmp_path / kind
+        model = with_a_second_adapter(adapted(**options)) if kind == "all" else adapted(**options)
+        strategy, model, whole = trained_a_step(model, name, shard_size=2 if world == 4 else -1)
+        strategy.save_model(model, None, folder / "out", merge_adapters=False)
+        if dist.get_rank() == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                whole.save_pretrained(folder / "peft")
+            for own in [".", "second"] if kind == "all" else ["."]:
+                assert_same_files(folder / "out" / own, folder / "peft" / own)
+                config = "adapter_config.json"
+                ours, theirs = (json.loads((folder / w / own / config).read_text()) for w in ("out", "peft"))
+                assert ours == theirs
+            base = build(name).to(options.get("dtype", torch.float32))
+            loaded = PeftModel.from_pretrained(base, folder / "out").state_dict()
+            expected = whole.state_dict()
+            missing = {n for n in expected if ".second." in n}
+            assert loaded.keys() == expected.keys() - missing
+            assert all(torch.equal(loaded[n], expected[n]) for n in loaded)
+        dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_adapters_alone_are_of_one_model_that_has_some(tmp_path):
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM has 0 models of peft, expected one"):
+        save_model(shard_model(build("llama"), bf16=False), None, tmp_path, merge_adapters=False)
+    model = adapted()
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    shard_model(model, bf16=False, is_training=True)
+    with pytest.raises(CheckpointError, match=r"it trains .*model\.norm\.weight\) as well"):
+        save_model(model, None, tmp_path, merge_adapters=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks(2)
+def test_a_model_into_which_peft_put_adapters_is_no_other(tmp_path):
+    """transformers' own ``add_adapter`` puts no PeftModel around the model."""
+    model = build("llama")
+    model.add_adapter(LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    whole = get_peft_model(build("llama"), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    whole.load_state_dict({f"base_model.model.{n}": t.clone() for n, t in model.state_dict().items()})
+    merged_by_peft(whole, tmp_path / "peft")
+    shard_model(model, bf16=False, is_training=True)
+    save_model(model, None, tmp_path / "out")
+    assert_same_files(tmp_path / "out", tmp_path / "peft")
+    save_model(model, None, tmp_path / "adapters", merge_adapters=False)
+    loaded = PeftModel.from_pretrained(build("llama"), tmp_path / "adapters").state_dict()
+    assert all(torch.equal(loaded[n], t) for n, t in whole.state_dict().items())
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def folder_with(path, seed=0):
+    if dist.get_rank() == 0:
+        build("llama", seed).save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def start(folder, *, seed=0, meta_init=False, bf16=True, **options):
+    """Put adapters into a model from a folder, the way that a trainer does."""
+    strategy = strategy_for(bf16=bf16, max_norm=1.0)
+    torch.manual_seed(seed)
+    options = {"target_modules": "all-linear", **options}
+    with strategy.init_model_context(meta_init=meta_init):
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if bf16 else torch.float32)
+        base.name_or_path = str(folder)
+        actor = Actor(get_peft_model(base, LoraConfig(r=3, **options)))
+    strategy.prepare_model(actor.train(), is_training=True)
+    return strategy, actor, strategy.create_optimizer(actor, lr=1e-2)
+
+
+def train(strategy, actor, optimizer, steps):
+    """Take steps on one batch, which every rank has, so that the number of ranks does not matter."""
+    results = []
+    for step in steps:
+        ids = tokens(torch.Generator().manual_seed(step), batch=4)
+        loss = next_token_loss(actor(ids), ids)
+        strategy.backward(loss, actor, optimizer)
+        results.append((loss.item(), strategy.optimizer_step(optimizer, actor).grad_norm))
+    return results
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_a_checkpoint_of_adapters_alone_resumes_to_the_bit(bf16, options, tmp_path):
+    folder = folder_with(tmp_path / "base")
+    run = start(folder, bf16=bf16, **options)
+    train(*run, range(2))
+    run[0].save_ckpt(run[1].model, tmp_path / "ckpts", only_trainable=True)
+    [saved] = list_checkpoints(tmp_path / "ckpts")
+    held = {name for file in (saved.path / "trainable").iterdir() for name in read_header(file)}
+    assert held == {n for n, p in run[1].model.named_parameters() if p.requires_grad}
+    expected = train(*run, range(2, 5))
+    again = start(folder, seed=1, bf16=bf16, **options)  # other adapters, had they not been loaded
+    again[0].load_ckpt(again[1].model, tmp_path / "ckpts")
+    assert train(*again, range(2, 5)) == expected
+    assert_same(full_state(again[1].model, again[2]), full_state(run[1].model, run[2]))
+    # A base model with other weights gets those of the folder.
+    other = start(folder_with(tmp_path / "other", 1), seed=1, bf16=bf16, **options)
+    other[0].load_ckpt(other[1].model, tmp_path / "ckpts")
+    assert train(*other, range(2, 5)) == expected
+
+
+def save_adapters_of_a_run(folder, ckpts):
+    run = start(folder, bf16=False)
+    train(*run, range(2))
+    run[0].save_ckpt(run[1].model, ckpts, only_trainable=True)
+    if dist.get_rank() == 0:
+        state = full_state(run[1].model, run[2])
+        torch.save(state, ckpts / "state")
+    else:
+        full_state(run[1].model, run[2])
+
+
+def resume_with_adapters(folder, ckpts):
+    run = start(folder, seed=1, bf16=False)
+    run[0].load_ckpt(run[1].model, ckpts)
+    assert_same(full_state(run[1].model, run[2]), torch.load(ckpts / "state"))
+
+
+def test_a_checkpoint_of_adapters_alone_loads_on_any_number_of_ranks(run_on, tmp_path):
+    build("llama").save_pretrained(tmp_path / "base")
+    run_on(2, save_adapters_of_a_run, folder=tmp_path / "base", ckpts=tmp_path / "ckpts")
+    for world_size in (1, 3, 4):
+        run_on(world_size, resume_with_adapters, folder=tmp_path / "base", ckpts=tmp_path / "ckpts")
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_the_whole_resumes_to_the_bit_and_its_model_opens_as_the_base(tmp_path):
+    folder = folder_with(tmp_path / "base")
+    run = start(folder, bf16=False)
+    train(*run, range(2))
+    run[0].save_ckpt(run[1].model, tmp_path / "ckpts")
+    [saved] = list_checkpoints(tmp_path / "ckpts")
+    expected = train(*run, range(2, 5))
+    again = start(folder_with(tmp_path / "other", 1), seed=1, bf16=False)
+    again[0].load_ckpt(again[1].model, tmp_path / "ckpts")
+    assert train(*again, range(2, 5)) == expected
+    assert_same(full_state(again[1].model, again[2]), full_state(run[1].model, run[2]))
+    opened, base = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (saved.path / "model", folder))
+    assert opened.keys() == base.keys() and all(torch.equal(opened[n], t) for n, t in base.items())
+    with redirect_stderr(io.StringIO()) as said:
+        assert main(["export", str(saved.path), str(tmp_path / "out")]) == 2
+    assert "holds adapters beside its model" in said.getvalue()
+
+
+# --- in ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_the_base_weights_of_a_folder_load_into_a_model_with_adapters(tmp_path):
+    model = adapted(target_modules="all-linear", modules_to_save=["lm_head"])
+    expected = copy.deepcopy(model)
+    expected.base_model.model.lm_head.original_module.weight.data = build("llama", 1).lm_head.weight.data
+    other = build("llama", 1).state_dict()
+    for name, parameter in expected.named_parameters():
+        if not parameter.requires_grad:
+            inner = name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", "")
+            parameter.data = other[inner].clone()
+    shard_model(model, bf16=False)
+    report = load_weights(model, folder_with(tmp_path / "base", 1))
+    assert not report.unexpected and all("lora" in n or "modules_to_save" in n for n in report.missing)
+    now = full_parameters(model)
+    assert all(torch.equal(now[n], p) for n, p in expected.named_parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}], ids=str
+)
+def test_adapters_on_meta_are_those_that_peft_makes_and_the_base_comes_from_the_folder(options, bf16, tmp_path):
+    folder = folder_with(tmp_path / "base")
+    plain, meta = (start(folder, meta_init=meta_init, bf16=bf16, **options) for meta_init in (False, True))
+    facts = [{n: (p.dtype, p.requires_grad) for n, p in run[1].model.named_parameters()} for run in (plain, meta)]
+    assert facts[0] == facts[1]
+    made, expected = full_parameters(meta[1].model), full_parameters(plain[1].model)
+    if bf16:  # peft rounds fp32 adapters to the dtype of the weights and back, but not on meta
+        made = {name: tensor.bfloat16().to(expected[name].dtype) for name, tensor in made.items()}
+    assert_same(made, expected)
+    steps = range(1) if bf16 else range(3)
+    assert train(*meta, steps) == train(*plain, steps)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_on_meta_that_need_the_base_weights_are_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nothing gives values to .*lora_magnitude_vector"):
+        start(folder_with(tmp_path / "base"), meta_init=True, use_dora=True)

@@ -1,6 +1,7 @@
 """What of a model lies in which folder: `model/` opens with ``from_pretrained``, `wrapper/` holds the rest.
 
-Or `trainable/` holds all that is trained, and nothing else is there.
+The rest is what a wrapper has beside its model, and the model's adapters. Or `trainable/` holds all that is trained,
+and nothing else is there.
 
 Input: a sharded model. Output: the parts to write; or, for a folder on disk, where each of the model's tensors is.
 """
@@ -21,6 +22,7 @@ from torch import nn
 from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.adapters import base_of, has_adapters, names_without_adapters
 from fsdp2_strategy.hf.arrange import regions_in_place, tensors_to_write, write_configuration
 from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
 from fsdp2_strategy.hf.match import LoadReport, match
@@ -59,11 +61,12 @@ class ModelOnDisk:
     def of(cls, root: nn.Module, directory: Path) -> ModelOnDisk:
         """Lay it out under a directory."""
         inner = inner_model(root)
-        copied = twin(inner)
-        tensors = tensors_to_write(inner, copied)
+        base = base_of(inner)
+        copied = twin(base)
+        tensors = tensors_to_write(base, copied)
         parts = [Part.of(directory / layout.MODEL, tensors, _regions_of(inner, copied, tensors))]
-        if inner is not root:
-            inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        if base is not root:
+            inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
             everything = {**named_parameters(root), **persistent_buffers(root)}
             rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
             if rest:
@@ -153,15 +156,17 @@ def _match_trainable(root: nn.Module, directory: Path, left_out: Container[str])
 def _match_whole(root: nn.Module, directory: Path) -> tuple[Wanted, LoadReport]:
     inner = inner_model(root)
     origin = open_folder(inner, directory / layout.MODEL)
-    known: dict[nn.Module, tuple[Origin, str]] = {m: (origin, name) for name, m in inner.named_modules()}
-    if inner is not root and (directory / layout.WRAPPER).is_dir():
-        rest = open_folder(root, directory / layout.WRAPPER)
+    known: dict[nn.Module, tuple[Origin, str]]
+    known = {m: (origin, name) for m, name in names_without_adapters(inner).items()}
+    is_wrapped = inner is not root or has_adapters(inner)
+    if is_wrapped and (directory / layout.WRAPPER).is_dir():
+        rest = open_folder(root, directory / layout.WRAPPER, own_names=True)
         known = {m: (rest, name) for name, m in root.named_modules()} | known
     targets, report = match(root, known, "anything")
     never_saved = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
     missing = [t.name for t in targets if not (t.computed or t.regions or t.there in never_saved)]
     unexpected = list(report.unexpected)
-    if inner is root and (directory / layout.WRAPPER).is_dir():
+    if not is_wrapped and (directory / layout.WRAPPER).is_dir():
         unexpected.append(f"{layout.WRAPPER}/")
     of_files = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
     return of_files, LoadReport(report.loaded, missing, unexpected, report.cast)

@@ -87,10 +87,14 @@ def without_adapters(root: nn.Module) -> Merged:
     return Merged(model, adapters, whole)
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """Return a model as it was before adapters came, with its own parameters; the model where none did."""
+    return _stripped(twin(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
+
+
 def bare_twin(model: nn.Module) -> nn.Module:
     """Return a twin as the model was before adapters came, on meta: its names are those of files; not collective."""
-    copied = twin(model)
-    return _stripped(copied, model, None) if has_adapters(model) else copied
+    return twin(base_of(model))
 
 
 def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
@@ -132,7 +136,12 @@ def adapted_model(root: nn.Module) -> nn.Module:
     Raises:
         CheckpointError: there is none, or several.
     """
-    found = [module for module in root.modules() if "peft_config" in vars(module)] if has_adapters(root) else []
+    found: list[nn.Module] = []
+    if has_adapters(root):
+        from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
+
+        kinds = (PeftModel, PeftMixedModel)
+        found = [module for module in root.modules() if isinstance(module, kinds) or "peft_config" in vars(module)]
     outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
     if len(outermost) != 1:
         raise CheckpointError(

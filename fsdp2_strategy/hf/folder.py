@@ -189,8 +189,13 @@ def _index_of(file: Path) -> Path | None:
     return index if index is not None and index.is_file() else None
 
 
-def open_folder(model: nn.Module, path: str | Path) -> Origin:
+def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) -> Origin:
     """Say that a model's values come from a folder, or from one safetensors file or index.
+
+    Args:
+        model: the model; where it has adapters, the files are those of the model without.
+        path: the folder, file or index.
+        own_names: the files have the model's own names, adapters included, and not the hub's.
 
     Raises:
         CheckpointError: there is no such folder, or none of the files that it should hold.
@@ -207,7 +212,8 @@ def open_folder(model: nn.Module, path: str | Path) -> Origin:
         )
     is_index = chosen.name.endswith(".index.json")
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
-    return replace(origin_for(bare_twin(model)), files=files, index=chosen if is_index else None, where=str(path))
+    origin = Origin(model=twin(model), files=()) if own_names else origin_for(bare_twin(model))
+    return replace(origin, files=files, index=chosen if is_index else None, where=str(path))
 
 
 def origin_for(copied: nn.Module) -> Origin:
