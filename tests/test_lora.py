@@ -536,6 +536,24 @@ def test_adapters_alone_are_of_one_model_that_has_some(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_peft_model_may_be_the_actor_itself(tmp_path):
+    strategy, model = strategy_for(), adapted()
+    (model, optimizer, _), *_ = strategy.prepare_models_and_optimizers(model, None, None, None, {}, 10)
+    ids = tokens(torch.Generator().manual_seed(1))
+    strategy.backward(next_token_loss(model(input_ids=ids).logits, ids), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+    whole = adapted()
+    for name, value in full_parameters(model).items():
+        whole.get_parameter(name).data = value
+    merged_by_peft(whole, tmp_path / "peft")
+    strategy.save_model(model, None, tmp_path / "out")
+    assert_same_files(tmp_path / "out", tmp_path / "peft")
+    strategy.save_model(model, None, tmp_path / "adapters", merge_adapters=False)
+    loaded = PeftModel.from_pretrained(build("llama"), tmp_path / "adapters").state_dict()
+    assert all(torch.equal(loaded[n], t) for n, t in whole.state_dict().items())
+
+
+@pytest.mark.ranks(2)
 def test_a_model_into_which_peft_put_adapters_is_no_other(tmp_path):
     """transformers' own ``add_adapter`` puts no PeftModel around the model."""
     model = build("llama")
@@ -692,3 +710,19 @@ def test_adapters_on_meta_are_those_that_peft_makes_and_the_base_comes_from_the_
 def test_adapters_on_meta_that_need_the_base_weights_are_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"nothing gives values to .*lora_magnitude_vector"):
         start(folder_with(tmp_path / "base"), meta_init=True, use_dora=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adapters_of_a_folder_load_on_meta(bf16, tmp_path):
+    folder = folder_with(tmp_path / "base")
+    run = start(folder, bf16=bf16)
+    train(*run, range(2))
+    run[0].save_model(run[1], None, tmp_path / "adapters", merge_adapters=False)
+    strategy = strategy_for(bf16=bf16)
+    with strategy.init_model_context(meta_init=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is a no-op", UserWarning)  # torch's; it is done once there is memory
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if bf16 else torch.float32)
+        model = PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
+    strategy.prepare_model(model, is_training=True)
+    assert_same(full_parameters(model), full_parameters(run[1].model))

@@ -3,7 +3,7 @@
     <save_dir>/
       global_step100/            committed: final name and a valid manifest
         model/                   a Hugging Face folder, or plain safetensors
-        wrapper/                 what a wrapper around that model has beside it
+        wrapper/                 what a wrapper around that model has beside it, and adapters
         trainable/               instead of both: the trainable weights alone, plain safetensors
         optimizer/               the optimizer's state, in the same container
         ema/                     averages of the parameters, where there are any
