@@ -207,7 +207,9 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
             and parameter_count(module) >= worthwhile
         ):
             found.setdefault(module, "head")
-    return found
+    # A layer of peft may use the weight of the module that it adapts without calling it: it is gathered with it.
+    adapted = {m.base_layer: m for m in model.modules() if isinstance(m._modules.get("base_layer"), nn.Module)}
+    return {adapted.get(module, module): kind for module, kind in found.items()}
 
 
 def _ask(module: nn.Module, method: str) -> object:

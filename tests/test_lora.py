@@ -156,12 +156,50 @@ def test_how_a_peft_model_is_sharded_changes_no_number(config):
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
         {"use_rslora": True, "bias": "lora_only"},
         {"use_dora": True},
+        {"use_dora": True, "target_modules": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [1, 2, 5]},
     ],
     ids=str,
 )
 def test_other_kinds_of_adapters_train_as_peft_does_unsharded(options):
     model = adapted(dtype=torch.float64, **options).double()
     train_beside_reference(model, dtype=torch.float64, tolerances=(1e-10, 1e-10))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checkpointed", [[], ["Qwen3MoeDecoderLayer"]], ids=str)
+def test_adapted_experts_train_as_peft_does_unsharded(checkpointed):
+    options = {key: value for key, value in KINDS["experts"].items() if key != "name"}
+    train_beside_reference(
+        adapted("qwen3_moe", **options),
+        name="qwen3_moe",
+        dtype=torch.float32,
+        tolerances=(1e-5, 2e-4),
+        activation_checkpointing=checkpointed,
+    )
+
+
+@pytest.mark.ranks(2)
+def test_transposed_layers_train_as_peft_does_unsharded():
+    model = adapted("gpt2", torch.float64, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, use_dora=True)
+    train_beside_reference(model.double(), name="gpt2", dtype=torch.float64, tolerances=(1e-10, 1e-10))
+
+
+@pytest.mark.ranks(2)
+def test_adapters_that_are_kept_in_fp32_are_computed_with_in_fp32():
+    model = adapted(dtype=torch.bfloat16)
+    reference = MixedPrecision(model)
+    strategy = strategy_for(bf16=True, keep_fp32=["lora_"])
+    strategy.prepare_model(model, is_training=True)
+    seen = []
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"]
+    layer.register_forward_hook(lambda module, args, _: seen.append((args[0].dtype, module.weight.dtype)))
+    for r in range(2):
+        (loss_of("llama", reference, batch_of("llama", 0, r)) / 2).backward()
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model)
+    assert seen == [(torch.float32, torch.float32)]
+    expected = {n: p.grad for n, p in named_parameters(reference.inner).items() if p.grad is not None}
+    assert_close(full_grads(model), expected, 3e-2, "gradient")
 
 
 @pytest.mark.ranks(2)
