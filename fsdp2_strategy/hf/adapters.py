@@ -373,16 +373,20 @@ class _Rows:
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """Return them with the adapters merged, on this rank's device."""
-        rows = values_of(self.weight).to(current_device())
+        rows = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
         begin, length = local_box(self.weight)[0]
-        result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         for low, high in _cuts(self.weight.shape[0], _EXPERTS if self._experts > 1 else _ROWS):
             first, last = max(low, begin), min(high, begin + length)
-            if first < last:
-                part = rows.new_zeros((high - low, *rows.shape[1:]))
-                part[first - low : last - low] = rows[first - begin : last - begin]
-                result[first - begin : last - begin] = self._merge(part, low)[first - low : last - low]
-        return result
+            if first >= last:
+                continue
+            own = cut = rows[first - begin : last - begin]
+            if (first, last) != (low, high):
+                cut = rows.new_zeros((high - low, *rows.shape[1:]))
+                cut[first - low : last - low] = own
+            merged = self._merge(cut, low)[first - low : last - low]
+            if merged.data_ptr() != own.data_ptr():  # else it was merged in place
+                own.copy_(merged)
+        return rows
 
     @property
     def _experts(self) -> int:
