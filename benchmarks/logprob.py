@@ -1,6 +1,6 @@
 """Log-probabilities in chunks against full logits: seconds and peak memory of forward and backward.
 
-    python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 1024] [--out benchmarks/results]
+    python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 512] [--out benchmarks/results]
 
 A sharded Llama of two layers with a head of its own, over vocabularies of 32,000 and 128,000 words, gives the
 log-probability of each token of two sequences; a mean of them goes backward. In turns: a log_softmax over the full
@@ -56,7 +56,7 @@ CONTESTANTS["ours"] = in_chunks
 def measured(vocabulary: int, tokens: int, rounds: int) -> dict:
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=torch.cuda.is_available()))
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
         pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each sequence")
+    parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -217,17 +217,19 @@ class _LinearLogProbs(torch.autograd.Function):
             logits = shaped.to(totals.dtype, copy=True)
             logits /= job.temperature
             logits -= totals[rows, None]
-            wanted = logits.exp()
+            of_logits = logits.exp()
             if job.entropy:
                 logits += entropies[rows, None]
                 logits *= of_entropies[rows, None]
                 logits += of_log_probs[rows, None]
-                wanted *= logits
+                of_logits *= logits
             else:
-                wanted *= of_log_probs[rows, None]
-            of_logits = wanted.neg_().scatter_add_(-1, targets[rows, None], of_log_probs[rows, None])
-            of_logits *= job.shape.slope(logits.copy_(shaped))
-            of_logits /= job.temperature
+                of_logits *= of_log_probs[rows, None]
+            of_logits.neg_().scatter_add_(-1, targets[rows, None], of_log_probs[rows, None])
+            if job.shape != LogitShape():
+                of_logits *= job.shape.slope(logits.copy_(shaped))
+            if job.temperature != 1.0:
+                of_logits /= job.temperature
             of_raw = of_logits.to(shaped.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = of_raw @ weight
