@@ -914,6 +914,7 @@ def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB__SERVICE_WAIT", "200")  # its service is slow to start on a busy machine
         metrics = VLAMetrics(("wandb",), "a-run", tmp_path / str(dist.get_rank()), {"lr": 1})
         one_step(metrics, 7)
         metrics.finalize()
