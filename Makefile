@@ -34,6 +34,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/vla.py
 

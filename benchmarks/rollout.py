@@ -6,7 +6,7 @@
 Each rank shards a model of so many fp32 matrices, FSDP2's units of ten each, and every rank runs through all of them in
 bf16, as an engine beside each rank does: `stream_weights`; ``full_tensor()`` of each parameter, cast after, as trainers
 do; torch's ``get_model_state_dict`` with ``full_state_dict``, cast tensor by tensor. What is fetched is read once, by
-copying it into the memory that an engine has for it. Seconds, collectives, bytes that a rank gives to them, and peak
+copying it into the memory that an engine has for it. Seconds, collectives, bytes that they leave with a rank, and peak
 extra memory, turn by turn. Writes rollout.json and a chart, prints a table.
 """
 
@@ -42,20 +42,22 @@ CONTESTANTS = ("ours", "full_tensor() of each", "full state dict")
 
 
 class Count(TorchDispatchMode):
-    """Count the collectives of this rank, and the bytes that it gives to them."""
+    """Count the collectives of this rank, and the bytes that they leave with it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":  # what DTensor asks for ends there, too
-            name = func._schema.name.split("::")[1].strip("_")
-            given = args[1] if name == "allgather_base" else args[0]
-            tensors = given if isinstance(given, list | tuple) else [given]
-            self.counted["collectives"] += 1
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1].strip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "wrap")):
+            # Functional ones return their result; the others fill what they are given first.
+            filled = result if func.namespace == "_c10d_functional" else args[0]
+            tensors = filled if isinstance(filled, list | tuple) else [filled]
+            self.counted[name] += 1
             self.counted["bytes"] += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def sharded(count: int, shape: tuple[int, ...]) -> nn.Module:
@@ -120,10 +122,15 @@ def title(entry: dict, kind: str) -> str:
 
 def table(entry: dict) -> str:
     lines = [f"{entry['hardware']}, torch {entry['torch']}", ""]
-    lines += [
-        "| | s, median (least - most) | over ours (middle half) | collectives | MB a rank gives | extra memory, MB |"
+    columns = [
+        "",
+        "s, median (least - most)",
+        "over ours (middle half)",
+        "collectives",
+        "MB gathered",
+        "extra memory, MB",
     ]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
     for kind, contestants in entry["cases"].items():
         for name, facts in contestants.items():
             start = f"| {title(entry, kind)}: {name} |"
@@ -131,10 +138,11 @@ def table(entry: dict) -> str:
                 lines.append(f"{start} {facts['error']} | | | | |")
                 continue
             over = ratio(facts["seconds"], contestants["ours"]["seconds"])
-            sent, peak = facts["counted"]["bytes"] / 1e6, facts["peak_bytes"] / 1e6
+            counted = dict(facts["counted"])
+            sent, peak = counted.pop("bytes") / 1e6, facts["peak_bytes"] / 1e6
             lines.append(
                 f"{start} {spread(facts['seconds'])} | {over[0]:.2f} ({over[1]:.2f} - {over[2]:.2f}) | "
-                f"{facts['counted']['collectives']} | {sent:.0f} | {peak:.0f} |"
+                f"{sum(counted.values())} | {sent:.0f} | {peak:.0f} |"
             )
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ is copied.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -42,24 +42,36 @@ class Route:
     is_gathered_alone: bool = False
     """It is cut along several axes of its mesh, so that DTensor gathers it."""
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Rows of a buffer that it fills."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, int]:
         """What tensors that travel together have in common."""
         return id(self.group), id(self.from_rank_0_of)
 
 
-def route_of(tensor: torch.Tensor, *, differs: bool = False) -> Route:
-    """Say how the values of a tensor reach every rank.
+def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -> dict[str, Route]:
+    """Say how the values of tensors reach every rank.
 
     Args:
-        tensor: as this rank holds it.
-        differs: ranks may hold other values of it (statistics of a batch norm).
+        tensors: as this rank holds them, by name.
+        differing: identities of those of which ranks may hold other values (statistics of a batch norm).
     """
+    alike: dict[object, Route] = {}  # most are sharded as the one before: asking torch takes its time
+    routes = {}
+    for name, tensor in tensors.items():
+        differs = id(tensor) in differing
+        kind = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else differs
+        if kind not in alike:
+            alike[kind] = _route_of(tensor, differs=differs)
+        routes[name] = alike[kind]
+    return routes
+
+
+def _route_of(tensor: torch.Tensor, *, differs: bool) -> Route:
     if not isinstance(tensor, DTensor):
         return Route(from_rank_0_of=(group_in_use() or dist.group.WORLD) if differs else None)
     mesh = tensor.device_mesh

@@ -29,7 +29,7 @@ from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import agree, all_or_none
 from fsdp2_strategy.residency import reshard, unwrap_model
-from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, route_of
+from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_of
 
 # From here on a tensor travels alone: one collective costs little beside its bytes, and nothing is copied out.
 _LARGE_BYTES = 16 << 20
@@ -214,7 +214,7 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
     regions = regions_to_write(copied, tensors, dtype)
     is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     buffers = {id(buffer) for buffer in root.buffers()} if is_shared else set()
-    routes = {name: route_of(tensor, differs=id(tensor) in buffers) for name, tensor in tensors.items()}
+    routes = routes_of(tensors, buffers)
     loads: list[_Load] = []
     filling: dict[tuple[int, int], _Load] = {}
     for item in _items(regions, tensors):
