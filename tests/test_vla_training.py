@@ -923,8 +923,10 @@ def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
         assert not files
         return
     [written] = files
-    content = written.read_bytes()
-    assert all(f"VLA Train/{key}".encode() in content for key in KEYS)
+    deadline = time.monotonic() + 30  # its service writes the file when it comes to it, also after the run has ended
+    while missing := [key for key in KEYS if f"VLA Train/{key}".encode() not in written.read_bytes()]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.1)
 
 
 @pytest.mark.ranks(2)
