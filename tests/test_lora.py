@@ -259,10 +259,11 @@ class ReducedElements(CountCollectives):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("bf16", [False, True])
-def test_disabled_adapters_give_the_reference_before_and_between_training_steps(bf16):
+@pytest.mark.parametrize("config", [{"bf16": False}, {"bf16": True}, {"bf16": True, "use_mp_opt": True}], ids=str)
+def test_disabled_adapters_give_the_reference_before_and_between_training_steps(config):
+    bf16 = config["bf16"]
     model = adapted(dtype=torch.bfloat16 if bf16 else torch.float32)
-    strategy = strategy_for(bf16=bf16)
+    strategy = strategy_for(**config)
     twin_run = strategy.prepare_model(copy.deepcopy(model), is_training=True)
     base = strategy.prepare_model(build("llama").to(torch.bfloat16 if bf16 else torch.float32).train())
     ids = tokens(torch.Generator().manual_seed(1 + dist.get_rank()))
