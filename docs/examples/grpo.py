@@ -1,0 +1,312 @@
+"""GRPO with a reward that can be checked: two ranks learn to add, are killed in the middle, and go on to the last bit.
+
+    python docs/examples/grpo.py
+
+It trains twice under torchrun, two ranks each: once undisturbed for the first part of the way, once all the way, with
+every process killed by SIGKILL in between and started again. It fails unless each step that both took has the same
+reward, loss, KL and gradient norm, to the last bit, and draws the picture of docs/rlhf.md. The trainer alone:
+
+    torchrun --standalone --nproc-per-node 2 docs/examples/grpo.py --train --run-dir runs/grpo/own
+
+What problems come at a step, and what is sampled, is a function of (seed, step, rank); the task is arithmetic.py's.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import arithmetic as task
+import torch
+from arithmetic import Batch, log_probs_of, split
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fsdp2_strategy import FSDPV2Strategy
+
+EXAMPLES = Path(__file__).parent
+COMPARED = ("reward", "loss", "kl", "grad_norm", "tokens")
+
+
+def train(args: argparse.Namespace) -> int:
+    """Return the exit status: a run that was told to stop is not through, and is started again."""
+    with FSDPV2Strategy(
+        args.seed, args.max_norm, args.micro_train_batch_size, args.train_batch_size, args.bf16, args
+    ) as strategy:
+        args.run_dir.mkdir(parents=True, exist_ok=True)
+        (args.run_dir / f"rank{strategy.get_rank()}.pid").write_text(str(os.getpid()))
+        policy = args.policy or args.run_dir / "policy"
+        task.warm_start(strategy, policy, args.warm_start_steps)
+
+        with strategy.init_model_context(meta_init=True):
+            actor = AutoModelForCausalLM.from_pretrained(policy)
+            reference = AutoModelForCausalLM.from_pretrained(policy)
+        updates = args.rollout_batch_size * args.n_samples_per_prompt // args.train_batch_size
+        (actor, optimizer, scheduler), _, _, reference = strategy.prepare_models_and_optimizers(
+            actor, None, None, reference, args, max_steps=args.steps * updates
+        )
+        resumed, state = strategy.load_ckpt(actor, args.run_dir / "ckpts", optimizer, scheduler)
+        if resumed:
+            strategy.print(f"resumed from {resumed}")
+        strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
+        strategy.offload_model(reference)
+        strategy.maybe_offload_optimizer(optimizer)
+
+        first = state.get("step", 0)
+        for step in range(first, args.stop_at or args.steps):
+            clock = Clock()
+            strategy.wakeup_inference_engine()
+            batch = rollout(strategy, args, step)
+            strategy.maybe_sleep_inference_engine()
+            clock.lap("rollout")
+
+            strategy.reload_model(reference)
+            with torch.no_grad():
+                parts = list(split(batch, args.micro_train_batch_size))
+                batch["old_log_probs"] = torch.cat([log_probs_of(actor, part) for part in parts])
+                batch["reference_log_probs"] = torch.cat([log_probs_of(reference, part) for part in parts])
+            strategy.offload_model(reference)
+            clock.lap("log_probs")
+
+            strategy.maybe_load_optimizer(optimizer)
+            metrics = update(strategy, args, actor, optimizer, scheduler, batch)
+            strategy.maybe_offload_optimizer(optimizer)
+            clock.lap("update")
+
+            strategy.update_engine_weights(actor, verify=step == first or step % 10 == 0)
+            clock.lap("weights")
+
+            preempted = strategy.preempted()
+            if preempted or (step + 1) % args.save_every == 0:
+                strategy.save_ckpt(
+                    actor,
+                    args.run_dir / "ckpts",
+                    f"global_step{step + 1}",
+                    max_num=2,
+                    client_state={"step": step + 1},
+                    async_save=True,
+                )
+            clock.lap("save")
+            reward = strategy.all_reduce(batch["rewards"].mean().item())
+            if strategy.is_rank_0():
+                entry = {"step": step + 1, "reward": reward, **metrics, "seconds": clock.seconds}
+                with (args.run_dir / "log.jsonl").open("a") as log:
+                    print(json.dumps(entry), file=log)
+            if preempted:
+                return 128 + signal.SIGTERM
+        strategy.save_model(actor, None, args.run_dir / "export")
+    return 0
+
+
+def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> Batch:
+    """Draw this rank's problems of a step, sample answers in groups, and compare each with its group."""
+    key = (args.seed, step, strategy.get_rank())
+    random = torch.Generator().manual_seed(task.seed_of("problems", *key))
+    problems = task.draw_problems(args.rollout_batch_size // strategy.world_size, random)
+    problems = [problem for problem in problems for _ in range(args.n_samples_per_prompt)]
+    prompts = task.encode_prompts(problems).to(strategy.device)
+    batch = task.generate(strategy.inference_engine, prompts, task.seed_of("answers", *key))
+    batch["rewards"] = task.rewards_of(batch, problems)
+    batch["advantages"] = group_advantages(batch["rewards"], args.n_samples_per_prompt)
+    return batch
+
+
+def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Return how much better than its group each answer is [n], in standard deviations; 0 where all are alike."""
+    groups = rewards.view(-1, group_size)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+
+
+def update(
+    strategy: FSDPV2Strategy,
+    args: argparse.Namespace,
+    actor: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    batch: Batch,
+) -> dict[str, float]:
+    """Take the optimizer steps of one rollout; each token of each answer weighs the same, on whatever rank it is."""
+    sums, result = torch.zeros(3, dtype=torch.float64), None
+    for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
+        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
+        for micro_batch in split(mini_batch, args.micro_train_batch_size):
+            loss, kl = grpo_loss(log_probs_of(actor, micro_batch), micro_batch, args.eps_clip, args.init_kl_coef)
+            strategy.backward(loss, actor, optimizer, num_items_in_batch=tokens)
+            result = strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
+            sums += sums.new_tensor([loss.item(), kl.item(), micro_batch["answer_mask"].sum().item()])
+    loss_sum, kl_sum, tokens = strategy.all_reduce(sums, "sum").tolist()
+    return {"loss": loss_sum / tokens, "kl": kl_sum / tokens, "grad_norm": result.grad_norm, "tokens": int(tokens)}
+
+
+def grpo_loss(
+    log_probs: torch.Tensor, batch: Batch, eps_clip: float, kl_coef: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over all tokens of the answers: of the loss, and of the KL to the reference in it.
+
+    As in GRPO (https://arxiv.org/abs/2402.03300); its KL is the estimator k3 (http://joschu.net/blog/kl-approx.html).
+    """
+    mask = batch["answer_mask"]  # [n, ANSWER]; from here on [tokens]
+    advantages = batch["advantages"][:, None].expand_as(mask)[mask]
+    gain = clipped_gain((log_probs - batch["old_log_probs"])[mask], advantages, eps_clip)
+    behind = (batch["reference_log_probs"] - log_probs)[mask]
+    kl = behind.exp() - 1 - behind
+    return (kl_coef * kl - gain).sum(), kl.detach().sum()
+
+
+def clipped_gain(log_ratio: torch.Tensor, advantages: torch.Tensor, eps_clip: float) -> torch.Tensor:
+    """Return what each token gains, with PPO's bound on how far it may move (https://arxiv.org/abs/1707.06347)."""
+    ratio = log_ratio.exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip) * advantages)
+
+
+class Clock:
+    """Say how long each part of a step took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, part: str) -> None:
+        now = time.monotonic()
+        self.seconds[part], self._last = round(now - self._last, 4), now
+
+
+# --- killed in the middle --------------------------------------------------------------------------------------------
+
+
+def demonstrate(args: argparse.Namespace) -> None:
+    """Run once undisturbed for a part of the way, and once killed and all the way; compare, and draw."""
+    started = time.monotonic()
+    shutil.rmtree(args.run_dir, ignore_errors=True)
+    undisturbed, killed = args.run_dir / "undisturbed", args.run_dir / "killed"
+    kill_after = args.steps // 2 + args.save_every // 2
+    compared = kill_after + args.save_every
+    own = ["--steps", str(args.steps), "--save-every", str(args.save_every), "--seed", str(args.seed)]
+    own += ["--policy", str(args.run_dir / "policy")]
+
+    print(f"--- first run: undisturbed, {compared} steps of {args.steps} ---", flush=True)
+    if launch(undisturbed, [*own, "--stop-at", str(compared)]).wait():
+        raise SystemExit("the undisturbed run failed")
+    print(f"--- second run: killed after step {kill_after} ---", flush=True)
+    kill = kill_all(launch(killed, own), killed, kill_after)
+    print(f"--- SIGKILL to all its processes after step {kill}; started again ---", flush=True)
+    if launch(killed, own).wait():
+        raise SystemExit("the resumed run failed")
+
+    expected, steps = read_log(undisturbed), read_log(killed)
+    by_step = {entry["step"]: entry for entry in expected}
+    both = [entry for entry in steps if entry["step"] in by_step]
+    again = len(steps) - args.steps
+    different = [e["step"] for e in both if any(e[name] != by_step[e["step"]][name] for name in COMPARED)]
+    if different or again <= 0 or len(both) != compared + again or steps[-1]["step"] != args.steps:
+        raise SystemExit(f"the runs differ: at steps {different}, {again} run again, {len(both)} compared")
+    draw(expected, steps, kill, args.picture)
+    after = compared - (kill - again)
+    print(
+        f"all of {', '.join(COMPARED)} equal to the last bit in the {compared} steps that both runs took, {after} of "
+        f"them after the resume, {again} run twice\n"
+        f"reward {mean(steps[:5], 'reward'):.2f} -> {mean(steps[-5:], 'reward'):.2f} in {args.steps} steps, KL to the "
+        f"reference {mean(steps[-5:], 'kl'):.2f}; picture: {args.picture}; {time.monotonic() - started:.0f} s"
+    )
+
+
+def launch(run_dir: Path, options: list[str]) -> subprocess.Popen:
+    """Start the trainer on two ranks, as a user would."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen([*command, __file__, "--train", "--run-dir", str(run_dir), *options], env=environment)
+
+
+def kill_all(process: subprocess.Popen, run_dir: Path, step: int) -> int:
+    """Send SIGKILL to torchrun and its ranks once ``step`` is through; return the last step that was logged."""
+    while not any(entry["step"] >= step for entry in read_log(run_dir)):
+        if process.poll() is not None:
+            raise SystemExit("the run ended before it could be killed")
+        time.sleep(0.05)
+    for victim in (process.pid, *(int(file.read_text()) for file in run_dir.glob("rank*.pid"))):
+        os.kill(victim, signal.SIGKILL)
+    process.wait()
+    return read_log(run_dir)[-1]["step"]
+
+
+def read_log(run_dir: Path) -> list[dict]:
+    """Read what a run has logged so far; a step that was run again appears again."""
+    log = run_dir / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def mean(entries: list[dict], name: str) -> float:
+    return sum(entry[name] for entry in entries) / len(entries)
+
+
+def draw(undisturbed: list[dict], killed: list[dict], kill: int, picture: Path) -> None:
+    """Draw reward and KL over the steps, with the kill and what was run again."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    restart = next(i for i in range(1, len(killed)) if killed[i]["step"] <= killed[i - 1]["step"])
+    figure, panels = plt.subplots(
+        2, figsize=(8, 4.6), layout="constrained", sharex=True, height_ratios=(2, 1), gridspec_kw={"hspace": 0.06}
+    )
+    curves = [
+        (undisturbed, {"color": "#c9c9c9", "linewidth": 7, "label": "undisturbed run", "zorder": 1}),
+        (killed[:restart], {"color": "#1f6fb4", "linewidth": 1.8, "label": "second run, until the kill", "zorder": 3}),
+        (killed[restart:], {"color": "#d1495b", "linewidth": 1.8, "label": "second run, resumed", "zorder": 2}),
+    ]
+    for axes, name, label in zip(panels, ("reward", "kl"), ("answers that are right", "KL, nats"), strict=True):
+        for entries, style in curves:
+            axes.plot([e["step"] for e in entries], [e[name] for e in entries], **style)
+        axes.axvline(kill, color="#333333", linewidth=1, linestyle=":")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].annotate("SIGKILL", (kill, 0), textcoords="offset points", xytext=(5, 6), fontsize=9)
+    panels[0].set_title("GRPO, killed and resumed: the same rewards, to the last bit", fontsize=11, loc="left")
+    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
+    panels[1].set_xlabel("step")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130, metadata={"Software": None})
+
+
+def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="be a rank of the trainer, under torchrun")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/grpo"))
+    parser.add_argument("--policy", type=Path, help="folder of the policy to begin with; made where there is none")
+    parser.add_argument("--picture", type=Path, default=EXAMPLES.parent / "images" / "grpo.png")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--stop-at", type=int, help="leave after this step, under the schedule of all")
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--warm-start-steps", type=int, default=400)
+    parser.add_argument("--rollout-batch-size", type=int, default=64, help="problems of a step, over all ranks")
+    parser.add_argument("--n-samples-per-prompt", type=int, default=8)
+    parser.add_argument("--train-batch-size", type=int, default=256, help="answers of one optimizer step, all ranks")
+    parser.add_argument("--micro-train-batch-size", type=int, default=64)
+    parser.add_argument("--actor-learning-rate", type=float, default=1e-3)
+    parser.add_argument("--init-kl-coef", type=float, default=0.02)
+    parser.set_defaults(adam_betas=(0.9, 0.99), lr_warmup_ratio=0.05, max_norm=1.0, eps_clip=0.2)
+    parser.set_defaults(bf16=False, enable_engine_sleep=True)
+    return parser.parse_args(command_line)
+
+
+def main() -> None:
+    args = arguments()
+    if not args.train:
+        demonstrate(args)
+        return
+    status = train(args)
+    sys.stdout.flush()
+    os._exit(status)  # gloo's threads can abort an interpreter that is on its way out
+
+
+if __name__ == "__main__":
+    main()
