@@ -1,0 +1,199 @@
+"""PPO with four models: actor and critic, and the frozen reference and reward model; two ranks learn to add.
+
+    torchrun --standalone --nproc-per-node 2 docs/examples/ppo.py --run-dir runs/ppo
+
+The reward model is a language model that learns the sums first, within seconds; its score is the probability that it
+gives to an answer. PPO sees scores alone; the log has both, the score and the part of the answers that are right. The
+task is arithmetic.py's.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import arithmetic as task
+import torch
+from arithmetic import PROMPT, Batch, log_probs_of, split
+from grpo import Clock, clipped_gain
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from fsdp2_strategy import FSDPV2Strategy
+
+
+class Critic(nn.Module):
+    """A critic: a backbone with a number for each state of an answer."""
+
+    def __init__(self, policy: Path) -> None:
+        super().__init__()
+        self.model = AutoModel.from_pretrained(policy)
+        self.value_head = nn.Linear(self.model.config.hidden_size, 1, bias=False)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return [n, ANSWER]: what the rest of an answer is worth before each of its tokens."""
+        states = self.model(input_ids=batch["sequences"], attention_mask=batch["attention_mask"], use_cache=False)
+        return self.value_head(states.last_hidden_state[:, PROMPT - 1 : -1]).squeeze(-1)
+
+
+def train(args: argparse.Namespace) -> None:
+    with FSDPV2Strategy(
+        args.seed, args.max_norm, args.micro_train_batch_size, args.train_batch_size, args.bf16, args
+    ) as strategy:
+        policy = args.run_dir / "policy"
+        task.warm_start(strategy, policy, args.warm_start_steps)
+        with strategy.init_model_context(meta_init=True):
+            actor, reward_model, reference = (AutoModelForCausalLM.from_pretrained(policy) for _ in range(3))
+            critic = Critic(policy)
+        train_reward_model(strategy, args, reward_model)
+        updates = args.rollout_batch_size // args.train_batch_size
+        of_actor, of_critic, reward_model, reference = strategy.prepare_models_and_optimizers(
+            actor, critic, reward_model, reference, args, max_steps=args.steps * updates
+        )
+        strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
+        strategy.offload_model([reward_model, reference])
+
+        for step in range(args.steps):
+            clock = Clock()
+            strategy.wakeup_inference_engine()
+            batch, right = rollout(strategy, args, step)
+            strategy.maybe_sleep_inference_engine()
+            clock.lap("rollout")
+
+            strategy.reload_model([reward_model, reference])
+            parts = list(split(batch, args.micro_train_batch_size))
+            judged = [judge(part, actor, critic, reward_model, reference, args) for part in parts]
+            batch |= {name: torch.cat([part[name] for part in judged]) for name in judged[0]}
+            strategy.offload_model([reward_model, reference])
+            clock.lap("judge")
+
+            batch["advantages"] = whiten(strategy, batch["advantages"], batch["answer_mask"])
+            for _, optimizer, _ in (of_actor, of_critic):
+                strategy.maybe_load_optimizer(optimizer)
+            metrics = update(strategy, args, of_actor, of_critic, batch)
+            for _, optimizer, _ in (of_actor, of_critic):
+                strategy.maybe_offload_optimizer(optimizer)
+            clock.lap("update")
+
+            strategy.update_engine_weights(actor, verify=step == 0)
+            clock.lap("weights")
+            means = strategy.all_reduce({"right": right.mean().item(), "score": batch["scores"].mean().item()})
+            if strategy.is_rank_0():
+                with (args.run_dir / "log.jsonl").open("a") as log:
+                    print(json.dumps({"step": step + 1, **means, **metrics, "seconds": clock.seconds}), file=log)
+        strategy.save_model(actor, None, args.run_dir / "export")
+
+
+def train_reward_model(strategy: FSDPV2Strategy, args: argparse.Namespace, model: nn.Module) -> None:
+    """Teach it the right answers; collective."""
+    _, optimizer, scheduler = strategy.prepare_reward_model(model, args, args.reward_model_steps)
+    task.teach(strategy, model, optimizer, scheduler, args.reward_model_steps, careful=1.0)
+    model.eval().requires_grad_(False)
+
+
+def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> tuple[Batch, torch.Tensor]:
+    """Draw this rank's problems of a step, and sample an answer to each; return which are right, too."""
+    key = (args.seed, step, strategy.get_rank())
+    random = torch.Generator().manual_seed(task.seed_of("problems", *key))
+    problems = task.draw_problems(args.rollout_batch_size // strategy.world_size, random)
+    prompts = task.encode_prompts(problems).to(strategy.device)
+    batch = task.generate(strategy.inference_engine, prompts, task.seed_of("answers", *key))
+    return batch, task.rewards_of(batch, problems)
+
+
+@torch.no_grad()
+def judge(
+    batch: Batch,
+    actor: nn.Module,
+    critic: nn.Module,
+    reward_model: nn.Module,
+    reference: nn.Module,
+    args: argparse.Namespace,
+) -> Batch:
+    """Return what the four models say of a batch: the score comes with the last token, the KL with each; collective."""
+    mask = batch["answer_mask"]
+    log_probs, values = log_probs_of(actor, batch), critic(batch) * mask
+    scores = (log_probs_of(reward_model, batch) * mask).sum(1).exp()
+    rewards = args.init_kl_coef * (log_probs_of(reference, batch) - log_probs) * mask
+    rewards.scatter_add_(1, mask.sum(1, keepdim=True) - 1, scores[:, None])
+    advantages = gae(rewards, values, args.lambd) * mask
+    return {
+        "old_log_probs": log_probs,
+        "values": values,
+        "scores": scores,
+        "advantages": advantages,
+        "returns": advantages + values,
+    }
+
+
+def gae(rewards: torch.Tensor, values: torch.Tensor, lambd: float) -> torch.Tensor:
+    """Return generalized advantages [n, tokens] (https://arxiv.org/abs/1506.02438), undiscounted; 0 after the end."""
+    advantages, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    for t in reversed(range(rewards.shape[1])):
+        following = rewards[:, t] + next_values[:, t] - values[:, t] + lambd * following
+        advantages[:, t] = following
+    return advantages
+
+
+def whiten(strategy: FSDPV2Strategy, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Bring the values of all ranks to mean 0 and deviation 1, where the mask is; collective."""
+    own = values[mask].double()
+    sums = strategy.all_reduce(torch.stack([own.new_tensor(len(own)), own.sum(), own.square().sum()]), "sum")
+    mean, square = sums[1:] / sums[0]
+    return ((values - mean) / (square - mean**2 + 1e-8).sqrt()).float() * mask
+
+
+def update(
+    strategy: FSDPV2Strategy, args: argparse.Namespace, of_actor: tuple, of_critic: tuple, batch: Batch
+) -> dict[str, float]:
+    """Take the optimizer steps of one rollout with actor and critic; each token weighs the same, on whatever rank."""
+    (actor, optimizer, scheduler), (critic, critic_optimizer, critic_scheduler) = of_actor, of_critic
+    sums = torch.zeros(3, dtype=torch.float64)
+    for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
+        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
+        for micro_batch in split(mini_batch, args.micro_train_batch_size):
+            mask = micro_batch["answer_mask"]
+            log_ratio = (log_probs_of(actor, micro_batch) - micro_batch["old_log_probs"])[mask]
+            loss = -clipped_gain(log_ratio, micro_batch["advantages"][mask], args.eps_clip).sum()
+            strategy.backward(loss, actor, optimizer, num_items_in_batch=tokens)
+            strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
+            value_loss = clipped_value_loss(critic(micro_batch), micro_batch, args.value_clip)
+            strategy.backward(value_loss, critic, critic_optimizer, num_items_in_batch=tokens)
+            strategy.optimizer_step(critic_optimizer, critic, critic_scheduler, name="critic")
+            sums += sums.new_tensor([loss.item(), value_loss.item(), mask.sum().item()])
+    loss_sum, value_loss_sum, tokens = strategy.all_reduce(sums, "sum").tolist()
+    return {"loss": loss_sum / tokens, "value_loss": value_loss_sum / tokens, "tokens": int(tokens)}
+
+
+def clipped_value_loss(values: torch.Tensor, batch: Batch, value_clip: float) -> torch.Tensor:
+    """Return the sum over all tokens of the worse of two errors: of the value, and of one that moved by the clip."""
+    mask = batch["answer_mask"]
+    values, old, returns = values[mask], batch["values"][mask], batch["returns"][mask]
+    near = old + (values - old).clamp(-value_clip, value_clip)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).sum()
+
+
+def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/ppo"))
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm-start-steps", type=int, default=400)
+    parser.add_argument("--reward-model-steps", type=int, default=150)
+    parser.add_argument("--rollout-batch-size", type=int, default=512, help="problems of a step, over all ranks")
+    parser.add_argument("--train-batch-size", type=int, default=256, help="answers of one optimizer step, all ranks")
+    parser.add_argument("--micro-train-batch-size", type=int, default=64)
+    parser.set_defaults(
+        actor_learning_rate=1e-3, critic_learning_rate=1e-3, lr_warmup_ratio=0.05, adam_betas=(0.9, 0.99)
+    )
+    parser.set_defaults(max_norm=1.0, eps_clip=0.2, value_clip=0.2, lambd=0.95, init_kl_coef=0.01)
+    parser.set_defaults(bf16=False, enable_engine_sleep=True)
+    return parser.parse_args(command_line)
+
+
+if __name__ == "__main__":
+    train(arguments())
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads can abort an interpreter that is on its way out
