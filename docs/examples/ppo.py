@@ -184,7 +184,7 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reward-model-steps", type=int, default=150)
     parser.add_argument("--rollout-batch-size", type=int, default=512, help="problems of a step, over all ranks")
     parser.add_argument("--train-batch-size", type=int, default=256, help="answers of one optimizer step, all ranks")
-    parser.add_argument("--micro-train-batch-size", type=int, default=64)
+    parser.add_argument("--micro-train-batch-size", type=int, default=128)
     parser.set_defaults(
         actor_learning_rate=1e-3, critic_learning_rate=1e-3, lr_warmup_ratio=0.05, adam_betas=(0.9, 0.99)
     )
