@@ -1,5 +1,6 @@
 # make test   everything that CI runs        make demo   the main job, killed and resumed
-# make lint   the static checks alone        make bench  the benchmarks
+# make lint   the static checks alone        make grpo   reinforcement learning, killed and resumed
+# make bench  the benchmarks
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
@@ -8,7 +9,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test demo lint bench format clean
+.PHONY: test demo grpo lint bench format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -27,6 +28,9 @@ test: lint
 
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py
+
+grpo: .venv/installed
+	$(BIN)/python docs/examples/grpo.py
 
 bench: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[bench]'
