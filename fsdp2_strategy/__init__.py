@@ -23,6 +23,7 @@ from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_weights
 from fsdp2_strategy.hf.match import LoadReport
+from fsdp2_strategy.logprob import linear_log_probs as linear_log_probs
 from fsdp2_strategy.logprob import token_log_probs as token_log_probs
 from fsdp2_strategy.masters import FSDPadaptOptimizer as FSDPadaptOptimizer
 from fsdp2_strategy.masters import is_mp_optimizer as is_mp_optimizer

@@ -5,18 +5,18 @@ entropies of the distributions they come from.
 
 [Note: chunks] A batch of 8 x 4,096 tokens over 128,000 words has 17 GB of fp32 logits, of which one number a token is
 wanted. So the head's forward is replaced for one pass: it takes the hidden states as ever, but computes logits for as
-many rows as fit a chunk, keeps of each its log-probability and the logarithm of its sum, and computes the logits once
-more in backward. The head stays the module that FSDP2 knows, in a unit of its own or in the root: its parameters are
-gathered before, and again in backward, because the call of the module and its output are what FSDP2's hooks hang on.
+many rows as fit a chunk, keeps of each its log-probability, and computes the logits once more in backward. The head
+stays the module that FSDP2 knows, in a unit of its own or in the root: its parameters are gathered before, and again in
+backward, because the call of the module and its output are what FSDP2's hooks hang on.
 
 [Note: after the head] Some models scale their logits or squash them. What a model does to them is found by asking: the
-head gives out known numbers in a first pass over one token, and the model shows what becomes of them.
+head gives out known numbers in a first pass, and the model shows what becomes of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from fsdp2_strategy.errors import LogProbError
@@ -47,9 +48,10 @@ def token_log_probs(
 ) -> Any:
     """Return the log-probability of each token given those before it; collective for a sharded model.
 
-    Values and gradients are those of ``log_softmax(model(...).logits.float() / temperature)`` at the tokens, and no
-    more than a chunk of the logits exists at a time. See [Note: chunks]. Where the model counts positions from the
-    left edge and sequences are padded there, pass ``position_ids`` among the inputs, as ``generate`` does.
+    Values and gradients are those of ``log_softmax(model(...).logits.float() / temperature)`` at the tokens, and the
+    logits of no more than a chunk of rows exist at a time: [Note: chunks]. Where the model counts positions from the
+    left edge and sequences are padded there, pass ``position_ids`` among the inputs, as ``generate`` does. The first
+    call runs the model once more: [Note: after the head].
 
     Args:
         model: a causal language model, with images or without, sharded or not, or its wrapper.
@@ -58,7 +60,8 @@ def token_log_probs(
         last: how many tokens at the end of each sequence to look at, at most length - 1; by default that many.
         temperature: what logits are divided by.
         entropy: return the entropies, too, in nats.
-        chunk_bytes: of the fp32 logits that exist at a time; at least one row.
+        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one; forward takes some two
+            and a half times as much memory, backward four.
         **inputs: what else the model's forward takes (``position_ids``, ``pixel_values``).
 
     Returns:
@@ -66,8 +69,8 @@ def token_log_probs(
         of them and the entropies, of the same shape.
 
     Raises:
-        LogProbError: the model has no linear head that is called once, or does to its logits what is neither a factor
-            nor a soft cap; or an argument is out of range.
+        LogProbError: the model is not causal, has no plain linear head that is called once, or does to its logits what
+            is neither a fixed factor nor a soft cap; or an argument is out of range.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,9 +85,11 @@ def token_log_probs(
         if is_sharded(root):
             together.enter_context(on_ranks_of(root))
             together.enter_context(all_or_none("compute log-probabilities", LogProbError))
-        last = _checked(input_ids, last, temperature, chunk_bytes)
+        last = _checked(input_ids, last, temperature, chunk_bytes, inputs)
         head = _head_of(root)
-    shape = _shape_of(root, head, input_ids)
+    # No cache of keys and values: nothing is generated from these.
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
+    shape = _shape_of(root, head, inputs)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
         _check_hidden(root, hidden, input_ids)
@@ -100,8 +105,6 @@ def token_log_probs(
         )
         return torch.stack(found) if isinstance(found, tuple) else found[None]
 
-    # No cache of keys and values: nothing is generated from these.
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
     found = _pass(root, head, compute, inputs)
     return (found[0], found[1]) if entropy else found[0]
 
@@ -128,15 +131,22 @@ def linear_log_probs(
         bias: [vocabulary].
         temperature: what logits are divided by.
         entropy: return the entropies, too, in nats.
-        chunk_bytes: of the fp32 logits that exist at a time; at least one row.
+        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one; forward takes some two
+            and a half times as much memory, backward four.
         shape: what comes between head and softmax.
 
     Returns:
         Log-probabilities [...], at least fp32; with ``entropy`` a pair of them and the entropies, of the same shape.
         Gradients of weight and bias are added up over the chunks in that dtype, whatever their own.
     """
-    rows = max(1, chunk_bytes // (weight.shape[0] * torch.float32.itemsize))
-    job = _Job(temperature=temperature, rows=rows, shape=shape or LogitShape(), entropy=entropy)
+    device = hidden.device.type
+    job = _Job(
+        temperature=temperature,
+        rows=max(1, chunk_bytes // (weight.shape[0] * _wide(hidden).itemsize)),
+        shape=shape or LogitShape(),
+        entropy=entropy,
+        autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+    )
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearLogProbs.apply
     log_probs, entropies = apply(flat, weight, bias, targets.reshape(-1), job)
@@ -173,6 +183,20 @@ class _Job:
     """Of a chunk."""
     shape: LogitShape
     entropy: bool
+    autocast: tuple[str, torch.dtype, bool]
+    """Device, dtype, and whether it is on where forward runs; backward computes the same logits."""
+
+    def log_probs(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of some rows as the model gives them out, and their log-softmax."""
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype, enabled):
+            shaped = self.shape.apply(linear(hidden, weight, bias))
+        logits = shaped.to(_wide(hidden))
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return shaped, logits.log_softmax(dim=-1)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -191,50 +215,46 @@ class _LinearLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         job: _Job,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, entropies, totals = hidden.new_zeros((3, len(targets)), dtype=_wide(hidden)).unbind()
+        found, entropies = hidden.new_zeros((2, len(targets)), dtype=_wide(hidden)).unbind()
         for rows in _chunks(targets, job):
-            logits = job.shape.apply(linear(hidden[rows], weight, bias)).to(totals.dtype)
-            logits /= job.temperature
-            totals[rows] = logits.logsumexp(dim=-1)
-            logits -= totals[rows, None]
-            log_probs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            _, log_probs = job.log_probs(hidden[rows], weight, bias)
+            found[rows] = log_probs.gather(-1, targets[rows, None]).squeeze(-1)
             if job.entropy:
-                entropies[rows] = -logits.mul_(logits.exp()).sum(dim=-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, totals, entropies)
+                entropies[rows] = -log_probs.mul_(log_probs.exp()).sum(dim=-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
         ctx.job = job
-        return log_probs.clone(), entropies.clone()
+        return found.clone(), entropies.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, of_log_probs: torch.Tensor, of_entropies: torch.Tensor) -> Any:
-        hidden, weight, bias, targets, totals, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
         job: _Job = ctx.job
         of_hidden, of_weight, of_bias = (
-            torch.zeros_like(tensor, dtype=hidden.dtype if tensor is hidden else totals.dtype) if wanted else None
+            torch.zeros_like(tensor, dtype=hidden.dtype if tensor is hidden else entropies.dtype) if wanted else None
             for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
         for rows in _chunks(targets, job):
-            shaped = job.shape.apply(linear(hidden[rows], weight, bias))
-            logits = shaped.to(totals.dtype, copy=True)
-            logits /= job.temperature
-            logits -= totals[rows, None]
-            of_logits = logits.exp()
+            shaped, log_probs = job.log_probs(hidden[rows], weight, bias)
+            of_logits = log_probs.exp()
             if job.entropy:
-                logits += entropies[rows, None]
-                logits *= of_entropies[rows, None]
-                logits += of_log_probs[rows, None]
-                of_logits *= logits
+                log_probs += entropies[rows, None]
+                log_probs *= of_entropies[rows, None]
+                log_probs += of_log_probs[rows, None]
+                of_logits *= log_probs
             else:
                 of_logits *= of_log_probs[rows, None]
             of_logits.neg_().scatter_add_(-1, targets[rows, None], of_log_probs[rows, None])
             if job.shape != LogitShape():
-                of_logits *= job.shape.slope(logits.copy_(shaped))
+                of_logits *= job.shape.slope(log_probs.copy_(shaped))
             if job.temperature != 1.0:
                 of_logits /= job.temperature
             of_raw = of_logits.to(shaped.dtype)
+            del shaped, log_probs, of_logits
             if of_hidden is not None:
-                of_hidden[rows] = of_raw @ weight
+                of_hidden[rows] = of_raw @ weight.to(of_raw.dtype)
             if of_weight is not None:
-                _add_product(of_weight, of_raw.T, hidden[rows])
+                _add_product(of_weight, of_raw.T, hidden[rows].to(of_raw.dtype))
             if of_bias is not None:
                 of_bias += of_raw.sum(dim=0, dtype=of_bias.dtype)
         of_weight, of_bias = (None if grad is None else grad.to(weight.dtype) for grad in (of_weight, of_bias))
@@ -259,8 +279,15 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 # --- the model around the head ---------------------------------------------------------------------------------------
 
 
-def _checked(input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int) -> int:
+def _checked(
+    input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int, inputs: Mapping[str, Any]
+) -> int:
     """Return ``last`` with None resolved."""
+    if unfit := [name for name in ("labels", "logits_to_keep") if name in inputs]:
+        raise LogProbError(
+            f"cannot compute log-probabilities: {unfit[0]} is among the inputs, expected what the model computes "
+            "hidden states from. Leave it out; last says how many tokens are looked at."
+        )
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         raise LogProbError(
             f"cannot compute log-probabilities: input_ids has the shape {list(input_ids.shape)}, expected "
@@ -283,16 +310,19 @@ def _checked(input_ids: torch.Tensor, last: int | None, temperature: float, chun
 
 def _head_of(root: Any) -> nn.Linear:
     """Return the module that makes logits of hidden states."""
+    model = root if hasattr(root, "get_output_embeddings") else getattr(root, "model", root)
     try:
-        head = root.get_output_embeddings()
+        head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         head = None
-    if isinstance(head, nn.Linear) and not getattr(getattr(root, "config", None), "is_encoder_decoder", False):
+    generates = not hasattr(model, "can_generate") or model.can_generate()
+    causal = generates and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if causal and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
     raise LogProbError(
-        f"cannot compute log-probabilities: the head of {type(root).__name__} is a {type(head).__name__}, expected the "
-        "nn.Linear of a causal language model, as get_output_embeddings gives it. Use such a model, leave its head out "
-        "of adapters, or call linear_log_probs within its forward."
+        f"cannot compute log-probabilities: the head of {type(model).__name__} is a {type(head).__name__}, expected "
+        "the nn.Linear of a causal language model, as get_output_embeddings gives it. Use such a model, leave its head "
+        "out of adapters, or call linear_log_probs within its forward."
     )
 
 
@@ -300,8 +330,8 @@ def _check_hidden(root: nn.Module, hidden: torch.Tensor, input_ids: torch.Tensor
     if hidden.shape[:2] != input_ids.shape:
         raise LogProbError(
             f"cannot compute log-probabilities: the head of {type(root).__name__} gets hidden states of "
-            f"{list(hidden.shape[:2])}, expected one for each of the tokens {list(input_ids.shape)}. Leave "
-            "logits_to_keep out, and use a model that adds no tokens of its own."
+            f"{list(hidden.shape[:2])}, expected one for each of the tokens {list(input_ids.shape)}. Use a model that "
+            "adds no tokens of its own."
         )
 
 
@@ -309,14 +339,14 @@ def _pass(
     root: nn.Module,
     head: nn.Module,
     compute: Callable[[torch.Tensor], torch.Tensor],
-    inputs: dict[str, Any],
+    inputs: Mapping[str, Any],
     *,
     whole: bool = False,
 ) -> Any:
     """Run a model whose head computes something else; collective.
 
     Returns what the head gave out, which went through the hooks of the head and of the model: gradients then gather the
-    parameters of both. Or the ``whole`` output of the model.
+    parameters of both. With ``whole`` that and the output of the model.
     """
     made: list[torch.Tensor] = []
     forward = root.forward
@@ -335,7 +365,8 @@ def _pass(
         head.register_forward_hook(lambda _module, _inputs, output: made.append(output)),
         _instead(root, forward_of_root),
     ):
-        return root(**inputs)
+        output = root(**inputs)
+    return (made[0], output) if whole else output
 
 
 @contextmanager
@@ -353,33 +384,39 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 # --- what comes after the head ---------------------------------------------------------------------------------------
 
-_shapes: WeakKeyDictionary[nn.Module, LogitShape] = WeakKeyDictionary()
+_shapes: WeakKeyDictionary[nn.Module, tuple[bool, LogitShape]] = WeakKeyDictionary()
+"""Whether a model was sharded when it was asked, and what it said: asking a sharded model is collective."""
 
 
-def _shape_of(root: nn.Module, head: nn.Linear, input_ids: torch.Tensor) -> LogitShape:
+def _shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
     """Return what a model does to its logits; the first time it is asked, see [Note: after the head]."""
-    if root not in _shapes:
-        _shapes[root] = _asked(root, head, input_ids[:1, :1])
-    return _shapes[root]
+    known = _shapes.get(root)
+    if known is None or known[0] != is_sharded(root):
+        known = _shapes[root] = is_sharded(root), _asked(root, head, inputs)
+    return known[1]
 
 
-def _asked(root: nn.Module, head: nn.Linear, token: torch.Tensor) -> LogitShape:
-    known = torch.linspace(-1, 1, head.out_features, device=token.device) ** 3 * 2000
+def _asked(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
+    device = inputs["input_ids"].device
+    known = torch.linspace(-1, 1, head.out_features, device=device) ** 3 * 2000
 
-    def give(hidden: torch.Tensor) -> torch.Tensor:
-        return known.expand(*hidden.shape[:-1], -1)
+    def give(_hidden: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(True)  # from here on, so that a factor that is trained shows; no_grad ends it
+        return known.expand(1, 1, -1)
 
-    devices = [token.device] if token.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        output = _pass(root, head, give, {"input_ids": token, "use_cache": False}, whole=True)
-    logits = getattr(output, "logits", None)
-    if logits is not None and logits.shape == (1, 1, len(known)):
-        for shape in _candidates(known, logits[0, 0].to(known.dtype)):
-            if torch.allclose(shape.apply(known), logits[0, 0].to(known.dtype), rtol=_rounding(logits), atol=1e-6):
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        from_head, output = _pass(root, head, give, inputs, whole=True)
+    logits = getattr(output, "logits", torch.empty(0))
+    fits = logits.shape == (1, 1, len(known)) and not logits.requires_grad
+    if fits and torch.equal(from_head[0, 0].to(known.dtype), known):
+        got = logits[0, 0].to(known.dtype)
+        for shape in _candidates(known, got):
+            if torch.allclose(shape.apply(known), got, rtol=_rounding(logits), atol=1e-6):
                 return shape
     raise LogProbError(
-        f"cannot compute log-probabilities: {type(root).__name__} does to its logits what is neither a factor nor a "
-        "soft cap, expected one of them or nothing. Call linear_log_probs within its forward."
+        f"cannot compute log-probabilities: {type(root).__name__} does to its logits what is neither a fixed factor "
+        "nor a soft cap, or a hook on its head does something, expected one of the former or nothing. Call "
+        "linear_log_probs within its forward."
     )
 
 

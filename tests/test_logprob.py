@@ -11,6 +11,7 @@ import transformers
 from models import _BASE, VOCAB, batch_of, build
 from reference import assert_close, full_grads
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, build_mesh, shard_model, token_log_probs
 from fsdp2_strategy.errors import LogProbError
@@ -57,8 +58,8 @@ def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias,
         results.append([*both, *(leaf.grad for leaf in leaves)])
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
-    alone = linear_log_probs(hidden.view(3, 5, 8), weight, targets, offset, chunk_bytes=rows * ROW, shape=shape)
-    torch.testing.assert_close(alone, results[0][0] * 0 + alone)
+    options = {"temperature": 0.7, "chunk_bytes": rows * ROW, "shape": shape}
+    assert torch.equal(linear_log_probs(hidden.view(3, 5, 8), weight, targets, offset, **options), results[0][0])
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)])
@@ -133,12 +134,19 @@ def test_training_on_them_takes_the_steps_of_the_plain_ones_with_accumulation_an
 def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
     model = build("llama")
     ids = torch.randint(3, VOCAB, (4, 12))
-    largest = []
-    logsumexp = torch.Tensor.logsumexp
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "logsumexp", lambda t, *a, **k: largest.append(t.nbytes) or logsumexp(t, *a, **k))
-        token_log_probs(model, ids, chunk_bytes=5 * ROW)
-    assert max(largest) == 5 * ROW and len(largest) == 9
+    rows = []
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.ndim > 1 and result.shape[-1] == VOCAB:
+                rows.append(result.numel() // VOCAB)
+            return result
+
+    token_log_probs(model, ids)
+    with Rows():
+        token_log_probs(model, ids, chunk_bytes=5 * ROW).sum().backward()
+    assert max(n for n in rows if n != 32) == 5  # what has 32 rows is the transposed weight
 
 
 CAPPED = {
@@ -179,17 +187,68 @@ def test_what_cannot_be_is_an_error_on_every_rank():
             token_log_probs(model, ids, **(wrong if dist.get_rank() else {}))
     with pytest.raises(LogProbError, match="at least two tokens"):
         token_log_probs(model, ids[0])
-    with pytest.raises(LogProbError, match=r"gets hidden states of \[2, 1\]"):
-        token_log_probs(model, ids, logits_to_keep=1)
+    for name in ("labels", "logits_to_keep"):
+        with pytest.raises(LogProbError, match=f"{name} is among the inputs"):
+            token_log_probs(model, ids, **({name: ids} if dist.get_rank() else {}))
     expected = token_log_probs(model, ids)
     assert torch.equal(expected, token_log_probs(model, ids))
-    for name in ("t5", "vit", "mlp"):
+    for name in ("t5", "bert", "vit", "mlp"):
         with pytest.raises(LogProbError, match=r"the head of \w+ is a"):
             token_log_probs(build(name), ids)
 
 
+def test_they_are_as_exact_as_a_softmax_of_large_logits():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 16, generator=generator), torch.randn(VOCAB, 16, generator=generator) * 25
+    targets = (hidden @ weight.T).argmax(-1)
+    ours = linear_log_probs(hidden, weight, targets, chunk_bytes=64 * ROW)
+    assert torch.equal(ours, (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1))
+
+
+def test_autocast_means_the_same_forward_and_backward():
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, VOCAB, (6,), generator=generator)
+    grads = []
+    for chunked in (True, False):
+        hidden, weight = (torch.randn(n, 8, generator=generator.manual_seed(n)).requires_grad_() for n in (6, VOCAB))
+        with torch.autocast("cpu", torch.bfloat16):
+            if chunked:
+                found = linear_log_probs(hidden, weight, targets, chunk_bytes=2 * ROW)
+            else:
+                logits = nn.functional.linear(hidden, weight).float()
+                found = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+        found.sum().backward()
+        grads.append({"hidden": hidden.grad, "weight": weight.grad})
+    assert_close(grads[0], grads[1], 1e-2, "autocast")
+
+
+@pytest.mark.ranks(2)
+def test_a_model_may_be_asked_on_one_rank_before_it_is_sharded():
+    model = build("llama")
+    ids = batch_of("llama", 0, 0)["input_ids"]
+    if dist.get_rank() == 0:
+        token_log_probs(model, ids)
+    shard_model(model, bf16=False)
+    torch.testing.assert_close(token_log_probs(model, ids), plain(build("llama"), ids, ids.shape[1] - 1)[0])
+
+
 def test_logits_that_are_changed_in_another_way_are_refused():
+    class Trained(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) * 2
+
+    ids = torch.randint(3, VOCAB, (2, 9))
+    halved = build("llama")
+    halved.lm_head.register_forward_hook(lambda _m, _i, output: output * 0.5)
+    trained = build("llama")
+    factor = nn.Parameter(torch.tensor(2.0))
+    trained.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits * factor))
+    of_another_class = build("llama")
+    of_another_class.lm_head.__class__ = Trained
+    for odd in (halved, trained, of_another_class):
+        with pytest.raises(LogProbError, match="cannot compute"):
+            token_log_probs(odd, ids)
     model = build("llama")
     model.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits + 1))
-    with pytest.raises(LogProbError, match="neither a factor nor a soft cap"):
+    with pytest.raises(LogProbError, match="neither a fixed factor nor a soft cap"):
         token_log_probs(model, torch.randint(3, VOCAB, (2, 9)))
