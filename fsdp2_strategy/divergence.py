@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.modality import has_gradient
+from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import from_rank_0, group_in_use
 from fsdp2_strategy.residency import parameter_groups
 
@@ -37,8 +38,9 @@ def watch_units(units: Mapping[nn.Module, str], seconds: float) -> None:
     """
     (root,) = (module for module, name in units.items() if not name)
     watch = _Watch(seconds)
+    names = {module: clean(name) for name, module in root.named_modules()}
     for group in parameter_groups(root):
-        name = units[group.modules[0]] or "the root unit"
+        name = names[group.modules[0]] or "the root unit"
         group.unshard = functools.partial(_gather, watch, name, group, group.unshard)
         group.post_backward = functools.partial(_reduce, watch, name, group, group.post_backward)
     root.register_forward_hook(lambda *_: watch.meet("is through with its forward pass"))
@@ -79,8 +81,14 @@ class _Watch:
         self._store.set(f"{turn}/{self._rank}", note)
         try:
             self._store.wait([f"{turn}/{rank}" for rank in self._ranks], self._timeout)
-        except RuntimeError as late:  # the store's time-out
-            raise StepError(self._who_is_missing(turn, note)) from late
+            verdict = "met"
+        except RuntimeError:  # the store's time-out
+            verdict = "given up"
+        # One verdict for all: a rank that comes late must not take the notes of those that gave up for agreement.
+        if self._store.add(f"{turn}/claims", 1) == 1:
+            self._store.set(f"{turn}/verdict", verdict)
+        if self._store.get(f"{turn}/verdict").decode() != "met":
+            raise StepError(self._who_is_missing(turn, note))
         notes = [self._store.get(f"{turn}/{rank}").decode() for rank in self._ranks]
         if len(set(notes)) > 1:
             each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(notes))
@@ -90,6 +98,9 @@ class _Watch:
             )
         if turn > 1:  # everyone has read what was said two turns ago
             self._store.delete_key(f"{turn - 2}/{self._rank}")
+            if self._rank == 0:
+                self._store.delete_key(f"{turn - 2}/verdict")
+                self._store.delete_key(f"{turn - 2}/claims")
 
     def _who_is_missing(self, turn: int, note: str) -> str:
         missing = [rank for rank in self._ranks if not self._store.check([f"{turn}/{rank}"])]
@@ -101,5 +112,6 @@ class _Watch:
         ]
         return (
             f"cannot go on: rank {self._rank} {note}, and in {self._timeout.total_seconds():g} s not every rank came: "
-            f"{', '.join(last)}, expected the same units on each. Look at what that rank does instead."
+            f"{', '.join(last) or 'the others gave up before'}, expected the same units on each. Look at what that "
+            "rank does instead."
         )

@@ -19,15 +19,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fsdp2_strategy.errors import MeshError
-from fsdp2_strategy.ranks import current_device, group_among, group_in_use, on_group, ranks_of, world_size
+from fsdp2_strategy.ranks import (
+    current_device,
+    group_among,
+    group_in_use,
+    group_timeout,
+    on_group,
+    ranks_of,
+    world_size,
+)
 from fsdp2_strategy.residency import parameter_groups, unwrap_model
 
 ShardSize = int | Literal["auto"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Meshes own process groups, whose threads and file descriptors outlive them: one mesh a shape, for each group.
-_meshes: dict[tuple[str, int, tuple[int, ...]], DeviceMesh] = {}
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_meshes: dict[tuple[str, int, dist.ProcessGroup | None], DeviceMesh] = {}
+_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 _default_groups: list[dist.ProcessGroup | None] = []
 """The default group that they belong to."""
 
@@ -55,7 +63,7 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
     device_type = device_type or current_device().type
     group = group_in_use()
     _forget_those_of_another_default_group()
-    key = (device_type, shard_size, tuple(ranks_of(group)))
+    key = (device_type, shard_size, group)
     if key not in _meshes:
         shape = (size // shard_size, shard_size) if shard_size < size else (size,)
         axes = ("replicate", "shard")[-len(shape) :]
@@ -119,10 +127,13 @@ def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks, made by them alone; collective over them the first time."""
-    key = tuple(ranks)
+    """Return a group of some ranks of the group in use, with its time-out, made by them alone.
+
+    Collective over them the first time.
+    """
+    key = (group_in_use(), tuple(ranks))
     if key not in _groups:
-        _groups[key] = group_among(ranks)
+        _groups[key] = group_among(ranks, timeout=group_timeout())
     return _groups[key]
 
 

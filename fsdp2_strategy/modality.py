@@ -5,7 +5,8 @@ images take part in what those with images communicate.
 
 [Note: unequal ranks] A unit that one rank runs and another does not would leave the first waiting in a gather. Three
 policies (``mixed_mm_data``) prevent it:
-  "root"       the tower's parameters belong to the root unit, which every rank gathers.
+  "root"       the parameters of the tower, and of what stands between it and the text, belong to the root unit, which
+               every rank gathers.
   "replicate"  each rank holds the tower whole, so nothing is gathered. Its gradients are averaged over all ranks.
   "dummy"      the tower is sharded block by block, and a rank without images runs it on an image of zeros, as often as
                the rank that runs it most does. Its output is dropped, its gradients are zero.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -47,6 +48,17 @@ class Tower:
     owner: nn.Module
     """The model around it, which makes features of images and puts them among the text."""
 
+    @property
+    def embedding(self) -> nn.Module:
+        """The module that embeds the text, on every rank."""
+        return self.owner.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    def runs_for_images(self) -> list[nn.Module]:
+        """Return the modules that run where there are images: the tower, and what stands between it and the text."""
+        text = [child for child in self.owner.children() if self.embedding in child.modules()]
+        beside = [child for child in self.owner.children() if child not in text]
+        return list(dict.fromkeys(module for child in (self.module, *beside) for module in child.modules()))
+
 
 def find_tower(model: nn.Module) -> Tower | None:
     """Return the vision tower of a vision and language model of transformers; None where there is none; only reads."""
@@ -56,8 +68,9 @@ def find_tower(model: nn.Module) -> Tower | None:
             continue
         tower: Any = module.get_encoder(modality="image")
         if tower is not module and tower in names and hasattr(tower, "config"):
-            owner = next(m for m in names if tower in m.children())
-            return Tower(names[tower], tower, owner)
+            owner: Any = next(m for m in names if tower in m.children())
+            if isinstance(owner.get_input_embeddings(), nn.Module):
+                return Tower(names[tower], tower, owner)
     return None
 
 
@@ -67,6 +80,17 @@ _uneven: WeakSet[nn.Module] = WeakSet()
 def may_be_uneven(model: nn.Module) -> bool:
     """Say whether micro-batches of a sharded model may have gradients of different parameters."""
     return model in _uneven
+
+
+def leave_what_never_ran(group: Any) -> None:
+    """Let FSDP2 accumulate nothing for a unit that has not run on this rank yet, where it would fail."""
+    reduce = group.post_backward
+
+    def reduce_if_it_ran(*unused: Any) -> None:
+        if group.reduce_grads or any(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            reduce(*unused)
+
+    group.post_backward = reduce_if_it_ran
 
 
 def keep_out_of_order(group: Any) -> None:
@@ -115,6 +139,23 @@ def has_gradient(parameter: Any) -> bool:
     return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
 
 
+def keep_graph(tower: Tower) -> None:
+    """Let every rank have a backward pass where nothing is trained but what runs for images.
+
+    Else the loss of a rank without images has no graph, and the others wait for its part of their reductions.
+    """
+    tower.embedding.register_forward_hook(functools.partial(_with_graph, [*tower.owner.parameters()]))
+
+
+def _with_graph(
+    parameters: Sequence[nn.Parameter], _module: nn.Module, _inputs: object, output: torch.Tensor
+) -> torch.Tensor:
+    if output.requires_grad or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
+        return output
+    attached: torch.Tensor = _Attach.apply(output, output.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return attached
+
+
 def run_on_zeros(model: nn.Module, tower: Tower) -> None:
     """Let each rank run the tower as often in a forward pass as the rank that runs it most; see [Note: unequal ranks].
 
@@ -130,8 +171,7 @@ def run_on_zeros(model: nn.Module, tower: Tower) -> None:
         # Generation makes features of images before the first forward pass.
         model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
     tower.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
-    embedding: Any = tower.owner.get_input_embeddings()  # type: ignore[operator]
-    embedding.register_forward_hook(dummy.after_embedding)
+    tower.embedding.register_forward_hook(dummy.after_embedding)
 
 
 class _Dummy:
@@ -169,7 +209,7 @@ class _Dummy:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._process_group)
         if most and not self._was_tried:
             with all_or_none(f"run {self._tower.name} on an image of zeros", ShardError), torch.no_grad():
-                self._run()
+                self._try()
             self._was_tried = True
         return int(most) - own
 
@@ -181,6 +221,15 @@ class _Dummy:
         missing, self._missing = self._missing, 0
         features = [leaf for _ in range(missing) for leaf in self._run() if leaf.requires_grad]
         return _Attach.apply(embedded, *features) if features else embedded  # type: ignore[no-untyped-call]
+
+    def _try(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            raise ShardError(
+                f"cannot run {self._tower.name} on an image of zeros: {type(self._tower.owner).__name__} says "
+                f"{type(error).__name__}: {error}, expected features. Use mixed_mm_data='root' or 'replicate'."
+            ) from error
 
     def _run(self) -> list[torch.Tensor]:
         """Return the features of an image of zeros; as without it, no random number is drawn."""

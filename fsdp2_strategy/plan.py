@@ -270,21 +270,27 @@ class _Tree:
 
 
 def _join_tower(tower: Tower, kinds: dict[nn.Module, str], *, alone: bool) -> None:
-    """Leave a vision tower to the root, or make it a unit, changing ``kinds``."""
-    for module in tower.module.modules():
+    """Leave what runs for images to the root, or make the tower a unit, changing ``kinds``."""
+    for module in tower.runs_for_images():
         kinds.pop(module, None)
     if alone:
         kinds[tower.module] = "tower"
 
 
 def _check_tower(tower: Tower, kinds: dict[nn.Module, str]) -> None:
-    inside = [m for m in tower.module.modules() if m in kinds and kinds[m] != "tower"]
-    if inside:
-        raise ShardError(
-            f"cannot keep {tower.name} in one piece: {type(inside[0]).__name__} within it is a unit of its own "
-            f"({kinds[inside[0]]}), which ranks without images would not run, expected none. Use "
-            "mixed_mm_data='dummy', or leave keep_fp32 out of it."
-        )
+    for module in tower.runs_for_images():
+        if kinds.get(module, "tower") != "tower":
+            raise ShardError(
+                f"cannot keep {tower.name} and what follows it in one piece: {type(module).__name__} is a unit of its "
+                f"own ({kinds[module]}), which ranks without images would not run, expected none. Use "
+                "mixed_mm_data='dummy', or leave keep_fp32 out of it."
+            )
+        single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
+        if single:
+            raise ShardError(
+                f"cannot train {single[0]} of {type(module).__name__} where ranks may be without images: it has no "
+                "dimension, expected at least one. Use mixed_mm_data='dummy', or a shape of [1]."
+            )
 
 
 def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
@@ -349,9 +355,21 @@ def _settle_dtypes(
             if wanted[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
                 split = _widest_pure(tree, owner, unit, wanted)
                 kinds[split], parents[split] = "dtype", compute[unit]
+                _check_ties(tree, split, unit)
                 owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
                 waiting.append(split)  # it may hold others in turn
     return compute, parents
+
+
+def _check_ties(tree: _Tree, split: nn.Module, unit: nn.Module) -> None:
+    within = set(split.modules())
+    for parameter in split.parameters():
+        if not within.issuperset(tree.owners[parameter]):
+            raise ShardError(
+                f"cannot keep {' = '.join(tree.all_names[parameter])} in fp32: it is tied, and only a part of "
+                f"{tree.names[unit] or 'the root'} that uses it would be a unit of its own, expected all of it. Leave "
+                "it out of keep_fp32."
+            )
 
 
 def _widest_pure(tree: _Tree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]) -> nn.Module:

@@ -14,6 +14,7 @@ all of them without asking. A thread talks on the group that `on_group` sets, el
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -25,7 +26,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,8 @@ T = TypeVar("T")
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 # For each open strategy that does not train on all ranks: the default group at the time, and its own.
 _trainers: list[tuple[Any, Any]] = []
+# Strategies that train on all ranks.
+_of_all: WeakSet[Trainers] = WeakSet()
 # How often groups of some ranks were made, for each default group.
 _made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -121,17 +124,28 @@ class Trainers:
                     f"{ranks_of(other)}, expected the same. Close that one first."
                 )
         self.count = len(wanted)
+        self._world = world
         self._own = (world, group) if group is not None and self.count < dist.get_world_size() else None
+        if self._own and any(other._world is world for other in _of_all):
+            gc.collect()  # some may be nobody's any more
+            if any(other._world is world for other in _of_all):
+                raise MeshError(
+                    f"cannot train on ranks {wanted}: another strategy of this process trains on all ranks, expected "
+                    "the same. Close that one first."
+                )
 
     def begin(self) -> None:
         """Talk on the group from now on; not collective."""
         if self._own is not None:
             _trainers.append(self._own)
+        else:
+            _of_all.add(self)
 
     def close(self) -> None:
         """Let go of the group; not collective, and harmless when called again."""
         if self._own in _trainers:
             _trainers.remove(self._own)
+        _of_all.discard(self)
         self._own = None
 
 

@@ -34,7 +34,13 @@ from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.fingerprint import remember_as_built
 from fsdp2_strategy.hf.twin import keep_recorded_outputs
 from fsdp2_strategy.mesh import build_mesh, on_ranks_of
-from fsdp2_strategy.modality import keep_out_of_order, run_on_zeros, share_use
+from fsdp2_strategy.modality import (
+    keep_graph,
+    keep_out_of_order,
+    leave_what_never_ran,
+    run_on_zeros,
+    share_use,
+)
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, group_in_use, log
 from fsdp2_strategy.residency import (
@@ -190,7 +196,11 @@ def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
         return
     if plan.mixed_mm_data == "dummy":
         run_on_zeros(plan.model, plan.tower)
+    else:
+        keep_graph(plan.tower)
     of_units = {group.modules[0]: group for group in parameter_groups(plan.model)}
+    for group in of_units.values():
+        leave_what_never_ran(group)
     if plan.mixed_mm_data == "replicate":
         keep_out_of_order(of_units[plan.tower.module])
     share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
@@ -202,7 +212,8 @@ def _settle_gradient_dtypes(group: Any) -> None:
     FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
     with frozen weights, would leave it with none.
     """
-    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+    floating = [parameter for parameter in group.fsdp_params if parameter.sharded_param.is_floating_point()]
+    trained = [parameter for parameter in floating if parameter.sharded_param.requires_grad] or floating
     find_dtypes = group._init_mp_dtypes
 
     def find_dtypes_of_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import warnings
@@ -765,3 +766,21 @@ def test_adapters_of_a_folder_load_on_meta(bf16, tmp_path):
         model = PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
     strategy.prepare_model(model, is_training=True)
     assert_same(full_parameters(model), full_parameters(run[1].model))
+
+
+@pytest.mark.ranks(2)
+def test_a_stream_leaves_nothing_of_the_merge_behind():
+    from fsdp2_strategy import residency
+
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules="all-linear"))
+    shard_model(model, is_training=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(residency._computed)
+        for _ in range(2):
+            for _ in stream_weights(model):
+                pass
+            assert len(residency._computed) == before
+    finally:
+        gc.enable()

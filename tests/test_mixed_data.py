@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import transformers
 from models import _BASE, VOCAB, batch_of, build
 from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
 
-from fsdp2_strategy import FSDPV2Strategy, ShardError, StepError, StrategyConfig, build_mesh, explain, shard_model
+from fsdp2_strategy import FSDPV2Strategy, ShardError, StepError, StrategyConfig, explain, shard_model
 
 POLICIES = ("root", "dummy", "replicate")
 
@@ -89,22 +87,43 @@ def test_ranks_with_and_without_images_train_as_one_process_that_has_all(world, 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("world", "grad_sync"), cases((2, "last"), (4, "defer_all_reduce")))
 def test_micro_batches_may_have_images_at_any_time(world, policy, grad_sync):
-    model = qwen2_5_vl()
-    reference = Unsharded(model, loss_of, lr=1e-3)
-    config = StrategyConfig(mixed_mm_data=policy, grad_sync=grad_sync, train_batch_size=3 * world, bf16=False)
-    strategy = FSDPV2Strategy(config=config)
-    strategy.prepare_model(model, is_training=True, shard_size=world // 2)
-    optimizer = strategy.create_optimizer(model, lr=1e-3)
-    steps = [[False, rank == 0, False] for rank in range(world)], [[rank == 1, False, False] for rank in range(world)]
-    for images in steps:
-        batches = [[batch("qwen2_5_vl", i, rank, images[rank][i]) for i in range(3)] for rank in range(world)]
-        for micro in batches[dist.get_rank()]:
-            strategy.backward(loss_of(model, micro), model, optimizer)
-            if micro is batches[dist.get_rank()][-1]:
-                grads = full_grads(model)
-            strategy.optimizer_step(optimizer, model, None)
-        reference.step([b for of_rank in batches for b in of_rank], scale=1 / 3)
-        assert_close(grads, reference.grads, 1e-5, f"{policy}, {grad_sync}")
+    for bf16 in (False, True):
+        model = qwen2_5_vl()
+        reference = Unsharded(model.to(torch.bfloat16) if bf16 else model, loss_of, lr=1e-3)
+        model = qwen2_5_vl()
+        config = StrategyConfig(mixed_mm_data=policy, grad_sync=grad_sync, train_batch_size=3 * world, bf16=bf16)
+        strategy = FSDPV2Strategy(config=config)
+        strategy.prepare_model(model, is_training=True, shard_size=world // 2)
+        optimizer = strategy.create_optimizer(model, lr=1e-3)
+        some, others = [False, True, False], [True, False, False]
+        for images in ([some if rank == 0 else [False] * 3 for rank in range(world)], [others] + [some] * (world - 1)):
+            batches = [[batch("qwen2_5_vl", i, rank, images[rank][i]) for i in range(3)] for rank in range(world)]
+            for micro in batches[dist.get_rank()]:
+                strategy.backward(loss_of(model, micro), model, optimizer)
+                if micro is batches[dist.get_rank()][-1]:
+                    grads = full_grads(model)
+                strategy.optimizer_step(optimizer, model, None)
+            reference.step([b for of_rank in batches for b in of_rank], scale=1 / 3)
+            assert_close(grads, reference.grads, 3e-2 if bf16 else 1e-5, f"{policy}, {grad_sync}")
+            if bf16:
+                break  # the reference's masters are bf16
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.ranks(2)
+def test_a_projector_or_a_tower_may_be_all_that_is_trained(policy):
+    for part in ("projector", "vision_tower"):
+        model = model_of("llava")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part in name)
+        reference = Unsharded(model, loss_of, lr=1e-3)
+        shard_model(model, is_training=True, bf16=False, mixed_mm_data=policy)
+        batches = [batch("llava", 0, rank, rank == 0) for rank in range(2)]
+        loss_of(model, batches[dist.get_rank()]).backward()
+        found = full_grads(model)
+        loss_of(reference.model, batches[0]).backward()
+        expected = {n: p.grad / 2 for n, p in reference.model.named_parameters() if p.grad is not None}
+        assert_close(found, expected, 1e-5, f"{policy}, {part}")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -122,8 +141,9 @@ def test_in_bf16_with_recomputation_and_a_frozen_tower_and_after_evaluation(poli
             with torch.no_grad():
                 loss_of(model, batch("qwen2_5_vl", step, rank, rank == 1))
             strategy.backward(loss_of(model, batch("qwen2_5_vl", step, rank, rank == 0)), model, optimizer)
+            trained = {name for name, p in model.named_parameters() if p.grad is not None}
+            assert trained == {n for n, _ in model.named_parameters() if not (freezes and "visual" in n)}
             assert strategy.optimizer_step(optimizer, model, None).stepped
-        assert any(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -180,10 +200,11 @@ def test_where_units_of_ranks_diverge_each_of_them_names_rank_and_unit_in_second
     # one that does not come at all
     model = build("llama")
     shard_model(model, is_training=True, debug_divergence_seconds=1)
-    expected = pytest.raises(StepError, match=r"in 1 s not every rank came: rank 1 has not begun")
-    with nullcontext() if rank else expected:
-        if rank == 0:
-            model(**batch_of("llama", 0, 0))
+    if rank:
+        time.sleep(2)
+    expected = "the others gave up before" if rank else "in 1 s not every rank came: rank 1 has not begun"
+    with pytest.raises(StepError, match=expected):  # the late one hears of it, too
+        model(**batch_of("llama", 0, 0))
     dist.barrier()
 
 
@@ -209,7 +230,7 @@ def test_plans_say_where_the_tower_is(capsys):
 @pytest.mark.ranks(2)
 def test_what_cannot_be_kept_in_step_is_an_error():
     for policy in ("root", "replicate"):
-        with pytest.raises(ShardError, match=r"cannot keep model.visual in one piece: \w+ within it is a unit"):
+        with pytest.raises(ShardError, match=r"cannot keep model.visual and .* in one piece: \w+ is a unit"):
             shard_model(qwen2_5_vl(), mixed_mm_data=policy, keep_fp32=("*visual.blocks.0.norm1*",))
     model = qwen2_5_vl()
     model.model.visual.config.spatial_merge_size = 0
@@ -217,6 +238,29 @@ def test_what_cannot_be_kept_in_step_is_an_error():
         shard_model(model, mixed_mm_data="dummy")
     assert StrategyConfig(mixed_mm_data=True).mixed_mm_data == "root"
     assert StrategyConfig.from_args({"mixed_mm_data": False}).mixed_mm_data is None
-    mesh = build_mesh()
-    shard_model(build("llama"), mesh, mixed_mm_data="dummy")
-    assert copy.copy(mesh) is not None
+    shard_model(build("llama"), mixed_mm_data="dummy")
+    model = model_of("llava")
+    with pytest.raises(ShardError, match=r"Linear is a unit of its own \(dtype\)"):
+        shard_model(model, mixed_mm_data="root", keep_fp32=("*multi_modal_projector.linear_1*",))
+    model.model.multi_modal_projector.gate = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ShardError, match="cannot train gate of LlavaMultiModalProjector"):
+        shard_model(model, mixed_mm_data="replicate")
+    with pytest.raises(ShardError, match="it is tied"):
+        shard_model(build("llama_tied"), keep_fp32=("model.embed_tokens.*",))
+
+
+def test_what_stands_between_tower_and_text_is_left_to_the_root_as_well():
+    from transformers import Idefics2Config, Idefics2ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Idefics2Config(
+        text_config={**_BASE, "model_type": "mistral"},
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        perceiver_config={"resampler_n_latents": 2, "resampler_depth": 1, "resampler_n_heads": 2,
+                          "resampler_head_dim": 8, "num_key_value_heads": 1},
+        image_token_id=VOCAB - 1,
+    )  # fmt: skip
+    model = Idefics2ForConditionalGeneration(config)
+    assert "connector" in explain(model).split("unclaimed")[0]
+    for policy in ("root", "replicate"):
+        assert "connector" not in explain(model, mixed_mm_data=policy).split("unclaimed")[0]

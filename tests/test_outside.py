@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, batch_of, build
+from models import CASES, VOCAB, batch_of, build
 from pool import processes
 from reference import CountCollectives, assert_close, full_parameters
 from torch.distributed.device_mesh import DeviceMesh
@@ -644,3 +644,20 @@ def test_where_nobody_serves_and_what_is_no_place_is_an_error_that_says_so():
         taken.listen()
         with pytest.raises(RolloutError, match="cannot serve at"):
             serve(Keeper(), f"localhost:{taken.getsockname()[1]}")
+
+
+@pytest.mark.ranks(3)
+def test_a_strategy_of_some_ranks_beside_one_of_all_is_an_error_and_groups_made_again_get_meshes_of_their_own():
+    whole = FSDPV2Strategy()
+    parts = [dist.new_group([0, 1]) for _ in range(2)]
+    if dist.get_rank() < 2:
+        with pytest.raises(MeshError, match="another strategy of this process trains on all ranks"):
+            FSDPV2Strategy(process_group=parts[0])
+        assert whole.world_size == 3
+    whole.close()
+    for part in parts:
+        if dist.get_rank() < 2:
+            with FSDPV2Strategy(process_group=part) as strategy:
+                model = strategy.prepare_model(build("llama"))
+                assert model(torch.zeros(1, 2, dtype=torch.long)).logits.shape == (1, 2, VOCAB)
+            dist.destroy_process_group(part)

@@ -147,7 +147,7 @@ threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 _default_groups: list[Any] = []
 """The default group that they belong to."""
 
@@ -200,9 +200,8 @@ def _own_group() -> dist.ProcessGroup:
     if any(group is not dist.group.WORLD for group in _default_groups):
         forget_groups()
     _default_groups[:] = [dist.group.WORLD]
-    key = tuple(ranks_of(group_in_use()))
-    if key not in _groups:
+    group = group_in_use()
+    if group not in _groups:
         options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}
-        is_of_all = group_in_use() is None
-        _groups[key] = dist.new_group(**options) if is_of_all else group_among(list(key), **options)
-    return _groups[key]
+        _groups[group] = dist.new_group(**options) if group is None else group_among(ranks_of(group), **options)
+    return _groups[group]

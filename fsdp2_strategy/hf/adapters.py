@@ -214,25 +214,26 @@ def _stripped(copied: nn.Module, root: nn.Module, merge: Adapted | None) -> nn.M
         merge: is told of each adapted layer, its name and the twin's module that takes its place; None where values
             do not matter.
     """
-    done: dict[nn.Module, nn.Module] = {}
+    return _strip(copied, root, "", merge, {})
 
-    def strip(new: nn.Module, module: nn.Module, name: str) -> nn.Module:
-        if module in done:
-            return done[module]
-        if path := _path_inside(module, merging=merge is not None):
-            inner = strip(new.get_submodule(path), module.get_submodule(path), name)
-            if merge is not None and path == "base_layer":
-                merge(module, clean(name), inner)
-        else:
-            inner = new
-            for child_name, child in list(module._modules.items()):
-                if child is not None:
-                    child_in_full = f"{name}.{child_name}" if name else child_name
-                    inner._modules[child_name] = strip(new._modules[child_name], child, child_in_full)  # type: ignore[arg-type]
-        done[module] = inner
-        return inner
 
-    return strip(copied, root, "")
+def _strip(
+    new: nn.Module, module: nn.Module, name: str, merge: Adapted | None, done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    if module in done:
+        return done[module]
+    if path := _path_inside(module, merging=merge is not None):
+        inner = _strip(new.get_submodule(path), module.get_submodule(path), name, merge, done)
+        if merge is not None and path == "base_layer":
+            merge(module, clean(name), inner)
+    else:
+        inner = new
+        for child_name, child in list(module._modules.items()):
+            if child is not None:
+                in_full = f"{name}.{child_name}" if name else child_name
+                inner._modules[child_name] = _strip(new._modules[child_name], child, in_full, merge, done)  # type: ignore[arg-type]
+    done[module] = inner
+    return inner
 
 
 def _path_inside(module: nn.Module, *, merging: bool) -> str:

@@ -56,7 +56,6 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
         stand_in: gives what stands for a parameter or buffer; by default a meta tensor of its global shape.
     """
     tensors: dict[int, torch.Tensor] = {}
-    modules: dict[int, nn.Module] = {}
 
     def tensor(original: torch.Tensor | None) -> torch.Tensor | None:
         if original is None:
@@ -68,21 +67,27 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
             tensors[id(original)] = new
         return tensors[id(original)]
 
-    def copy(module: nn.Module) -> nn.Module:
-        if id(module) not in modules:
-            cls = original_class(module)
-            new = modules[id(module)] = cls.__new__(cls)
-            nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
-            own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
-            new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
-            new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
-            new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
-            new._modules = {name: copy(child) if child is not None else None for name, child in module._modules.items()}
-            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-            new.training = module.training
-        return modules[id(module)]
+    return _copied(model, tensor, {})
 
-    return copy(model)
+
+# Not within `twin`: a function that refers to itself would keep what stands in for tensors until garbage is collected.
+def _copied(
+    module: nn.Module, tensor: Callable[[torch.Tensor | None], torch.Tensor | None], modules: dict[int, nn.Module]
+) -> nn.Module:
+    if id(module) not in modules:
+        cls = original_class(module)
+        new = modules[id(module)] = cls.__new__(cls)
+        nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
+        own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
+        new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
+        new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
+        new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
+        new._modules = {
+            name: None if child is None else _copied(child, tensor, modules) for name, child in module._modules.items()
+        }
+        new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        new.training = module.training
+    return modules[id(module)]
 
 
 def _is_its_own(name: str, value: object, cls: type[nn.Module]) -> bool:
