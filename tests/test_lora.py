@@ -113,7 +113,7 @@ def test_float64_training_equals_peft_unsharded(world, name):
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_moe"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS[1:3])
 def test_float32_training_equals_peft_unsharded(world, name):
     model = adapted(name, target_modules=["q_proj", "qkv", "v_proj"])
     train_beside_reference(model, name=name, dtype=torch.float32, tolerances=(1e-5, 2e-4))
@@ -343,7 +343,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS[1:3])
 def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_path):
     for kind, options in KINDS.items():
         name = options.get("name", "llama")
@@ -357,7 +357,7 @@ def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_p
         assert not any(getattr(module, "merged", False) for module in model.modules())
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS[1:3])
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     for kind in ("all", "modules", "experts"):
         name = KINDS[kind].get("name", "llama")
@@ -537,7 +537,7 @@ def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_pat
 # --- out: adapters alone -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS[1:3])
 def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path):
     for kind in ("all", "biases", "embeddings", "modules", "dora", "half", "experts"):
         options = KINDS[kind]
