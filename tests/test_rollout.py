@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fsdp2_strategy.offload import offload
 from fsdp2_strategy.residency import parameter_groups, unwrap_model
 from fsdp2_strategy.rollout import ENGINES, TransformersEngine, stream_weights, weight_checksums
 from fsdp2_strategy.rollout import bucket as bucket_module
+from fsdp2_strategy.rollout import stream as stream_module
 
 GENERATING = ["llama_tied", "phi3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba", "t5", "qwen2_vl"]
 
@@ -92,7 +94,7 @@ def test_many_small_tensors_take_few_collectives_and_large_ones_are_not_copied(m
         copied = []
         read = bucket_module.Part.read
         patched.setattr(bucket_module.Part, "read", lambda part, rows: copied.append((part, rows)) or read(part, rows))
-        for _, tensor in stream_weights(model):
+        for _, tensor in stream_weights(model, bucket_bytes=1 << 28):  # another plan
             _, rows = copied.pop()
             if tensor.nbytes >= 1 << 10:
                 assert tensor.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
@@ -490,3 +492,30 @@ def test_what_a_model_computes_from_several_tensors_of_the_hub_reaches_the_engin
     engine.update_weights(stream_weights(model, dtype=None))
     for key, parameter in model.named_parameters():
         assert torch.equal(engine.model.get_parameter(key), parameter), key
+
+
+@pytest.mark.ranks(2)
+def test_streams_of_one_model_share_a_plan_and_nothing_else(monkeypatch):
+    model = sharded("llama")
+    plans = []
+    with monkeypatch.context() as patched:
+        plan = stream_module._plan
+        patched.setattr(stream_module, "_plan", lambda *a: plans.append(a) or plan(*a))
+        first = weight_checksums(stream_weights(model, bucket_bytes=6000))
+        pairs = zip(stream_weights(model, bucket_bytes=6000), stream_weights(model, bucket_bytes=6000), strict=True)
+        assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+        assert len(plans) == 1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        second = weight_checksums(stream_weights(model, bucket_bytes=6000))
+        assert first.keys() == second.keys() and not set(first.values()) & set(second.values())
+        model.register_buffer("late", torch.ones(3))
+        assert "late" in dict(stream_weights(model, bucket_bytes=6000)) and len(plans) == 2
+        list(stream_weights(model, dtype=None, bucket_bytes=6000))
+        assert len(plans) == 3
+    gone = weakref.ref(model)
+    del model, parameter
+    plans.clear()
+    gc.collect()
+    assert gone() is None

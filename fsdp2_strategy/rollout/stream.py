@@ -9,10 +9,12 @@ buckets of items -> while the tensors of a bucket are given out, the next bucket
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -90,7 +92,8 @@ def _prepared(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
         raise RolloutError(f"cannot stream: bucket_bytes is {bucket_bytes}, expected at least 1. Use 512 * 2**20, say.")
     check_usable(root)
     merged = without_adapters(root)
-    loads = _plan(merged.model, dtype, bucket_bytes)
+    plan = _plan(merged.model, dtype, bucket_bytes) if merged.adapters else _planned(root, dtype, bucket_bytes)
+    loads = [copy.copy(load) for load in plan]  # what a bucket is doing belongs to one stream
     return merged, loads, Buffers(loads, bucket_bytes)
 
 
@@ -205,6 +208,22 @@ class _Load(Bucket):
     def facts(self) -> list[object]:
         """Return what must be the same on every rank."""
         return [self.nbytes, *((name, tuple(r.shape), r.dtype) for name, r in self.regions.items())]
+
+
+# The plan of each model's last stream: what it was asked for, the model's tensors then, and the buckets.
+_plans: WeakKeyDictionary[nn.Module, tuple[object, list[_Load]]] = WeakKeyDictionary()
+
+
+def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
+    """Return the plan of a stream: that of the last one, where nothing but values has changed since.
+
+    A plan holds the tensors that it is about, so that another one never has the address of one of them.
+    """
+    held = [id(t) for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
+    asked = (dtype, bucket_bytes, held)
+    if root not in _plans or _plans[root][0] != asked:
+        _plans[root] = asked, _plan(root, dtype, bucket_bytes)
+    return _plans[root][1]
 
 
 def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
