@@ -41,6 +41,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/vla.py
+	$(BIN)/python benchmarks/logprob.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
