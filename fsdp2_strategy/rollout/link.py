@@ -6,11 +6,16 @@ Input: an address, or a rank of the default group; headers and tensors. Output: 
 that of the default group, or one that stands at an address. Nothing is pickled: headers are JSON. A process that dies
 closes its connection, which the other end hears of at once. Sessions are numbered in the store: a server takes one
 after the other, and skips those whose trainer has left meanwhile.
+
+[Note: beats] From beginning to end of a session, a thread of each end says every second, under a tag of its own, that
+its process lives, and hears that the other does. So silence means trouble, whatever an end waits for and however long:
+it breaks the connection off, and what waits on it fails. Nothing else has a time-out.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +32,15 @@ from torch.distributed import distributed_c10d
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.ranks import current_device
 
-_FOREVER = 10 * 365 * 24 * 3600.0
+_FOREVER = timedelta(days=3650)
+_BEAT_SECONDS = 1.0
+_HEADER_BYTES = 64 << 20
+_TALK, _BEATS, _NOTHING = range(3)  # tags
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantized ones are more than bytes
+}
 
 
 # --- how the two find each other -------------------------------------------------------------------------------------
@@ -77,8 +90,10 @@ def store_at(address: str | None, peer: int | None, *, serves: bool, seconds: fl
     host, _, port = address.rpartition(":")
     options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "timeout": timedelta(seconds=seconds)}
     try:
-        store = dist.TCPStore(host, int(port), **options)  # type: ignore[attr-defined]
-    except (RuntimeError, ValueError) as error:
+        if serves:  # a store that listens by itself does so on every interface
+            options["master_listen_fd"] = _listening(host.strip("[]"), int(port)).detach()
+        store = dist.TCPStore(host.strip("[]"), int(port), **options)  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError, OSError) as error:
         action = "serve at" if serves else "reach an engine: nobody serves at"
         raise RolloutError(
             f"cannot {action} {address} ({_first_line(error)}), expected a server of that name and port. Check the "
@@ -87,6 +102,11 @@ def store_at(address: str | None, peer: int | None, *, serves: bool, seconds: fl
     if serves:
         _stores[address] = store
     return store
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    [(family, _, _, _, place), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.create_server(place[:2], family=family, backlog=128)
 
 
 def knock(store: Any, where: str, seconds: float) -> Link:
@@ -139,83 +159,145 @@ def _store_lives(where: str) -> Iterator[None]:
 
 
 class GoneError(Exception):
-    """The other end is."""
+    """The other end is, or says what cannot be understood."""
 
 
 class Link:
-    """A connection of two processes: JSON headers and tensors; see [Note: a session]."""
+    """A connection of two processes: JSON headers and tensors; see [Note: a session] and [Note: beats].
+
+    Args:
+        store: at which the two meet.
+        rank: 0 or 1.
+        seconds: of silence, after which the other end counts as gone; two beats at least.
+    """
 
     def __init__(self, store: Any, rank: int, seconds: float) -> None:
         self._other = 1 - rank
-        with _or_gone():
+        self._seconds = max(seconds, 2 * _BEAT_SECONDS)
+        self._over = threading.Event()
+        self._silence: str | None = None
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        try:
             self._group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise GoneError(_first_line(error)) from error
+        self._beating.start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a header and tensors; return when the other end has them."""
+        """Send a header and tensors; return when the other end has them.
+
+        Raises:
+            RolloutError: the header is too large. Nothing has been sent then.
+        """
         described = [(_dtype_name(tensor), list(tensor.shape)) for tensor in tensors]
         text = json.dumps({**header, "tensors": described} if described else header).encode()
-        flats = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-        for flat in (*flats, *map(bytes_of, tensors)):
+        if len(text) > _HEADER_BYTES:
+            raise RolloutError(
+                f"cannot send a header: it is {len(text)} bytes long, expected at most {_HEADER_BYTES}. Send numbers "
+                "as tensors."
+            )
+        length = torch.tensor([len(text)], device="cpu")
+        for flat in [length, torch.frombuffer(bytearray(text), dtype=torch.uint8), *map(bytes_of, tensors)]:
             self.end(self.begin(flat))
 
     def begin(self, flat: torch.Tensor) -> dist.Work | None:
         """Begin to send a tensor in host memory; one without elements does not travel."""
-        with _or_gone():
-            return self._group.send([flat], self._other, 0) if flat.numel() else None
+        with self._or_gone():
+            return self._group.send([flat], self._other, _TALK) if flat.numel() else None
 
     def end(self, work: dist.Work | None) -> None:
         """Return when it has been sent."""
         if work is not None:
-            with _or_gone():
-                work.wait()
+            with self._or_gone():
+                _wait(work)
 
-    def receive(self, seconds: float) -> dict[str, Any]:
-        """Return a header."""
-        length = torch.zeros(1, dtype=torch.int64)
-        self.receive_into(length, seconds)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self.receive_into(text, seconds)
-        header: dict[str, Any] = json.loads(text.numpy().tobytes())
+    def receive(self) -> dict[str, Any]:
+        """Return a header, whenever it comes."""
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.receive_into(length)
+        with understood():
+            if not 0 < int(length) <= _HEADER_BYTES:
+                raise ValueError(f"a header of {int(length)} bytes")
+            text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        self.receive_into(text)
+        with understood():
+            header: dict[str, Any] = dict(json.loads(text.numpy().tobytes()))
         return header
 
-    def receive_some_time(self) -> dict[str, Any]:
-        """Return a header, whenever it comes: a connection tells when its other end closes."""
-        header: Future[dict[str, Any]] = Future()
-
-        def wait() -> None:
-            try:
-                header.set_result(self.receive(_FOREVER))
-            except Exception as error:  # noqa: BLE001  raised below
-                header.set_exception(error)
-
-        # The main thread hears of signals only when it comes back to Python.
-        threading.Thread(target=wait, daemon=True).start()
-        while True:
-            with suppress(TimeoutError):
-                return header.result(0.5)
-
-    def receive_into(self, flat: torch.Tensor, seconds: float) -> None:
-        """Fill a tensor."""
+    def receive_into(self, flat: torch.Tensor) -> None:
+        """Fill a tensor in host memory."""
         if flat.numel():
-            with _or_gone():
-                self._group.recv([flat], self._other, 0).wait(timedelta(seconds=seconds))
+            with self._or_gone():
+                _wait(self._group.recv([flat], self._other, _TALK))
 
-    def receive_tensors(self, header: Mapping[str, Any], seconds: float) -> list[torch.Tensor]:
-        """Return the tensors behind a header, in host memory."""
+    def receive_tensors(self, header: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors behind a header, on the device of this process."""
         tensors = []
-        for dtype, shape in header.get("tensors", ()):
-            flat = torch.empty(prod(shape) * _dtype_of(dtype).itemsize, dtype=torch.uint8)
-            self.receive_into(flat, seconds)
-            tensors.append(view_of(flat, dtype, shape, 0))
-        return tensors
+        with understood():
+            for dtype, shape in header.get("tensors", ()):
+                flat = torch.empty(prod(shape) * _DTYPES[dtype].itemsize, dtype=torch.uint8, device="cpu")
+                tensors.append(view_of(flat, dtype, shape, 0))
+                self.receive_into(flat)
+        return [tensor.to(current_device()) for tensor in tensors]
+
+    def drop(self) -> None:
+        """Close the connection: what waits at either end hears that the other is gone; harmless when called again."""
+        self._over.set()
+        nothing = torch.zeros(1, device="cpu")
+        with suppress(RuntimeError):  # gloo closes a connection on which somebody has waited in vain
+            self._group.recv([nothing], self._other, _NOTHING).wait(timedelta(milliseconds=1))
+        if threading.current_thread() is not self._beating:
+            self._beating.join()
+
+    def _beat(self) -> None:
+        """Say that this process lives, and hear that the other does; see [Note: beats]."""
+        said, heard = torch.zeros(2, 1, device="cpu").unbind()
+        while not self._over.wait(_BEAT_SECONDS):
+            began = time.monotonic()
+            try:
+                work = self._group.send([said], self._other, _BEATS)
+                self._group.recv([heard], self._other, _BEATS).wait(timedelta(seconds=self._seconds))
+                work.wait(_FOREVER)
+            except RuntimeError:
+                if time.monotonic() - began >= self._seconds:
+                    self._silence = f"it has said nothing for {self._seconds:g} s"
+                return
+
+    @contextmanager
+    def _or_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.drop()
+            raise GoneError(self._silence or _first_line(error)) from error
+
+
+def _wait(work: dist.Work) -> None:
+    """Wait as long as it takes; the main thread, which hears of signals only in Python, lets another one do so."""
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() or not thread.is_alive():  # no thread starts while the program ends
+        work.wait(_FOREVER)
+        return
+    ended: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            work.wait(_FOREVER)
+            ended.set_result(None)
+        except RuntimeError as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    ended.result()
 
 
 @contextmanager
-def _or_gone() -> Iterator[None]:
+def understood() -> Iterator[None]:
+    """Take what the other end has said, and cannot be understood, for the end of the session."""
     try:
         yield
-    except RuntimeError as error:
-        raise GoneError(_first_line(error)) from error
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise GoneError(f"it does not keep to the protocol: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def entry_of(name: str, tensor: torch.Tensor, begin: int) -> tuple[str, str, list[int], int]:
@@ -225,12 +307,13 @@ def entry_of(name: str, tensor: torch.Tensor, begin: int) -> tuple[str, str, lis
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in host memory; its own where it lies there."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    own = tensor.detach().resolve_conj().resolve_neg()
+    return own.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def view_of(flat: torch.Tensor, dtype: str, shape: Sequence[int], begin: int) -> torch.Tensor:
     """Return the tensor whose bytes begin somewhere in a buffer."""
-    kind = _dtype_of(dtype)
+    kind = _DTYPES[dtype]
     return flat[begin : begin + prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
@@ -238,10 +321,10 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is its bytes and nothing more."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
@@ -252,7 +335,7 @@ def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+    if isinstance(value, torch.Tensor) and is_plain(value):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):
@@ -263,18 +346,19 @@ def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [packed(v, f"{what}[{i}]", tensors) for i, v in enumerate(value)]}
     raise RolloutError(
-        f"cannot send {what}: it is a {type(value).__name__}, expected numbers, strings, None, dense tensors, and "
-        "lists, tuples and mappings of them. Nothing is pickled between trainer and engine: convert it."
+        f"cannot send {what}: it is a {type(value).__name__}, expected numbers, strings, None, plain dense tensors, "
+        "and lists, tuples and mappings of them. Nothing is pickled between trainer and engine: convert it (a DTensor "
+        "with full_tensor)."
     )
 
 
 def unpacked(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that `packed` made JSON of, its tensors on the device of this process."""
+    """Return the value that `packed` made JSON of."""
     if not isinstance(value, dict):
         return value
     [(kind, inner)] = value.items()
     if kind == "tensor":
-        return tensors[inner].to(current_device())
+        return tensors[inner]
     if kind == "dict":
         return {unpacked(k, tensors): unpacked(v, tensors) for k, v in inner}
     return (list if kind == "list" else tuple)(unpacked(v, tensors) for v in inner)

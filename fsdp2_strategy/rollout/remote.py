@@ -2,8 +2,7 @@
 
 Input, at the trainer's end: weights and calls, as for any engine. Output: what the engine in the other process says.
 
-A request is a header with tensors behind it, and so is its answer. While an engine computes, a thread of the server
-says every second that it does, so that silence means trouble.
+A request is a header with tensors behind it, and so is its answer. Both may take their time; see [Note: beats].
 
 [Note: packs] Weights travel in packs: small tensors together in one buffer, a large one alone, as it is. A pack travels
 while the next is filled, and arrives while the one before is used. Each end holds two.
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import finalize
@@ -31,19 +30,21 @@ from fsdp2_strategy.rollout.link import (
     Link,
     bytes_of,
     entry_of,
+    is_plain,
     knock,
     next_session,
     packed,
     place_of,
     store_at,
+    understood,
     unpacked,
     view_of,
 )
 
 _PACK_BYTES = 64 << 20
 _LARGE_BYTES = 16 << 20
+_LEAVE_SECONDS = 1.0
 _ALIGNMENT = 16
-_BEAT_SECONDS = 1.0
 _CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
 
 
@@ -57,7 +58,8 @@ class RemoteEngine:
     Args:
         address: ``"host:port"`` at which the other process serves; it shares no group with this one.
         peer: instead, the rank of the default group that serves.
-        timeout_seconds: after which a server that says nothing is given up. One that dies is heard of at once.
+        timeout_seconds: after which a server whose host falls silent is given up; calls may take longer. One that
+            dies is heard of at once.
 
     Raises:
         RolloutError: nobody serves there. Calls raise it where the server is gone, where the engine there has failed,
@@ -66,18 +68,17 @@ class RemoteEngine:
 
     def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
         self._where = place_of(address, peer)
-        self._seconds = timeout_seconds
         self._link = knock(store_at(address, peer, serves=False, seconds=timeout_seconds), self._where, timeout_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
         # It also runs where nobody calls it: when this is dropped, and when the program ends.
-        self._goodbye = finalize(self, _say_goodbye, self._link)
+        self._goodbye = finalize(self, _leave, self._link, self._turn)
 
     def close(self) -> None:
-        """Let the server have another trainer; harmless when called again."""
-        self._goodbye()
+        """Let the server have another trainer, also in the middle of a call; harmless when called again."""
         self._lost = self._lost or "it was closed"
+        self._goodbye()
 
     def update_weights(self, weights: Weights) -> None:
         """Send every weight to the engine, under its hub name; see [Note: packs]."""
@@ -119,11 +120,11 @@ class RemoteEngine:
         told = self._ask("is_asleep")
         return self._sleeps if told is None else bool(told)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, /, *args: Any, **kwargs: Any) -> Any:
         """Generate as the engine there does, with the same arguments and result."""
         return self._ask("generate", *args, **kwargs)
 
-    def _ask(self, call: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
         given = [packed(value, f"{call}: argument {i}", tensors) for i, value in enumerate(args)]
         named = {name: packed(value, f"{call}: argument {name}", tensors) for name, value in kwargs.items()}
@@ -132,11 +133,11 @@ class RemoteEngine:
             return self._answer(call)
 
     def _answer(self, action: str) -> Any:
-        while "working" in (answer := self._link.receive(self._seconds)):
-            """The engine computes."""
-        if "error" in answer:
+        if "error" in (answer := self._link.receive()):
             raise RolloutError(f"cannot {action}: the engine at {self._where} failed: {answer['error']}")
-        return unpacked(answer["result"], self._link.receive_tensors(answer, self._seconds))
+        tensors = self._link.receive_tensors(answer)
+        with understood():
+            return unpacked(answer["result"], tensors)
 
     @contextmanager
     def _talking(self, action: str) -> Iterator[None]:
@@ -149,12 +150,14 @@ class RemoteEngine:
             except RolloutError:
                 raise
             except BaseException as failure:
-                self._lost = str(failure) or type(failure).__name__
+                self._lost = self._lost or str(failure) or type(failure).__name__
+                self._link.drop()  # whatever is said now would be taken for what was to come
+                self._goodbye.detach()
                 if not isinstance(failure, GoneError):
                     raise
                 raise RolloutError(
-                    f"cannot {action}: the engine at {self._where} is gone ({failure}), expected its answer. Start it "
-                    "again, and call setup_inference_engine."
+                    f"cannot {action}: the engine at {self._where} is gone ({self._lost}), expected its answer. Start "
+                    "it again, and call setup_inference_engine."
                 ) from failure
 
 
@@ -169,13 +172,15 @@ def serve(
             serve(engine, "0.0.0.0:29600")
 
     Weights come in host memory, arguments on the device of this process. Whoever reaches the address can use the
-    engine, so it belongs into a private network.
+    engine, so it belongs into a private network. What is listened to at the address is its interface alone;
+    tensors take that of the host's name, or the one that ``GLOO_SOCKET_IFNAME`` names at either end.
 
     Args:
         engine: any `RolloutEngine`.
         address: ``"host:port"`` to serve at; the port stays this process's until it ends.
         peer: instead, the rank of the default group whose engine this is.
-        timeout_seconds: after which a trainer that says nothing in the middle of a call is given up.
+        timeout_seconds: after which a trainer whose host falls silent is given up; between and within calls it may
+            take longer.
 
     Raises:
         RolloutError: the address cannot be had, or the store of the default group is gone.
@@ -184,53 +189,52 @@ def serve(
     link = next_session(store_at(address, peer, serves=True, seconds=timeout_seconds), where, timeout_seconds)
     logger.info("serving the trainer at %s", where)
     try:
-        while (request := link.receive_some_time())["call"] != "goodbye":
-            _carry_out(engine, link, request, timeout_seconds)
+        while (request := link.receive()).get("call") != "goodbye":
+            _carry_out(engine, link, request)
+        link.send({"result": None})
         logger.info("the trainer at %s said goodbye", where)
     except GoneError as gone:
         logger.warning("the trainer at %s is gone: %s", where, gone)
+    finally:
+        link.drop()
 
 
 # --- the server's end ------------------------------------------------------------------------------------------------
 
 
-def _carry_out(engine: RolloutEngine, link: Link, request: Mapping[str, Any], seconds: float) -> None:
+def _carry_out(engine: RolloutEngine, link: Link, request: Mapping[str, Any]) -> None:
     """Do what a request asks for, and answer."""
-    tensors: list[torch.Tensor] = []
-    beats = _Beats(link)
-    arguments = link.receive_tensors(request, seconds)
     try:
-        if request["call"] == "update_weights":
-            _update(engine, link, beats, seconds)
-            result = None
+        arguments = link.receive_tensors(request)
+        result, tensors = None, list[torch.Tensor]()
+        if request.get("call") == "update_weights":
+            _update(engine, link)
         else:
-            beats.begin()
             result = _call(engine, request, arguments)
-        answer = {"result": packed(_without_cache(result), "the result", tensors)}
+        link.send({"result": packed(_without_cache(result), "the result", tensors)}, tensors)
     except GoneError:
         raise
     except Exception as failure:  # noqa: BLE001  whatever it is, the trainer is to hear of it
-        logger.warning("cannot %s: %s", request["call"], _text(failure))
-        answer, tensors = {"error": _text(failure)}, []
-    finally:
-        beats.end()
-    link.send(answer, tensors)
+        logger.warning("cannot %s: %s", request.get("call"), _text(failure))
+        link.send({"error": _text(failure)})
 
 
 def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
-    call = request["call"]
+    with understood():
+        call = request["call"]
+        args = [unpacked(value, tensors) for value in request["args"]]
+        kwargs = {name: unpacked(value, tensors) for name, value in request["kwargs"].items()}
     if call == "is_asleep":
         return getattr(engine, call, None)
     if call not in _CALLS or not callable(method := getattr(engine, call, None)):
         raise RolloutError(f"cannot {call}: {type(engine).__name__} has no such method, expected one. Add it.")
-    args = [unpacked(value, tensors) for value in request["args"]]
-    return method(*args, **{name: unpacked(value, tensors) for name, value in request["kwargs"].items()})
+    return method(*args, **kwargs)
 
 
-def _update(engine: RolloutEngine, link: Link, beats: _Beats, seconds: float) -> None:
+def _update(engine: RolloutEngine, link: Link) -> None:
     """Give an engine what comes in packs; what it does not take arrives all the same."""
     with ThreadPoolExecutor(1) as receiver:
-        sent = Sent(_arriving(link, receiver, beats, seconds), hashed=False)
+        sent = Sent(_arriving(link, receiver), hashed=False)
         try:
             engine.update_weights(iter(sent))
         finally:
@@ -238,19 +242,21 @@ def _update(engine: RolloutEngine, link: Link, beats: _Beats, seconds: float) ->
         sent.check_arrival(engine)
 
 
-def _arriving(link: Link, receiver: ThreadPoolExecutor, beats: _Beats, seconds: float) -> Weights:
+def _arriving(link: Link, receiver: ThreadPoolExecutor) -> Weights:
     """Give out the tensors of each pack, while the next is on its way; see [Note: packs].
 
     The next takes the memory of the one before, of which a loop lets go once it has the first tensor of this one.
     """
     rooms = _Rooms()
 
-    def receive() -> tuple[list[Any], torch.Tensor] | None:
-        header = link.receive(seconds)
+    def receive() -> list[tuple[str, torch.Tensor]] | None:
+        header = link.receive()
         if "pack" in header:
-            room = rooms.take(header["bytes"])
-            link.receive_into(room, seconds)
-            return header["pack"], room
+            with understood():
+                room = rooms.take(header["bytes"])
+                pack = [(name, view_of(room, *described)) for name, *described in header["pack"]]
+            link.receive_into(room)
+            return pack
         if "end" not in header:
             raise GoneError("it left in the middle of an update")
         if header["end"] is not None:
@@ -259,13 +265,9 @@ def _arriving(link: Link, receiver: ThreadPoolExecutor, beats: _Beats, seconds: 
 
     pack = receive()
     while pack is not None:
-        coming: Future[tuple[list[Any], torch.Tensor] | None] | None = None
-        for name, dtype, shape, begin in pack[0]:
-            yield name, view_of(pack[1], dtype, shape, begin)
-            coming = coming or receiver.submit(receive)
-        assert coming is not None
+        coming = receiver.submit(receive)
+        yield from pack
         pack = coming.result()
-    beats.begin()  # what the engine does from now on takes the time that it takes
 
 
 def _without_cache(result: Any) -> Any:
@@ -279,48 +281,33 @@ class _Rooms:
     """Two buffers in turn; one that somebody still looks into is left to them, and another takes its place."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return the memory whose turn it is."""
         buffer = self._buffers.pop(0)
         if buffer.numel() < nbytes or is_looked_into(buffer):
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            del buffer  # before there is another
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._buffers.append(buffer)
         return buffer[:nbytes]
-
-
-class _Beats:
-    """Say, from a thread, that the engine computes."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Say so from now on."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Return when nothing more is said."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        with suppress(GoneError):  # the answer meets it, too
-            while not self._over.wait(_BEAT_SECONDS):
-                self._link.send({"working": True})
 
 
 # --- the trainer's end -----------------------------------------------------------------------------------------------
 
 
-def _say_goodbye(link: Link) -> None:
-    with suppress(GoneError):
-        link.send({"call": "goodbye"})
+def _leave(link: Link, turn: threading.Lock) -> None:
+    """Say goodbye; in the middle of another thread's call break off, and give that thread time to hear of it."""
+    if turn.acquire(blocking=False):
+        with suppress(GoneError):
+            link.send({"call": "goodbye"})
+            link.receive()
+        link.drop()
+    else:
+        link.drop()
+        if not turn.acquire(timeout=_LEAVE_SECONDS):
+            return
+    turn.release()
 
 
 class _Packing:
@@ -334,7 +321,16 @@ class _Packing:
         self._travelling: tuple[dist.Work | None, torch.Tensor] | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Send a tensor, sooner or later; it is read until the next one was put."""
+        """Send a tensor, sooner or later; a large one is held while it travels, and read.
+
+        Raises:
+            RolloutError: it is more than its bytes.
+        """
+        if not is_plain(tensor):
+            raise RolloutError(
+                f"cannot send {name}: it is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, "
+                f"{tensor.device}), expected a plain dense one. Take its full_tensor(), to_dense() or dequantize()."
+            )
         if tensor.nbytes >= _LARGE_BYTES:
             self._send_filled()
             self._send([entry_of(name, tensor, 0)], bytes_of(tensor))
@@ -342,7 +338,7 @@ class _Packing:
         if self._filled + tensor.nbytes > _PACK_BYTES:
             self._send_filled()
         if not self._buffers:
-            self._buffers = [torch.empty(_PACK_BYTES, dtype=torch.uint8) for _ in range(2)]
+            self._buffers = [torch.empty(_PACK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._entries.append(entry_of(name, tensor, self._filled))
         room = view_of(self._buffers[0], *self._entries[-1][1:])
         room.copy_(tensor)
@@ -373,10 +369,14 @@ class _Packing:
 
 
 def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
-    names = ("remote_engine_address", "remote_engine_rank")
-    address, peer = (args.get(n) if isinstance(args, Mapping) else getattr(args, n, None) for n in names)
+    def option(name: str, default: Any = None) -> Any:
+        given = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+        return default if given is None else given
+
+    address, peer = option("remote_engine_address"), option("remote_engine_rank")
     place_of(address, peer)  # what is wrong is wrong on all ranks
-    return RemoteEngine(address, peer=peer) if is_rank_0() else None
+    seconds = float(option("remote_engine_timeout_seconds", 60.0))
+    return RemoteEngine(address, peer=peer, timeout_seconds=seconds) if is_rank_0() else None
 
 
 ENGINES["remote"] = _remote_engine
