@@ -361,7 +361,8 @@ class FSDPV2Strategy(TrainingStrategy):
             args: the trainer's, which what builds the engine may read, by default the strategy's;
                 ``enable_engine_sleep`` lets it sleep.
             engine_type: "transformers"; "remote" for one that serves at ``args.remote_engine_address`` or as rank
-                ``args.remote_engine_rank``, and whose trainer's end rank 0 has; a name that was added to
+                ``args.remote_engine_rank``, and whose trainer's end rank 0 has, which gives it up after
+                ``args.remote_engine_timeout_seconds`` of silence (60); a name that was added to
                 `rollout.ENGINES`; or an engine.
             actor: whose weights it gets.
 

@@ -18,6 +18,7 @@ from models import CASES, VOCAB, batch_of, build
 from pool import processes
 from reference import CountCollectives, assert_close, full_parameters
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
@@ -35,6 +36,7 @@ from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
 from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import all_or_none, group_in_use, rank, to_rank_0, world_size
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, stream_weights, weight_checksums
+from fsdp2_strategy.rollout import link as link_module
 from fsdp2_strategy.rollout import remote as remote_module
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
@@ -503,6 +505,46 @@ def served(engine, **options):
     assert not thread.is_alive()
 
 
+def call_until_interrupted(address, told):
+    forever = ((f"{i}", torch.zeros(5 << 20)) for i in range(10**6))
+    engines = []
+    for _ in range(2):
+        engines.append(RemoteEngine(address))
+        told.send("calls")
+        with pytest.raises(KeyboardInterrupt):
+            engines[-1].update_weights(forever) if len(engines) == 2 else engines[-1].generate()
+        engines[-1].close()
+        told.send("interrupted")
+
+
+def test_a_trainer_that_is_interrupted_comes_back_at_once_and_leaves_the_server_to_the_next():
+    address, engine = free_address(), Keeper()
+    engine.wait = 1.5
+    thread = threading.Thread(target=lambda: [serve(engine, address) for _ in range(3)])
+    thread.start()
+    ours, theirs = processes.Pipe()
+    trainer = processes.Process(target=call_until_interrupted, args=(address, theirs), daemon=True)
+    trainer.start()
+    for _ in range(2):
+        assert ours.recv() == "calls"
+        time.sleep(0.3)
+        os.kill(trainer.pid, signal.SIGINT)
+        assert ours.poll(1) and ours.recv() == "interrupted"
+    trainer.join()
+    assert trainer.exitcode == 0
+    end = RemoteEngine(address)
+    engine.wait = 0
+    end.update_weights(iter([("weight", torch.ones(3))]))
+    assert engine.held["weight"].tolist() == [1, 1, 1] and end.generate(1) == [(1,), {}]
+    end.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class Subclass(torch.Tensor):
+    """A tensor that may mean anything."""
+
+
 def test_arguments_and_results_are_what_they_were():
     given = {
         "numbers": [1, 2.5, -0.0, True, None, "text", float("inf")],
@@ -518,9 +560,16 @@ def test_arguments_and_results_are_what_they_were():
         (args, kwargs) = engine.generate("prompt", **given)
         assert args == ("prompt",) and kwargs.keys() == given.keys()
         assert repr(kwargs) == repr(given)
-        for value in (object(), torch.dtype, {1, 2}, torch.zeros(2, device="meta"), b"bytes"):
+        sparse, other = torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Subclass)
+        for value in (object(), torch.dtype, {1, 2}, torch.zeros(2, device="meta"), b"bytes", sparse, other):
             with pytest.raises(RolloutError, match=r"cannot send generate: argument images\[1\]: it is a"):
                 engine.generate(images=[1, value])
+        turned = torch.tensor([1 + 2j]).conj()
+        assert turned.is_conj() and torch.equal(engine.generate(turned, turned.imag)[0][0], turned.resolve_conj())
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(link_module, "_HEADER_BYTES", 1000)
+            with pytest.raises(RolloutError, match=r"cannot send a header: it is .* expected at most 1000"):
+                engine.generate("x" * 1000)
         with pytest.raises(RolloutError, match="failed: cannot send the result: it is a Keeper"):
             engine.generate("itself")
         with pytest.raises(RolloutError, match="Keeper has no such method"):
@@ -612,11 +661,171 @@ def test_an_engine_is_made_of_a_configuration_alone_also_on_meta(name):
     assert torch.equal(engine.generate(ids, **GREEDY), expected.generate(ids, **GREEDY))
 
 
-def test_an_engine_that_computes_longer_than_silence_is_borne_is_waited_for():
-    engine = Keeper()
-    engine.wait = 2.5
-    with served(engine, timeout_seconds=2) as end:
+@pytest.mark.parametrize("call", ["generate", "update_weights"])
+def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_off(call):
+    engine, failures = Keeper(), []
+    engine.wait = 0.5
+    forever = ((f"{i}", torch.zeros(5 << 20)) for i in range(10**6))
+
+    def in_vain(end):
+        with pytest.raises(RolloutError) as failure:
+            getattr(end, call)(forever if call == "update_weights" else 1)
+        failures.append(str(failure.value))
+
+    with served(engine) as end:
+        thread = threading.Thread(target=in_vain, args=(end,))
+        thread.start()
+        time.sleep(0.2)
+        end.close()
+        thread.join(1)
+    assert len(failures) == 1 and "is gone (it was closed)" in failures[0]
+
+
+def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
+    monkeypatch.setattr(link_module, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_module, "_PACK_BYTES", 2000)
+
+    class Slow(Keeper):
+        def update_weights(self, weights):
+            for i, item in enumerate(weights):
+                time.sleep(0.6 if i == 1 else 0)
+                self.held[item[0]] = item[1]
+
+    def late():
+        for i in range(9):
+            time.sleep(0.6 if i in (0, 5) else 0)
+            yield f"{i}", torch.full((300,), float(i))
+
+    engine = Slow()
+    engine.wait = 0.6
+    with served(engine, timeout_seconds=0.3) as end:
         assert end.generate(1) == [(1,), {}]
+        end.update_weights(late())
+        assert len(engine.held) == 9 and all((tensor == int(name)).all() for name, tensor in engine.held.items())
+
+
+@pytest.mark.parametrize("silent", ["server", "trainer"])
+def test_silence_of_the_other_end_is_heard_of_also_between_calls(silent, monkeypatch, caplog):
+    monkeypatch.setattr(link_module, "_BEAT_SECONDS", 0.1)
+    address = free_address()
+    thread = threading.Thread(target=serve, args=(Keeper(), address), kwargs={"timeout_seconds": 0.3})
+    thread.start()
+    stops = threading.Event()
+    beat = link_module.Link._beat
+
+    def until_it_stops(link):
+        if link._other == (1 if silent == "trainer" else 0):
+            stops.wait()  # as if its host were gone
+        else:
+            beat(link)
+
+    monkeypatch.setattr(link_module.Link, "_beat", until_it_stops)
+    end = RemoteEngine(address, timeout_seconds=0.3)
+    time.sleep(0.6)
+    stops.set()
+    with pytest.raises(RolloutError, match="is gone"):
+        end.generate()
+    thread.join(5)
+    assert not thread.is_alive()
+    if silent == "trainer":
+        assert "is gone: it has said nothing for 0.3 s" in caplog.text
+
+
+def raw(text):
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [torch.tensor([-5])],
+        [torch.tensor([1 << 50])],
+        [torch.tensor([4]), raw(b"\xff\xfe{}")],
+        [torch.tensor([4]), raw(b"{{{{")],
+        [torch.tensor([2]), raw(b"[1")],
+        {"x": 1},
+        {"call": "generate", "args": [], "kwargs": {}, "tensors": [["load", [3]]]},
+        {"call": "generate", "args": [], "kwargs": {}, "tensors": [["qint8", [3]]]},
+        {"call": "generate", "args": [], "kwargs": {}, "tensors": [["int8", [-3]]]},
+        {"call": "generate", "args": [], "kwargs": {}, "tensors": 3},
+        {"call": "generate", "args": [{"tensor": 0}], "kwargs": {}},
+        {"call": "generate", "args": [{}], "kwargs": []},
+        [{"call": "update_weights"}, {"pack": [["a", "float32", [3], 0]], "bytes": 4}],
+        [{"call": "update_weights"}, {"pack": [["a", "float32"]], "bytes": 12}],
+        [{"call": "update_weights"}, {"pack": [], "bytes": -4}],
+        [{"call": "update_weights"}, {"call": "generate"}],
+    ],
+    ids=str,
+)
+def test_what_cannot_be_understood_ends_the_session_and_not_the_server(said, caplog):
+    with served(Keeper()) as end:
+        link = end._link
+        for part in said if isinstance(said, list) else [said]:
+            if isinstance(part, dict):
+                link.send(part)
+            else:
+                link.end(link.begin(part))
+        with pytest.raises(RolloutError, match="is gone"):
+            end.generate()
+    assert "it does not keep to the protocol" in caplog.text or "in the middle of an update" in caplog.text
+
+
+def test_what_the_engine_says_and_cannot_be_understood_is_a_lost_engine(monkeypatch):
+    with served(Keeper()) as end:
+        monkeypatch.setattr(remote_module, "packed", lambda *_: {"tensor": 7})
+        with pytest.raises(RolloutError, match=r"is gone \(it does not keep to the protocol: IndexError"):
+            end.generate()
+
+
+def test_a_default_device_changes_nothing():
+    class Elsewhere(Keeper):
+        def update_weights(self, weights):
+            with torch.device("meta"):
+                self.held = dict(weights)
+
+    engine = Elsewhere()
+    with served(engine) as end, torch.device("meta"):
+        assert end.generate(torch.ones(2, device="cpu"))[0][0].tolist() == [1, 1]
+        end.update_weights((f"{i}", torch.full((5,), i, device="cpu")) for i in range(3))
+    assert [tensor.tolist() for tensor in engine.held.values()] == [[i] * 5 for i in range(3)]
+
+
+@pytest.mark.ranks(1)
+def test_weights_that_are_more_than_their_bytes_are_refused_and_the_next_update_is_none_the_worse():
+    whole = DTensor.from_local(torch.ones(2), build_mesh(), [Replicate()])
+    odd = [whole, torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
+    with served(Keeper()) as end:
+        for tensor in odd:
+            with pytest.raises(RolloutError, match=r"cannot send odd: it is a .*expected a plain dense one"):
+                end.update_weights(iter([("fine", torch.ones(2)), ("odd", tensor)]))
+        end.update_weights(iter([("fine", torch.nn.Parameter(torch.ones(2)))]))
+
+
+def test_a_large_weight_arrives_while_the_one_before_is_used(monkeypatch):
+    monkeypatch.setattr(remote_module, "_LARGE_BYTES", 1000)
+    asked, seen = [], []
+
+    class Watching(Keeper):
+        def update_weights(self, weights):
+            for _ in weights:
+                time.sleep(0.1)  # uses it
+                seen.append(len(asked))
+
+    def stream():
+        for i in range(4):
+            asked.append(i)
+            yield f"{i}", torch.zeros(500)
+
+    with served(Watching()) as end:
+        end.update_weights(stream())
+    assert seen == [3, 4, 4, 4]  # one more is on its way, and the next has been asked for
+
+
+def test_what_serves_at_an_address_listens_there_alone():
+    with served(Keeper()) as end, pytest.raises(ConnectionRefusedError):
+        host, port = end._where.split(":")
+        assert host == "localhost"
+        socket.create_connection(("127.0.0.2", int(port)), 1)
 
 
 def test_the_engine_is_free_when_its_trainers_end_is_dropped():

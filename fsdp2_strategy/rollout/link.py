@@ -307,8 +307,8 @@ def entry_of(name: str, tensor: torch.Tensor, begin: int) -> tuple[str, str, lis
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in host memory; its own where it lies there."""
-    own = tensor.detach().resolve_conj().resolve_neg()
-    return own.cpu().contiguous().reshape(-1).view(torch.uint8)
+    own = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # contiguous ones of one element have any stride
 
 
 def view_of(flat: torch.Tensor, dtype: str, shape: Sequence[int], begin: int) -> torch.Tensor:
