@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
@@ -176,6 +176,7 @@ class Link:
         self._seconds = max(seconds, 2 * _BEAT_SECONDS)
         self._over = threading.Event()
         self._silence: str | None = None
+        self._waits: set[Future[None]] = set()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         try:
             self._group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
@@ -209,7 +210,7 @@ class Link:
         """Return when it has been sent."""
         if work is not None:
             with self._or_gone():
-                _wait(work)
+                self._wait(work)
 
     def receive(self) -> dict[str, Any]:
         """Return a header, whenever it comes."""
@@ -228,7 +229,7 @@ class Link:
         """Fill a tensor in host memory."""
         if flat.numel():
             with self._or_gone():
-                _wait(self._group.recv([flat], self._other, _TALK))
+                self._wait(self._group.recv([flat], self._other, _TALK))
 
     def receive_tensors(self, header: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors behind a header, on the device of this process."""
@@ -248,6 +249,7 @@ class Link:
             self._group.recv([nothing], self._other, _NOTHING).wait(timedelta(milliseconds=1))
         if threading.current_thread() is not self._beating:
             self._beating.join()
+        self._end_waits()
 
     def _beat(self) -> None:
         """Say that this process lives, and hear that the other does; see [Note: beats]."""
@@ -261,7 +263,39 @@ class Link:
             except RuntimeError:
                 if time.monotonic() - began >= self._seconds:
                     self._silence = f"it has said nothing for {self._seconds:g} s"
-                return
+                break
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        """Let nothing wait any more: what was travelling when a connection closed, gloo would wait for in vain."""
+        self._over.set()
+        for ended in tuple(self._waits):
+            with suppress(InvalidStateError):
+                ended.set_exception(RuntimeError("the connection is closed"))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait on another thread: this one is to hear of signals, and of the end; see `_end_waits`."""
+        if not threading.main_thread().is_alive():  # no thread starts while the program ends
+            work.wait(timedelta(seconds=self._seconds))
+            return
+        ended: Future[None] = Future()
+
+        def wait() -> None:
+            with suppress(InvalidStateError):
+                try:
+                    work.wait(_FOREVER)
+                    ended.set_result(None)
+                except RuntimeError as error:
+                    ended.set_exception(error)
+
+        self._waits.add(ended)
+        if self._over.is_set():
+            self._end_waits()
+        threading.Thread(target=wait, daemon=True).start()
+        try:
+            ended.result()
+        finally:
+            self._waits.discard(ended)
 
     @contextmanager
     def _or_gone(self) -> Iterator[None]:
@@ -270,25 +304,6 @@ class Link:
         except RuntimeError as error:
             self.drop()
             raise GoneError(self._silence or _first_line(error)) from error
-
-
-def _wait(work: dist.Work) -> None:
-    """Wait as long as it takes; the main thread, which hears of signals only in Python, lets another one do so."""
-    thread = threading.current_thread()
-    if thread is not threading.main_thread() or not thread.is_alive():  # no thread starts while the program ends
-        work.wait(_FOREVER)
-        return
-    ended: Future[None] = Future()
-
-    def wait() -> None:
-        try:
-            work.wait(_FOREVER)
-            ended.set_result(None)
-        except RuntimeError as error:
-            ended.set_exception(error)
-
-    threading.Thread(target=wait, daemon=True).start()
-    ended.result()
 
 
 @contextmanager
