@@ -24,7 +24,7 @@ lint: .venv/installed
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py

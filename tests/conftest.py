@@ -30,8 +30,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of one world size together: a change costs a new process group."""
+    """Keep tests of one world size together, in one worker of xdist: a change costs a new process group."""
     items.sort(key=_world_size)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(f"{_world_size(item)} ranks"))
 
 
 def _world_size(item: pytest.Item) -> int:

@@ -192,16 +192,16 @@ def test_generation_with_images_on_one_rank_gives_what_one_process_gives():
 def test_where_units_of_ranks_diverge_each_of_them_names_rank_and_unit_in_seconds():
     rank = dist.get_rank()
     model = qwen2_5_vl()
-    shard_model(model, is_training=True, debug_divergence_seconds=2)
+    shard_model(model, is_training=True, debug_divergence_seconds=40)
     began = time.monotonic()
     with pytest.raises(StepError, match=r"rank 0 gathers model.visual.blocks.0, rank 1 gathers model.language"):
         loss_of(model, batch("qwen2_5_vl", 0, rank, rank == 0))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     # one that does not come at all
     model = build("llama")
     shard_model(model, is_training=True, debug_divergence_seconds=1)
     if rank:
-        time.sleep(2)
+        time.sleep(4)
     expected = "the others gave up before" if rank else "in 1 s not every rank came: rank 1 has not begun"
     with pytest.raises(StepError, match=expected):  # the late one hears of it, too
         model(**batch_of("llama", 0, 0))
