@@ -171,7 +171,7 @@ def test_strategies_of_one_process_hear_the_same_until_the_last_is_closed():
 def test_a_loaders_workers_outlive_a_sigterm_that_is_not_their_parents():
     loader = ResumableLoader(range(64), 4, num_workers=2)
     batches = iter(loader)
-    seen = [next(batches)]
+    seen = [next(batches), next(batches)]  # one of each worker: both have begun
     workers = multiprocessing.active_children()
     for worker in workers:
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # another process sends it
