@@ -166,6 +166,7 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
 
 @pytest.mark.ranks(2)
 def test_the_memory_of_a_copy_serves_one_save_after_the_other(tmp_path, monkeypatch):
+    background.end()  # what a test before has left
     with monkeypatch.context() as patched:
         patched.setattr(background, "_SLAB_BYTES", 1 << 16)
         strategy = strategy_for()

@@ -260,6 +260,9 @@ def test_two_hosts_of_which_one_is_lost_and_brought_back(tmp_path, config, expec
     with contextlib.closing(Hosts(f"fsdp2-{os.getpid()}-{wire:d}")) as hosts:
         runs = [hosts.launch(i, tmp_path, config) for i in range(2)]
         wait_for_lines(tmp_path, 12, *runs)
+        while not list_checkpoints(tmp_path / "checkpoints"):  # that of step 8, at the latest when step 16 is saved
+            assert runs[0].poll() is None
+            time.sleep(0.02)
         hosts.lose(1, wire=wire)
         assert len(logged(tmp_path)) < STEPS and runs[0].poll() is None
         hosts.bring_back(1)
