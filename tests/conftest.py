@@ -29,10 +29,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_POOL].close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep tests of one world size together, in one worker of xdist: a change costs a new process group."""
     items.sort(key=_world_size)
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         item.add_marker(pytest.mark.xdist_group(f"{_world_size(item)} ranks"))
 
 
