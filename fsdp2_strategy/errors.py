@@ -5,7 +5,8 @@
     ├── MeshError        (ValueError)    process group, device mesh, shard sizes
     ├── ShardError       (ValueError)    which modules become units, and how
     ├── OptimizerError   (ValueError)    parameter groups, schedules
-    ├── DataError        (ValueError)    the order of samples, and how far a loader is in it
+    ├── DataError        (ValueError)    the order of samples, how far a loader is in it, and where samples come from
+    │   └── CorruptDataError             files of a data set that cannot be parsed or decoded
     ├── StepError        (RuntimeError)  backward and optimizer steps
     ├── OffloadError     (RuntimeError)  what is in host memory while it is needed on the device
     ├── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
@@ -47,7 +48,11 @@ class OptimizerError(FSDP2StrategyError, ValueError):
 
 
 class DataError(FSDP2StrategyError, ValueError):
-    """An order of samples that cannot be made, or a loader that cannot go on in it."""
+    """An order of samples that cannot be made, a loader that cannot go on in it, or samples that cannot be had."""
+
+
+class CorruptDataError(DataError):
+    """A file of a data set whose content cannot be parsed or decoded."""
 
 
 class StepError(FSDP2StrategyError, RuntimeError):

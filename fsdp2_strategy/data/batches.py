@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from fsdp2_strategy.data.bijection import Indices
-from fsdp2_strategy.data.order import MixtureOrder, Order
+from fsdp2_strategy.data.order import EpisodeOrder, MixtureOrder, Order
 from fsdp2_strategy.errors import DataError
 
 Tail = Literal["carry", "pad", "drop"]
@@ -119,6 +119,20 @@ class BatchPlan:
 
     def part(self, batch: int, low: int, high: int) -> tuple[list[tuple[int, Indices]], int]:
         """Return the samples at ``low`` to ``high`` of a batch, by epoch, and how many places there are padding."""
+        found = [(own.epoch, self.samples(own)) for own in self._cut(batch, low, high)]
+        return found, high - low - sum(len(samples) for _, samples in found)
+
+    def episodes(self, batch: int, low: int, high: int) -> frozenset[int]:
+        """Return the episodes that are mixed where ``low`` to ``high`` of a batch are drawn; of an `EpisodeOrder`."""
+        found: set[int] = set()
+        for own in self._cut(batch, low, high):
+            order = self.order_of(own.epoch)
+            if isinstance(order, EpisodeOrder):
+                positions = self._positions(own.epoch, np.arange(own.begin, own.end))
+                found.update(order.episodes_at(positions).tolist())
+        return frozenset(found)
+
+    def _cut(self, batch: int, low: int, high: int) -> list[Stretch]:
         found, begin = [], 0
         for stretch in self.stretches(batch):
             own = Stretch(
@@ -127,9 +141,9 @@ class BatchPlan:
                 stretch.begin + min(max(high - begin, 0), len(stretch)),
             )
             if len(own):
-                found.append((own.epoch, self.samples(own)))
+                found.append(own)
             begin += len(stretch)
-        return found, high - low - sum(len(samples) for _, samples in found)
+        return found
 
     def samples(self, stretch: Stretch) -> Indices:
         """Return the samples of a stretch."""

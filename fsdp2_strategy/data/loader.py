@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from fsdp2_strategy.data.ahead import Ahead
 from fsdp2_strategy.data.audit import Audit
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
 from fsdp2_strategy.data.bijection import Indices
@@ -50,8 +51,9 @@ class ResumableLoader:
     sample. The trainer's own generators are not touched. Samples are fetched one by one, never by ``__getitems__``.
 
     Args:
-        dataset: has a length, and samples by index. With ``pool`` it also has ``episode_lengths``; with ``weights`` it
-            is a `ConcatDataset`.
+        dataset: has a length, and samples by index. With ``pool`` it also has ``episode_lengths``, and may have
+            ``hold``, which is told what comes next (`fsdp2_strategy.data.ahead`); with ``weights`` it is a
+            `ConcatDataset`.
         global_batch_size: samples of a batch over all ranks, at least one each. Ranks' parts differ by one at most.
         seed: of order and augmentation.
         dp_rank: number of this rank among those that share the data; by default its rank in the process group.
@@ -59,7 +61,8 @@ class ResumableLoader:
         num_workers: processes that fetch; 0 fetches in this one.
         tail: what becomes of an epoch's last samples that fill no batch. ``"carry"`` fills it with the next epoch's
             first, each sample exactly once an epoch. ``"pad"`` fills it with samples that do not count: a batch that is
-            a mapping gets ``"sample_mask"`` (bool, this rank's samples), any other comes as (batch, mask).
+            a mapping gets ``"sample_mask"`` (bool, this rank's samples; one that it has counts, too), any other comes
+            as (batch, mask).
             ``"drop"`` leaves them out.
         pool: mix the frames of so many episodes at a time; see `EpisodeOrder`. Without it all samples are mixed.
         collate_fn: makes a batch of a list of samples; by default torch's.
@@ -121,6 +124,7 @@ class ResumableLoader:
         self._end = self._plan.end_of(0)
         self._audit = Audit()
         self._in_flight: Iterator[Any] | None = None
+        self._ahead: Ahead | None = None
         self._has_begun = False
 
     # --- how far it is -------------------------------------------------------------------------------------------
@@ -179,7 +183,10 @@ class ResumableLoader:
         while self._began == began and self._batches < self._end:
             if self._in_flight is None:
                 self._in_flight = iter(self._loader())
+                self._ahead = self._look_ahead()
             try:
+                if self._ahead is not None:
+                    self._ahead.at(self._batches)
                 keys, batch = next(self._in_flight)
             except BaseException:
                 self.close()  # what was fetched ahead is fetched again
@@ -200,6 +207,14 @@ class ResumableLoader:
             worker_init_fn=_outlive_sigterm,
             **self._fetch,
         )
+
+    def _look_ahead(self) -> Ahead | None:
+        """Return what tells the data set which episodes to hold, where it wants to know."""
+        if "pool" not in self._fingerprint or not hasattr(self.dataset, "hold"):
+            return None
+        in_flight = self._fetch["num_workers"] * (self._fetch["prefetch_factor"] or 0)
+        low, high = _cut(self.global_batch_size, self.dp_rank, self.dp_size)
+        return Ahead(self.dataset, lambda batch: self._plan.episodes(batch, low, high), in_flight)
 
     def _deliver(self, keys: Sequence[Key]) -> torch.Tensor | None:
         """Count a batch as delivered; return which of its samples count, where some may not.
@@ -237,6 +252,8 @@ class ResumableLoader:
         # Left to the garbage collector, a worker may be waited for.
         if shut_down := getattr(in_flight, "_shutdown_workers", None):
             shut_down()
+        if pause := getattr(self.dataset, "pause", None):
+            pause()
 
     # --- resuming ------------------------------------------------------------------------------------------------
 
@@ -411,11 +428,13 @@ def _keys(plan: BatchPlan, batch: int, low: int, high: int) -> list[Key]:
 def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
     if not isinstance(batch, MutableMapping):
         return batch, mask
-    if "sample_mask" in batch:
+    own = batch.get("sample_mask", mask)
+    if not isinstance(own, torch.Tensor) or own.shape != mask.shape or own.dtype != torch.bool:
         raise DataError(
-            "cannot deliver a padded batch: it has a 'sample_mask' already, expected that name to be free. Rename it."
+            "cannot deliver a padded batch: its 'sample_mask' is something else, expected a bool for each sample, or "
+            "that name to be free. Rename it."
         )
-    batch["sample_mask"] = mask
+    batch["sample_mask"] = mask & own
     return batch
 
 

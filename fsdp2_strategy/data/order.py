@@ -167,6 +167,16 @@ class EpisodeOrder:
         on_line = self._line[place] + frames - self._begins[episode]
         return np.sort(self._from_line(self._in_blocks(on_line, Bijection.positions)))
 
+    def episodes_at(self, positions: Indices) -> Indices:
+        """Return the episodes of the blocks in which positions lie: what a reader of them needs at hand."""
+        on_line = self._to_line(positions)
+        blocks = np.unique(np.searchsorted(self._blocks, on_line, side="right") - 1)
+        begins, ends = self._blocks[blocks], self._blocks[blocks + 1]
+        first = np.searchsorted(self._line, begins, side="right") - 1
+        last = np.searchsorted(self._line, ends, side="left")
+        places = [np.arange(*span) for span in zip(first, last, strict=True)]
+        return np.unique(self._episodes[np.concatenate(places)]) if places else np.empty(0, dtype=np.int64)
+
     def episodes_touched(self, dp_size: int) -> list[int]:
         """Return how many episodes each of ``dp_size`` ranks may touch in this epoch.
 

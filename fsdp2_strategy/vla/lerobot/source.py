@@ -283,3 +283,6 @@ def _naming_the_disk(location: str, folder: str | os.PathLike[str]) -> Iterator[
             f"cannot cache {location}: {folder} fails ({error}), expected a local disk with room for what is in use. "
             "Make room there, or give a cache_dir on another disk."
         ) from error
+
+
+Source = LocalFiles | RemoteFiles

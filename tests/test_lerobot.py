@@ -1,0 +1,350 @@
+"""LeRobot v3 data sets: the frame that comes out is the one that was asked for, once, from wherever it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from http_server import FileServer
+
+from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.vla.lerobot.barcode import read_barcode, read_camera
+from fsdp2_strategy.vla.lerobot.generate import write_barcoded
+
+LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
+CAMERAS = ("observation.images.top", "observation.images.wrist")
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """Data sets that are written once: of several files of each kind, of every way to encode."""
+    written = {}
+
+    def get(name):
+        if name not in written:
+            options = {
+                "gop 1": {"gop": 1},
+                "gop 2": {"gop": 2},
+                "long gop": {"gop": 30},
+                "b frames": {"gop": 30, "b_frames": 2},
+                "av1": {"gop": 2, "codec": "libsvtav1"},
+            }[name]
+            root = tmp_path_factory.mktemp("lerobot") / name.replace(" ", "-")
+            written[name] = write_barcoded(
+                root, LENGTHS, cameras=CAMERAS, episodes_per_data_file=3, episodes_per_video_file=2, **options
+            )
+        return written[name]
+
+    return get
+
+
+@pytest.fixture
+def copied(roots, tmp_path):
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(roots("gop 2"), tmp_path / "copy"))
+
+
+@pytest.fixture
+def server(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        yield lambda root, **options: stack.enter_context(FileServer(root, **options))
+
+
+def where(dataset):
+    """Return the episode and frame of each sample."""
+    return [(e, f) for e, n in enumerate(LENGTHS) for f in range(n)]
+
+
+def check(sample, episode, frame, cameras=CAMERAS):
+    for number, camera in enumerate(cameras):
+        assert read_barcode(sample[camera]) == (episode, frame) and read_camera(sample[camera]) == number
+    assert sample["episode_index"] == episode and sample["frame_index"] == frame
+    assert sample["index"] == sum(LENGTHS[:episode]) + frame
+    assert sample["observation.state"][:2].tolist() == [episode, frame]
+
+
+@pytest.mark.parametrize("name", ["gop 1", "gop 2", "long gop", "b frames", "av1"])
+def test_the_frame_that_comes_out_is_the_frame_asked_for(roots, name):
+    with contextlib.closing(LeRobotDataset(roots(name))) as dataset:
+        assert len(list((roots(name) / "data").rglob("*.parquet"))) == 3
+        assert len(list((roots(name) / "videos").rglob("*.mp4"))) == 8
+        asked = where(dataset)
+        assert len(dataset) == len(asked) == sum(LENGTHS) and dataset.episode_lengths.tolist() == LENGTHS
+        for i in np.random.default_rng(0).permutation(len(asked)).tolist():
+            sample = dataset[i]
+            check(sample, *asked[i])
+            assert sample[CAMERAS[0]].dtype == torch.float32 and sample[CAMERAS[0]].shape[0] == 3
+            assert sample["task"] == dataset.metadata.tasks[sample["task_index"]] != ""
+        with pytest.raises(IndexError):
+            dataset[len(dataset)]
+
+
+def test_windows_are_exact_at_the_edges_of_episodes_and_say_what_is_padding(roots):
+    steps = {"action": [-0.2, -0.1, 0.0, 0.1, 0.7], CAMERAS[1]: [-0.3, 0.0], "timestamp": [0.1]}
+    offsets = {"action": [-2, -1, 0, 1, 7], CAMERAS[1]: [-3, 0], "timestamp": [1]}
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), delta_timestamps=steps)) as dataset:
+        for i, (episode, frame) in enumerate(where(dataset)):
+            sample, last = dataset[i], LENGTHS[episode] - 1
+            for key, moved in offsets.items():
+                wanted = [frame + offset for offset in moved]
+                held = [min(max(at, 0), last) for at in wanted]
+                assert sample[f"{key}_is_pad"].tolist() == [a != b for a, b in zip(wanted, held, strict=True)]
+                assert sample[key].shape[0] == len(moved)
+                if key == "action":
+                    assert sample[key][:, :2].tolist() == [[episode + 0.5, at + 0.5] for at in held]
+                if key in CAMERAS:
+                    assert [read_barcode(image) for image in sample[key]] == [(episode, at) for at in held]
+                if key == "timestamp":
+                    assert sample[key].tolist() == pytest.approx([at / 10 for at in held])
+            assert read_barcode(sample[CAMERAS[0]]) == (episode, frame)
+
+
+def test_steps_that_are_no_frames_and_arguments_that_do_not_fit_are_refused(roots, tmp_path):
+    root = roots("gop 2")
+    LeRobotDataset(root, delta_timestamps={"action": [0.10004]}, tolerance_s=1e-4).close()
+    for options, message in [
+        ({"delta_timestamps": {"action": [0.1, 0.15]}}, r"\[0.15\], expected multiples of 1/10 within 0.0001"),
+        ({"delta_timestamps": {"actoin": [0.0]}}, "Did you mean 'action'"),
+        ({"delta_timestamps": {"action": []}}, "at least one"),
+        ({"episodes": [1, 8]}, "expected some of 0 to 7"),
+        ({"episodes": [1, 1]}, "each once"),
+        ({"episodes": []}, "expected some"),
+        ({"pool": 0}, "pool is 0"),
+        ({"decoder_cache": 129}, "decoder_cache 129"),
+        ({"on_corrupt": "ignore"}, "'ignore'"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            LeRobotDataset(root, **options)
+    with pytest.raises(DataError, match=r"info\.json"):
+        LeRobotDataset(tmp_path)
+    old = Path(shutil.copytree(root, tmp_path / "old"))
+    info = json.loads((old / "meta" / "info.json").read_text())
+    (old / "meta" / "info.json").write_text(json.dumps(info | {"codebase_version": "v2.1"}))
+    with pytest.raises(DataError, match=r"v2\.1, expected v3"):
+        LeRobotDataset(old)
+
+
+def test_a_subset_of_episodes_is_numbered_through(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), episodes=[6, 1, 4])) as dataset:
+        asked = [(e, f) for e in (6, 1, 4) for f in range(LENGTHS[e])]
+        assert len(dataset) == len(asked) and dataset.episode_lengths.tolist() == [8, 12, 3]
+        for i, (episode, frame) in enumerate(asked):
+            check(dataset[i], episode, frame)
+
+
+def test_statistics_are_those_of_the_data(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        states = torch.stack([dataset[i]["observation.state"] for i in range(len(dataset))]).double()
+        stats = dataset.metadata.stats["observation.state"]
+        torch.testing.assert_close(stats["mean"].double(), states.mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(stats["std"].double(), states.std(0, correction=0), rtol=1e-5, atol=1e-6)
+        assert stats["min"].tolist() == states.amin(0).tolist() and stats["max"].tolist() == states.amax(0).tolist()
+
+
+def test_pictures_come_as_bytes_and_transformed_where_asked(roots):
+    root, half = roots("gop 2"), lambda pictures: pictures[..., ::2, ::2]
+    with (
+        contextlib.closing(LeRobotDataset(root)) as plain,
+        contextlib.closing(LeRobotDataset(root, video_dtype=torch.uint8)) as raw,
+        contextlib.closing(LeRobotDataset(root, image_transforms=half)) as small,
+    ):
+        expected = plain[20][CAMERAS[0]]
+        assert torch.equal(raw[20][CAMERAS[0]].float() / 255, expected)
+        assert torch.equal(small[20][CAMERAS[0]], half(expected))
+
+
+# --- in a loader ---------------------------------------------------------------------------------------------------
+
+
+def drawn(loaders):
+    """Return the index of each sample of an epoch, by batch, over all ranks."""
+    return [torch.cat([batch["index"] for batch in parts]).tolist() for parts in zip(*loaders, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_frame_once_an_epoch_over_ranks_and_workers_and_none_decoded_beside(roots, workers):
+    datasets = [LeRobotDataset(roots("gop 1"), pool=3) for _ in range(2)]
+    options = {"pool": 3, "lanes": 2, "dp_size": 2, "num_workers": workers}
+    loaders = [ResumableLoader(dataset, 6, dp_rank=rank, **options) for rank, dataset in enumerate(datasets)]
+    with contextlib.ExitStack() as stack:
+        for one in (*loaders, *datasets):
+            stack.enter_context(contextlib.closing(one))
+        seen = [drawn(loaders) for _ in range(2)]
+        for loader in loaders:
+            loader.close()
+        ids = [i for epoch in seen for batch in epoch for i in batch]
+        assert sorted(ids[: sum(LENGTHS)]) == sorted(ids[sum(LENGTHS) : 2 * sum(LENGTHS)]) == list(range(sum(LENGTHS)))
+        assert ids[: sum(LENGTHS)] != ids[sum(LENGTHS) :][: sum(LENGTHS)]
+        counts = [dataset.counts for dataset in datasets]
+        if not workers:  # they fetch ahead
+            assert sum(c["samples"] for c in counts) == len(ids)
+        for count in counts:
+            assert count["frames_decoded"] == count["frames_converted"] == 2 * count["samples"]
+
+
+def test_a_resume_decodes_nothing_of_what_was_delivered(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 1"), pool=3)) as first:
+        loader = ResumableLoader(first, 4, pool=3)
+        batches = [batch["index"].tolist() for batch, _ in zip(loader, range(7), strict=False)]
+        position, [rest] = loader.state_dict(), [[batch["index"].tolist() for batch in loader]]
+    with contextlib.closing(LeRobotDataset(roots("gop 1"), pool=3)) as second:
+        loader = ResumableLoader(second, 4, pool=3)
+        loader.load_state_dict(json.loads(json.dumps(position)))
+        assert not any(second.counts.values())
+        assert [batch["index"].tolist() for batch in loader] == rest
+        assert second.counts["frames_decoded"] == 2 * 4 * len(rest)
+    assert len(batches) == 7
+
+
+def test_what_is_held_is_two_pools_at_most_and_decoders_are_few(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), pool=2, decoder_cache=2)) as dataset:
+        loader = ResumableLoader(dataset, 4, pool=2)
+        for _ in range(2):
+            for _ in loader:
+                dataset.pause()  # so that nothing comes or goes meanwhile
+                assert len(list(dataset._folder.path.glob("episode-*.arrow"))) <= 5  # a batch may span two blocks
+                assert len(dataset._decoders) <= 2 and len(dataset._rows._mapped) <= 2
+        assert not list(dataset._folder.path.glob("episode-*.arrow")) or len(loader)
+
+
+def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, copied):
+    for path in sorted((copied / "data").rglob("*.parquet")):
+        table = pq.read_table(path)
+        order = np.argsort(-table["episode_index"].to_numpy(), kind="stable")
+        pq.write_table(table.take(order), path)  # one group, the last episode first
+    with contextlib.closing(LeRobotDataset(copied)) as dataset:
+        for i, (episode, frame) in enumerate(where(dataset)):
+            check(dataset[i], episode, frame)
+
+
+# --- remote --------------------------------------------------------------------------------------------------------
+
+
+def test_a_remote_root_gives_the_same_and_fetches_what_is_needed(roots, server, tmp_path):
+    root = roots("gop 2")
+    served = server(root)
+    with contextlib.closing(LeRobotDataset(served.url, pool=3, cache_dir=tmp_path)) as dataset:
+        loader = ResumableLoader(dataset, 4, pool=3)
+        asked, seen = where(dataset), 0
+        for batch in loader:
+            for j, index in enumerate(batch["index"].tolist()):
+                check({key: value[j] for key, value in batch.items()}, *asked[index])
+                seen += 1
+        loader.close()
+        assert seen >= len(dataset)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_remote_root_that_is_slow_and_fails_now_and_then_is_tried_again(roots, server, tmp_path, workers):
+    served = server(roots("gop 2"))
+    with contextlib.closing(LeRobotDataset(served.url, pool=3, cache_dir=tmp_path)) as dataset:
+        served.fail(3)
+        loader = ResumableLoader(dataset, 4, pool=3, num_workers=workers)
+        ids = [i for batch in loader for i in batch["index"].tolist()]
+        loader.close()
+    assert sorted(ids[: sum(LENGTHS)]) == list(range(sum(LENGTHS)))
+
+
+# --- damage --------------------------------------------------------------------------------------------------------
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    middle = slice(len(content) // 4, 3 * len(content) // 4)
+    content[middle] = bytes(len(content[middle]))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", ["video", "parquet", "short video", "no video"])
+def test_a_damaged_file_is_named_or_left_out_and_counted(copied, what):
+    data = copied / "data" / "chunk-000" / "file-001.parquet"  # episodes 3, 4, 5
+    video = copied / "videos" / CAMERAS[1] / "chunk-000" / "file-001.mp4"  # episodes 2, 3
+    victim = data if what == "parquet" else video
+    if what == "no video":
+        video.write_bytes(b"")
+    elif what == "short video":
+        video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
+    else:
+        damage(victim)
+    asked = None
+    with contextlib.closing(LeRobotDataset(copied)) as dataset:
+        asked, wrong = where(dataset), []
+        for i, (episode, frame) in enumerate(asked):
+            try:
+                check(dataset[i], episode, frame)
+            except CorruptDataError as error:
+                assert victim.name in str(error)
+                wrong.append(i)
+        assert wrong and {asked[i][0] for i in wrong} <= ({3, 4, 5} if what == "parquet" else {2, 3})
+    with contextlib.closing(LeRobotDataset(copied, on_corrupt="skip", pool=3)) as dataset:
+        loader = ResumableLoader(dataset, 4, pool=3, tail="pad")
+        good, left_out = 0, []
+        for batch in loader:
+            for j, counts in enumerate(batch["sample_mask"].tolist()):
+                if counts:
+                    check({key: value[j] for key, value in batch.items()}, *asked[int(batch["index"][j])])
+                    good += 1
+                elif (i := int(batch["index"][j])) in wrong:
+                    left_out.append(i)
+                    assert (batch["episode_index"][j], batch["frame_index"][j]) == asked[i]
+                    assert not any(batch[camera][j].any() for camera in CAMERAS)
+        assert good == len(asked) - len(wrong) and set(left_out) == set(wrong)
+        assert dataset.counts["samples_skipped"] == len(left_out)
+
+
+def test_a_missing_file_is_named_and_never_left_out(copied):
+    (copied / "videos" / CAMERAS[0] / "chunk-000" / "file-000.mp4").unlink()
+    with contextlib.closing(LeRobotDataset(copied, on_corrupt="skip")) as dataset:
+        with pytest.raises(DataError, match=r"file-000\.mp4"):
+            dataset[0]
+
+
+def test_metadata_that_contradicts_itself_is_refused(copied):
+    episodes = copied / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+    pq.write_table(pq.read_table(episodes).slice(0, 4), episodes)
+    with pytest.raises(CorruptDataError, match="4 episodes are described, expected 8"):
+        LeRobotDataset(copied)
+    episodes.write_bytes(b"no parquet")
+    with pytest.raises(CorruptDataError, match="expected a parquet file"):
+        LeRobotDataset(copied)
+    (copied / "meta" / "info.json").write_text("{")
+    with pytest.raises(CorruptDataError, match="expected JSON"):
+        LeRobotDataset(copied)
+
+
+# --- what it leaves behind -----------------------------------------------------------------------------------------
+
+
+def test_copies_by_pickle_read_the_same(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert torch.equal(copy[7][CAMERAS[0]], dataset[7][CAMERAS[0]])
+        assert dataset.counts["samples"] == 2
+
+
+def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):
+    code = (
+        "import sys, os, signal; from fsdp2_strategy.vla.lerobot import LeRobotDataset; "
+        "d = LeRobotDataset(sys.argv[1], cache_dir=sys.argv[2]); d[0]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), cache_dir=tmp_path)) as living:
+        living[0]
+        run = subprocess.run([sys.executable, "-c", code, str(roots("gop 2")), str(tmp_path)], check=False)
+        assert run.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 2
+        LeRobotDataset(roots("gop 2"), cache_dir=tmp_path).close()
+        assert list(tmp_path.iterdir()) == [living._folder.path]
+        living[0]
+    assert not list(tmp_path.iterdir())
