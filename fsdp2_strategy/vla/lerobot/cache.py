@@ -5,6 +5,7 @@ Input: names, sizes, and blocks as they arrive. Output: which blocks are here, a
 [Note: the cache] The file that stands for a remote one:
 
     byte 0            1 once the file is begun
+    bytes 4 to 7      how often blocks were given up, little-endian
     bytes 8 to 15     the size of the remote file, little-endian
     bytes 16 ...      a byte a block of 64 KiB: 1 once the block is here
     from a page on    the remote file, every block at its place
@@ -12,11 +13,13 @@ Input: names, sizes, and blocks as they arrive. Output: which blocks are here, a
 Four rules make it safe to share. Who fetches blocks locks the bytes that stand for them, so nothing is fetched twice.
 Data is written before the byte that stands for it, so that death in between leaves nothing wrong. Who drops the file
 unlinks it, then truncates it: the disk is free though others have it open, and they find byte 0 gone and begin a new
-file. And a reader trusts what it has copied only where byte 0 is still there afterwards.
+file. Who gives up blocks takes their bytes back, then counts, then frees their disk. And a reader trusts what it has
+copied only where bytes 0 to 7 are afterwards as they were before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
@@ -32,7 +35,10 @@ from typing import Self
 
 BLOCK_BYTES = 64 << 10
 
-_SIZE_AT, _FLAGS_AT, _PAGE_BYTES = 8, 16, 4096
+_COUNT_AT, _SIZE_AT, _FLAGS_AT, _PAGE_BYTES = 4, 8, 16, 4096
+_PUNCH_HOLE = 0x02 | 0x01  # and keep the size
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CacheFolder:
@@ -155,12 +161,24 @@ class CacheFile:
 
     def copy(self, start: int, into: memoryview) -> bool:
         """Copy bytes from ``start`` on; say whether they were all here."""
+        before = os.pread(self._fd, _SIZE_AT, 0)
         if self.missing(start // BLOCK_BYTES, blocks(start + len(into))):
             return False
         copied = 0
         while copied < len(into) and (n := os.preadv(self._fd, [into[copied:]], self._data_at + start + copied)):
             copied += n
-        return copied == len(into) and not self.is_dropped()
+        return copied == len(into) and not self.is_dropped() and os.pread(self._fd, _SIZE_AT, 0) == before
+
+    def forget(self, first: int, end: int) -> None:
+        """Free the disk of some blocks, where the file system can do that; who wants them fetches them again."""
+        with self.locked(first, end), _locked(self._fd, _COUNT_AT, _SIZE_AT - _COUNT_AT):
+            if self.is_dropped():
+                return
+            _write(self._fd, bytes(end - first), _FLAGS_AT + first)
+            count = struct.unpack("<I", os.pread(self._fd, 4, _COUNT_AT))[0]
+            _write(self._fd, struct.pack("<I", (count + 1) % (1 << 32)), _COUNT_AT)
+            where, length = self._data_at + first * BLOCK_BYTES, (end - first) * BLOCK_BYTES
+            _libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(where), ctypes.c_int64(length))
 
     def __enter__(self) -> Self:
         return self

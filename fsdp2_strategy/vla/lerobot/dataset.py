@@ -168,7 +168,7 @@ class LeRobotDataset(Dataset[Sample]):
         self._rows = EpisodeRows(self._source, self.metadata, self._folder.path, pool)
         self._decoders = Decoders(self._source, decoders, self._counts)
         fetching = Fetching(self._source, self.metadata, self._rows)
-        self._staging = Staging(fetching.fetch, fetching.let_go, self._bytes_on_disk, disk_bytes)
+        self._staging = Staging(fetching.want, fetching.fetch, fetching.let_go, self._bytes_on_disk, disk_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         of_the_process = {"_rows", "_decoders", "_staging"}

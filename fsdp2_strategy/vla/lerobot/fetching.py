@@ -6,7 +6,7 @@ Input: numbers of episodes. Output: files in the cache, each gone with the last 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import av
@@ -16,6 +16,9 @@ import numpy.typing as npt
 from fsdp2_strategy.vla.lerobot.metadata import Metadata, Span
 from fsdp2_strategy.vla.lerobot.rows import EpisodeRows
 from fsdp2_strategy.vla.lerobot.source import RemoteFiles, Source
+
+Range = tuple[int, int]
+"""The first byte, and the one after the last."""
 
 _BUFFER_BYTES = 1 << 16
 
@@ -41,10 +44,17 @@ class Fetching:
 
     def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
         self._source, self._metadata, self._rows = source, metadata, rows
+        self._wanted: dict[str, set[int]] = {}
         self._packets: dict[str, _Packets] = {}
-        self._users: Counter[str] = Counter()
-        self._fetched: dict[int, list[str]] = {}
+        self._ranges: dict[str, dict[int, Range]] = {}
         self._lock = threading.Lock()
+
+    def want(self, episodes: Iterable[int]) -> None:
+        """Take note of the episodes that are to be fetched by and by: those of one data file are cut out together."""
+        wanted: dict[str, set[int]] = {}
+        for episode in episodes:
+            wanted.setdefault(self._metadata.data_path(episode), set()).add(episode)
+        self._wanted = wanted
 
     def fetch(self, episode: int) -> None:
         """Fetch what an episode needs.
@@ -53,30 +63,40 @@ class Fetching:
             DataError: it cannot be had.
             CorruptDataError: a file cannot be parsed.
         """
-        spans = [self._metadata.video(key, episode) for key in self._metadata.video_keys]
-        paths = [self._metadata.data_path(episode), *(span.path for span in spans)]
+        path = self._metadata.data_path(episode)
         with self._lock:
-            self._fetched[episode] = paths
-            self._users.update(paths)
-        self._rows.cut_out([episode])
-        if isinstance(self._source, RemoteFiles):
-            for span in spans:
-                self._source.fetch(span.path, [self._bytes_of(span)])
+            self._ranges.setdefault(path, {})[episode] = (0, 0)
+        self._rows.cut_out({episode, *self._wanted.get(path, ())})
+        if not isinstance(self._source, RemoteFiles):
+            return
+        for span in self._spans(episode):
+            with self._lock:
+                self._ranges.setdefault(span.path, {})[episode] = (0, 0)
+            found = self._bytes_of(span)
+            with self._lock:
+                self._ranges[span.path][episode] = found
+            self._source.fetch(span.path, [found])
 
     def let_go(self, episode: int) -> None:
-        """Delete what is held for an episode alone."""
-        with self._lock:
-            paths = self._fetched.pop(episode, [])
-            self._users.subtract(paths)
-            unused = [path for path in set(paths) if not self._users[path]]
-            for path in unused:
-                self._packets.pop(path, None)
+        """Free what is held for an episode alone."""
         self._rows.forget(episode)
-        if isinstance(self._source, RemoteFiles):
-            for path in unused:
+        for path in (self._metadata.data_path(episode), *(span.path for span in self._spans(episode))):
+            with self._lock:
+                held = self._ranges.get(path, {})
+                given_up = held.pop(episode, (0, 0))
+                kept = list(held.values())
+                if not kept:
+                    self._ranges.pop(path, None)
+                    self._packets.pop(path, None)
+            if kept:
+                self._source.forget(path, [given_up], kept)
+            else:
                 self._source.drop(path)
 
-    def _bytes_of(self, span: Span) -> tuple[int, int]:
+    def _spans(self, episode: int) -> list[Span]:
+        return [self._metadata.video(key, episode) for key in self._metadata.video_keys]
+
+    def _bytes_of(self, span: Span) -> Range:
         """Return where the packets of an episode begin and end, from the key frame before its first frame on."""
         packets = self._packets_of(span.path)
         if not len(packets.seconds):  # the file has no index

@@ -100,6 +100,8 @@ class EpisodeRows:
                 numbers = file.read(["episode_index"])["episode_index"].to_numpy()
                 places = {episode: int(np.argmax(numbers == episode)) for episode in astray}
                 astray = self._cut(file, places)
+            footer_bytes = file.metadata.serialized_size
+        self._source.forget(path, [(0, self._source.size(path) - footer_bytes)])  # nobody reads the groups again
         if astray:
             found = f"it lacks the rows of the episodes {', '.join(map(str, astray[:5]))}"
             raise corrupt(self._source, path, found, "those that meta/episodes names")

@@ -6,6 +6,7 @@ Input: a root, and paths relative to it. Output: seekable binary files.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,9 @@ class LocalFiles:
 
     def fetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing: all of it is here."""
+
+    def forget(self, path: str, ranges: Iterable[tuple[int, int]], keeping: Iterable[tuple[int, int]] = ()) -> None:
+        """Do nothing: nothing is cached."""
 
     def drop(self, path: str) -> None:
         """Do nothing: nothing is cached."""
@@ -194,6 +198,22 @@ class RemoteFiles:
                 for begin in range(first, end, _REQUEST_BLOCKS):
                     self._fill(path, cached, begin, min(begin + _REQUEST_BLOCKS, end))
 
+    def forget(self, path: str, ranges: Iterable[tuple[int, int]], keeping: Iterable[tuple[int, int]] = ()) -> None:
+        """Free the disk of ranges of bytes, but for others, where the file system can; they may be fetched again.
+
+        Args:
+            path: the file.
+            ranges: as in `fetch`.
+            keeping: likewise.
+        """
+        if not self._knows_ranges:
+            return
+        with self._begin(path) as cached, _naming_the_disk(self.location(path), self._folder.path):
+            given_up = set(_blocks_of(ranges, cached.size)).difference(_blocks_of(keeping, cached.size))
+            for first in sorted(block for block in given_up if block - 1 not in given_up):
+                end = next(block for block in itertools.count(first) if block not in given_up)
+                cached.forget(first, end)
+
     def drop(self, path: str) -> None:
         """Delete what is cached of a file: its disk is free at once, and who wants it again fetches it again."""
         delete(self._folder.file(path))
@@ -222,6 +242,11 @@ class RemoteFiles:
                     if len(data) != until - start:
                         self._knows_ranges, start = False, 0
                     cached.put(start, data)
+
+
+def _blocks_of(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[int]:
+    for low, high in ranges:
+        yield from range(low // BLOCK_BYTES, blocks(min(high, size)))
 
 
 class _RemoteFile(io.RawIOBase):

@@ -7,7 +7,7 @@ episode or let it go, each episode's in this order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.ranks import logger
@@ -19,6 +19,7 @@ class Staging:
     """Hold episodes.
 
     Args:
+        want: is told all episodes that are to be fetched.
         fetch: gets an episode; called on threads. What fails there is left to the worker that reads the episode.
         let_go: gives up an episode.
         bytes_on_disk: how much is held.
@@ -27,12 +28,13 @@ class Staging:
 
     def __init__(
         self,
+        want: Callable[[Iterable[int]], None],
         fetch: Callable[[int], None],
         let_go: Callable[[int], None],
         bytes_on_disk: Callable[[], int],
         most_bytes: int | None,
     ) -> None:
-        self._fetch, self._let_go = fetch, let_go
+        self._want, self._fetch, self._let_go = want, fetch, let_go
         self._bytes_on_disk, self._most_bytes = bytes_on_disk, most_bytes
         self._now: Sequence[int] = ()
         self._soon: Sequence[int] = ()
@@ -55,6 +57,7 @@ class Staging:
             return
         with self._changed:
             self._now, self._soon = now, soon
+            self._want([*now, *soon])
             for episode in self._held.difference(now, soon) - self._busy:
                 self._held.remove(episode)
                 self._let_go(episode)
