@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -216,7 +217,6 @@ def test_what_is_held_is_two_pools_at_most_and_decoders_are_few(roots):
                 dataset.pause()  # so that nothing comes or goes meanwhile
                 assert len(list(dataset._folder.path.glob("episode-*.arrow"))) <= 5  # a batch may span two blocks
                 assert len(dataset._decoders) <= 2 and len(dataset._rows._mapped) <= 2
-        assert not list(dataset._folder.path.glob("episode-*.arrow")) or len(loader)
 
 
 def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, copied):
@@ -232,19 +232,68 @@ def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, 
 # --- remote --------------------------------------------------------------------------------------------------------
 
 
-def test_a_remote_root_gives_the_same_and_fetches_what_is_needed(roots, server, tmp_path):
-    root = roots("gop 2")
-    served = server(root)
-    with contextlib.closing(LeRobotDataset(served.url, pool=3, cache_dir=tmp_path)) as dataset:
-        loader = ResumableLoader(dataset, 4, pool=3)
-        asked, seen = where(dataset), 0
-        for batch in loader:
-            for j, index in enumerate(batch["index"].tolist()):
-                check({key: value[j] for key, value in batch.items()}, *asked[index])
-                seen += 1
+def test_a_remote_root_gives_the_same_with_ranges_or_without(roots, server, tmp_path):
+    for ranges in (True, False):
+        served = server(roots("gop 2"), ranges=ranges)
+        with contextlib.closing(LeRobotDataset(served.url, pool=3, cache_dir=tmp_path)) as dataset:
+            loader = ResumableLoader(dataset, 4, pool=3)
+            asked, seen = where(dataset), 0
+            for batch in loader:
+                for j, index in enumerate(batch["index"].tolist()):
+                    check({key: value[j] for key, value in batch.items()}, *asked[index])
+                    seen += 1
+            loader.close()
+            assert seen >= len(dataset)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Episodes of some hundred kilobytes each, sixteen to a file."""
+    root = tmp_path_factory.mktemp("lerobot") / "large"
+    options = {"height": 128, "width": 192, "episodes_per_data_file": 16, "episodes_per_video_file": 16}
+    return write_barcoded(root, [24] * 32, **options)
+
+
+def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large, server, tmp_path):
+    served = server(large)
+    videos = sum(path.stat().st_size for path in large.rglob("*.mp4"))
+    rows = sum(path.stat().st_size for path in (large / "data").rglob("*.parquet"))
+    block = 64 << 10
+    with contextlib.closing(LeRobotDataset(served.url, episodes=range(8, 16), pool=2, cache_dir=tmp_path)) as dataset:
+        served.forget()
+        loader, most = ResumableLoader(dataset, 4, pool=2), 0
+        for _ in loader:
+            dataset.pause()
+            most = max(most, dataset._source.cached_bytes())
         loader.close()
-        assert seen >= len(dataset)
-    assert not list(tmp_path.iterdir())
+    sent = sum(served.sent.values())
+    # A quarter of the videos: and a block at each end of an episode, the index, and the rows, which share a group
+    assert videos / 4 < sent < videos / 4 + 8 * 2 * block + 2 * block + rows
+    episode = videos / 32 + 2 * block
+    assert most < 6 * episode, "two pools, and what a batch has of a third"
+    assert videos / 4 > 8 * episode / 2, "which says something"
+
+
+def test_room_that_is_too_small_for_a_pool_is_an_error(large, server, tmp_path):
+    served = server(large)
+    with contextlib.closing(LeRobotDataset(served.url, pool=16, cache_dir=tmp_path, disk_bytes=1 << 20)) as dataset:
+        loader = ResumableLoader(dataset, 4, pool=16)
+        with pytest.raises(DataError, match="expected at most the 1 MB of disk_bytes"):
+            for _ in loader:
+                time.sleep(0.01)
+        loader.close()
+
+
+def test_with_little_room_the_next_episodes_wait(large, server, tmp_path):
+    served = server(large)
+    with contextlib.closing(LeRobotDataset(served.url, pool=2, cache_dir=tmp_path, disk_bytes=1)) as dataset:
+        dataset._staging.hold([3, 4], [5, 6])
+        with pytest.raises(DataError, match="cannot hold 2 episodes"):
+            while True:
+                dataset._staging.hold([3, 4], [5, 6])
+                time.sleep(0.01)
+        assert dataset._staging._held == {3, 4}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
