@@ -251,7 +251,7 @@ def test_a_remote_root_gives_the_same_with_ranges_or_without(roots, server, tmp_
 def large(tmp_path_factory):
     """Episodes of some hundred kilobytes each, sixteen to a file."""
     root = tmp_path_factory.mktemp("lerobot") / "large"
-    options = {"height": 128, "width": 192, "episodes_per_data_file": 16, "episodes_per_video_file": 16}
+    options = {"height": 128, "width": 192, "crf": 8, "episodes_per_data_file": 16, "episodes_per_video_file": 16}
     return write_barcoded(root, [24] * 32, **options)
 
 
@@ -272,7 +272,6 @@ def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large,
     assert videos / 4 < sent < videos / 4 + 8 * 2 * block + 2 * block + rows
     episode = videos / 32 + 2 * block
     assert most < 6 * episode, "two pools, and what a batch has of a third"
-    assert videos / 4 > 8 * episode / 2, "which says something"
 
 
 def test_room_that_is_too_small_for_a_pool_is_an_error(large, server, tmp_path):

@@ -1,0 +1,144 @@
+"""Images that say which frame of which episode they are, also after a lossy codec.
+
+Input: episode, frame and camera. Output: an image; and the way back.
+
+48 cells, 6 rows of 8 in the middle of the image, are white for 1 and black for 0: 16 bits of the episode, 16 of the
+frame, 4 of the camera, and 12 of a checksum of those, each with its highest bit first. All of the image has a texture
+that differs from frame to frame, so that files are as large as those of real cameras.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp2_strategy.errors import DataError
+
+Image = NDArray[np.uint8]
+
+_ROWS, _COLUMNS = 6, 8
+_WIDTHS = {"episode": 16, "frame": 16, "camera": 4}
+_CHECKSUM_BITS = 12
+_BLACK, _WHITE, _TEXTURE = 16, 176, 64
+_LEAST_CELL = 4
+
+
+def barcode(episode: int, frame: int, height: int, width: int, *, camera: int = 0) -> Image:
+    """Draw the image of a frame.
+
+    Args:
+        episode: below 2^16.
+        frame: below 2^16.
+        height: of the image, at least 32.
+        width: of the image, at least 48.
+        camera: below 16.
+
+    Returns:
+        RGB (height, width, 3).
+
+    Raises:
+        DataError: a number does not fit, or the image is too small.
+
+    Example:
+        >>> read_barcode(barcode(7, 130, 64, 96))
+        (7, 130)
+    """
+    top, left, cell = _geometry(height, width)
+    payload = 0
+    for (name, bits), value in zip(_WIDTHS.items(), (episode, frame, camera), strict=True):
+        if not 0 <= value < 1 << bits:
+            raise DataError(f"cannot draw a barcode: {name} is {value}, expected 0 to {(1 << bits) - 1}. Write fewer.")
+        payload = payload << bits | value
+    code = payload << _CHECKSUM_BITS | _checksum(payload)
+    bits_of_code = np.array([code >> i & 1 for i in reversed(range(_ROWS * _COLUMNS))]).reshape(_ROWS, _COLUMNS)
+    image = _background(height, width, frame)
+    cells = np.where(bits_of_code, _WHITE, _BLACK).repeat(cell, 0).repeat(cell, 1)
+    image[top : top + _ROWS * cell, left : left + _COLUMNS * cell] = cells[..., None]
+    grain = cell // 4
+    texture = np.random.default_rng((episode, frame, camera)).integers(
+        0, _TEXTURE, (-(-height // grain), -(-width // grain)), dtype=np.uint8
+    )
+    image += texture.repeat(grain, 0).repeat(grain, 1)[:height, :width, None]
+    return image
+
+
+def read_barcode(image: Any) -> tuple[int, int]:
+    """Return the episode and the frame that an image says it is.
+
+    Args:
+        image: (height, width, 3) or (3, height, width), an array or a tensor: integers below 256, or floats in [0, 1].
+
+    Raises:
+        DataError: the image is none of ``barcode``, was resized, or is damaged.
+    """
+    episode, frame, _ = _read(image)
+    return episode, frame
+
+
+def read_camera(image: Any) -> int:
+    """Return the camera that an image says it is of; everything else is as with ``read_barcode``."""
+    return _read(image)[2]
+
+
+def _read(image: Any) -> tuple[int, int, int]:
+    pixels = np.asarray(image)
+    if pixels.ndim != 3 or 3 not in (pixels.shape[0], pixels.shape[-1]):
+        raise DataError(
+            f"cannot read a barcode: the image's shape is {pixels.shape}, expected (height, width, 3) or (3, height, "
+            "width). Take one image out of a batch."
+        )
+    grey = pixels.mean(axis=-1 if pixels.shape[-1] == 3 else 0, dtype=np.float64)
+    if np.issubdtype(pixels.dtype, np.floating):
+        grey *= 255
+    top, left, cell = _geometry(*grey.shape)
+    edge = cell // 4  # a codec blurs neighbours into each other
+    cells = grey[top : top + _ROWS * cell, left : left + _COLUMNS * cell].reshape(_ROWS, cell, _COLUMNS, cell)
+    means = cells[:, edge : cell - edge, :, edge : cell - edge].mean(axis=(1, 3)).ravel()
+    code = int("".join("1" if mean > 128 else "0" for mean in means), 2)
+    payload, checksum = code >> _CHECKSUM_BITS, code & (1 << _CHECKSUM_BITS) - 1
+    if checksum != _checksum(payload) or np.abs(means - 128).min() < 24:
+        raise DataError(
+            f"cannot read a barcode: the checksum is {checksum}, expected {_checksum(payload)}, with cells at least "
+            f"{np.abs(means - 128).min():.0f} from grey, expected 24. Give an image as barcode() draws it, not resized."
+        )
+    values = []
+    for bits in reversed(_WIDTHS.values()):
+        values.append(payload & (1 << bits) - 1)
+        payload >>= bits
+    camera, frame, episode = values
+    return episode, frame, camera
+
+
+def _geometry(height: int, width: int) -> tuple[int, int, int]:
+    """Return the top, the left and the size of a cell."""
+    cell = min(height // (_ROWS + 2), width // (_COLUMNS + 4))
+    if cell < _LEAST_CELL:
+        raise DataError(
+            f"cannot draw or read a barcode: the image is {height}x{width}, expected at least "
+            f"{(_ROWS + 2) * _LEAST_CELL}x{(_COLUMNS + 4) * _LEAST_CELL}. Use larger images."
+        )
+    return (height - _ROWS * cell) // 2, (width - _COLUMNS * cell) // 2, cell
+
+
+def _checksum(payload: int) -> int:
+    # Not 0 for 0: a black image is none.
+    return zlib.crc32(payload.to_bytes(5, "big")) & (1 << _CHECKSUM_BITS) - 1
+
+
+def _background(height: int, width: int, frame: int) -> Image:
+    """Draw slopes of colour that move with the frames."""
+    shift = np.array([0, frame % 256, 2 * frame % 256], dtype=np.uint8)
+    return np.take(_TRIANGLE, _slopes(height, width) + shift)
+
+
+@lru_cache(maxsize=8)
+def _slopes(height: int, width: int) -> Image:
+    down, right = np.ogrid[:height, :width]
+    return np.stack([2 * down + right, down + 2 * right, right - down], axis=-1).astype(np.uint8)
+
+
+_TRIANGLE = (np.abs(np.arange(256) - 128) + 48).astype(np.uint8)

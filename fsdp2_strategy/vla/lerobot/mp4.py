@@ -1,0 +1,167 @@
+"""mp4 files of several episodes, one after the other.
+
+Input: the frames of episodes. Output: files of one stream, whose frames are shown at multiples of 1/fps.
+
+Each episode is encoded by itself, so that it begins with a key frame, and copied behind the one before. Encoders work
+in one thread: the same frames give the same bytes. The index of a file stands at its front.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import av
+import numpy as np
+from av.container import OutputContainer
+from numpy.typing import NDArray
+
+from fsdp2_strategy.errors import DataError
+
+Codec = Literal["libx264", "libsvtav1"]
+
+_CRF: dict[str, int] = {"libx264": 23, "libsvtav1": 30}
+_PRESET: dict[str, str] = {"libx264": "veryfast", "libsvtav1": "10"}
+_NAMES: dict[str, str] = {"libx264": "h264", "libsvtav1": "av1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Say how frames become videos.
+
+    libsvtav1 tells about itself on standard error, unless the environment has ``SVT_LOG=1``.
+    """
+
+    fps: int
+    codec: Codec = "libx264"
+    gop: int = 2
+    """Every which frame of an episode is a key frame."""
+    b_frames: int = 0
+    """How many frames in a row may refer to later ones; libsvtav1 knows only whether."""
+    crf: int | None = None
+    """The quality, better where lower; None for the codec's usual one."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("fps", 1), ("gop", 1), ("b_frames", 0)):
+            if not isinstance(value := getattr(self, name), int) or value < least:
+                raise DataError(
+                    f"cannot encode videos: {name} is {value!r}, expected an integer from {least}. Set one."
+                )
+        if self.codec not in _CRF:
+            raise DataError(f"cannot encode videos: codec is {self.codec!r}, expected one of {list(_CRF)}. Change it.")
+
+    @property
+    def quality(self) -> int:
+        """The crf that is used."""
+        return _CRF[self.codec] if self.crf is None else self.crf
+
+    def options(self) -> dict[str, str]:
+        """Return the codec's options."""
+        common = {"g": str(self.gop), "crf": str(self.quality), "preset": _PRESET[self.codec]}
+        if self.codec == "libx264":
+            # Key frames where gop says and nowhere else; without mbtree, whose bytes differ from run to run where there
+            # are B frames.
+            fixed = {"sc_threshold": "0", "b_strategy": "0", "mbtree": "0", "threads": "1"}
+            return common | fixed | {"bf": str(self.b_frames)}
+        order = 2 if self.b_frames else 1
+        return common | {"svtav1-params": f"pred-struct={order}:lp=1:scd=0"}
+
+    def info(self, height: int, width: int) -> dict[str, Any]:
+        """Return what ``meta/info.json`` says about a camera's videos."""
+        return {
+            "video.height": height,
+            "video.width": width,
+            "video.codec": _NAMES[self.codec],
+            "video.pix_fmt": "yuv420p",
+            "video.fps": self.fps,
+            "video.channels": 3,
+            "is_depth_map": False,
+            "has_audio": False,
+            "video.g": self.gop,
+            "video.crf": self.quality,
+            "video.preset": _PRESET[self.codec],
+        }
+
+
+@dataclass(frozen=True)
+class EncodedEpisode:
+    """Hold the video of one episode."""
+
+    mp4: bytes
+    frames: int
+
+
+def encode(frames: NDArray[np.uint8], encoding: Encoding) -> EncodedEpisode:
+    """Encode the frames (T, height, width, 3) of one episode.
+
+    Raises:
+        DataError: the codec refuses them.
+    """
+    height, width = frames.shape[1:3]
+    memory = io.BytesIO()
+    try:
+        with av.open(memory, "w", format="mp4") as container:
+            stream = container.add_stream(encoding.codec, rate=encoding.fps, options=encoding.options())
+            stream.height, stream.width, stream.pix_fmt, stream.thread_count = height, width, "yuv420p", 1
+            for i, pixels in enumerate(frames):
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+                frame.pts = i
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+    except av.FFmpegError as error:
+        raise DataError(
+            f"cannot encode a video: {encoding.codec} fails on frames of {height}x{width} ({error}), expected sizes "
+            "and options that it knows. Change them, or the codec."
+        ) from error
+    return EncodedEpisode(memory.getvalue(), len(frames))
+
+
+class VideoFile:
+    """Write one mp4 file, episode by episode."""
+
+    def __init__(self, path: Path, fps: int) -> None:
+        self._fps, self._frames, self._bytes = fps, 0, 0
+        self._container: OutputContainer = av.open(str(path), "w", format="mp4", options={"movflags": "faststart"})
+
+    def bytes_with(self, episode: EncodedEpisode) -> float:
+        """Return how large the file is with one more episode."""
+        return self._bytes + len(episode.mp4)
+
+    def append(self, episode: EncodedEpisode) -> int:
+        """Write an episode; return how many frames stand before it."""
+        start = self._frames
+        with av.open(io.BytesIO(episode.mp4), "r") as source:
+            stream = source.streams.video[0]
+            tick = cast(Fraction, stream.time_base)
+            if not self._container.streams:
+                self._container.add_stream_from_template(stream, opaque=True).time_base = tick
+            # A frame is a whole number of ticks: the muxer makes their rate a multiple of fps.
+            shift = int(start / (tick * self._fps))
+            for packet in source.demux(stream):
+                if packet.dts is None or packet.pts is None:
+                    continue
+                packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+                packet.stream = self._container.streams.video[0]
+                self._container.mux(packet)
+        self._frames, self._bytes = start + episode.frames, self._bytes + len(episode.mp4)
+        return start
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._container.close()
+
+
+def encode_png(images: NDArray[np.uint8]) -> list[bytes]:
+    """Encode images (T, height, width, 3), each by itself."""
+    encoder = av.CodecContext.create("png", "w")
+    assert isinstance(encoder, av.VideoCodecContext)
+    encoder.height, encoder.width, encoder.pix_fmt = *images.shape[1:3], "rgb24"
+    encoder.thread_count = 1
+    files = []
+    for pixels in images:
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+        files += [bytes(packet) for packet in encoder.encode(frame)]
+    return files

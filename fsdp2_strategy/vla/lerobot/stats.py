@@ -1,0 +1,68 @@
+"""Statistics of features, as ``meta/stats.json`` and the tables of episodes hold them.
+
+Input: the values of an episode, or the statistics of several. Output: minimum, maximum, mean, standard deviation, count
+and five quantiles by name: arrays of a feature's shape, for images (3, 1, 1) in [0, 1].
+
+The format: those of a data set are put together from those of its episodes; its quantiles are their means, weighted by
+length. An episode's own are exact. Of a long episode not every image counts, and of a large image not every pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Stats = dict[str, NDArray[Any]]
+
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+
+
+def feature_stats(values: NDArray[Any]) -> Stats:
+    """Return the statistics of an episode's numbers, (T,) or (T, n); a flag counts as 0 or 1."""
+    values = values.reshape(len(values), -1)
+    return _over_rows(values, count=len(values))
+
+
+def image_stats(images: NDArray[np.uint8]) -> Stats:
+    """Return the statistics of an episode's images (T, height, width, 3), by channel."""
+    length, height, width, channels = images.shape
+    n = max(min(length, 100), min(int(length**0.75), 10_000))
+    every = int(max(height, width) / 150) if max(height, width) >= 300 else 1
+    chosen = images[np.round(np.linspace(0, length - 1, n)).astype(int), ::every, ::every]
+    stats = _over_rows(chosen.reshape(-1, channels), count=n)
+    return {name: value if name == "count" else value.reshape(channels, 1, 1) / 255 for name, value in stats.items()}
+
+
+def aggregate(episodes: Sequence[Stats]) -> Stats:
+    """Return the statistics of a feature over several episodes."""
+    counts = np.concatenate([stats["count"] for stats in episodes])
+
+    def mean(values: NDArray[Any]) -> NDArray[Any]:
+        return np.tensordot(counts / counts.sum(), values, axes=1)
+
+    stacked = {name: np.stack([stats[name] for stats in episodes]) for name in episodes[0]}
+    centre = mean(stacked["mean"])
+    return {
+        "min": stacked["min"].min(axis=0),
+        "max": stacked["max"].max(axis=0),
+        "mean": centre,
+        "std": np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - centre) ** 2)),
+        "count": counts.sum(keepdims=True),
+        **{name: mean(stacked[name]) for name in QUANTILES},
+    }
+
+
+def _over_rows(values: NDArray[Any], *, count: int) -> Stats:
+    numbers = values.astype(np.uint8) if values.dtype == bool else values
+    quantiles = np.quantile(numbers, list(QUANTILES.values()), axis=0)
+    return {
+        "min": values.min(axis=0),
+        "max": values.max(axis=0),
+        "mean": numbers.mean(axis=0, dtype=np.float64),
+        "std": numbers.std(axis=0, dtype=np.float64),
+        "count": np.array([count]),
+        **dict(zip(QUANTILES, quantiles.astype(np.float64), strict=True)),
+    }
