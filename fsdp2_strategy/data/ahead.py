@@ -4,8 +4,8 @@ Input: the episodes of a rank's part of each batch, as the order says. Output: c
 trainer's process, before it gets a batch.
 
 [Note: hold] A data set that is costly to open has ``hold``. Samples of other episodes than ``now`` are not asked for
-before the next call; those of ``soon`` are the next to come. Both are in ascending order, and the same objects until
-they change. It also has ``pause``, which ends its threads: workers are forked next.
+before the next call; those of ``soon`` are the next to come. Both are in ascending order. It also has ``pause``, which
+ends its threads: workers are forked next.
 """
 
 from __future__ import annotations

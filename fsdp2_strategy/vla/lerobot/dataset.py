@@ -151,7 +151,7 @@ class LeRobotDataset(Dataset[Sample]):
         Raises:
             DataError: they take more than ``disk_bytes``.
         """
-        self._staging.hold(now, soon)
+        self._staging.hold(self._episodes[list(now)].tolist(), self._episodes[list(soon)].tolist())
 
     def pause(self) -> None:
         """End the threads that fetch; a process that forks has none then."""

@@ -20,7 +20,7 @@ from fsdp2_strategy.vla.lerobot.source import RemoteFiles, Source
 Range = tuple[int, int]
 """The first byte, and the one after the last."""
 
-_BUFFER_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 15
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ episode or let it go, each episode's in this order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.ranks import logger
@@ -36,8 +36,8 @@ class Staging:
     ) -> None:
         self._want, self._fetch, self._let_go = want, fetch, let_go
         self._bytes_on_disk, self._most_bytes = bytes_on_disk, most_bytes
-        self._now: Sequence[int] = ()
-        self._soon: Sequence[int] = ()
+        self._now: list[int] = []
+        self._soon: list[int] = []
         self._held: set[int] = set()
         self._busy: set[int] = set()
         self._changed = threading.Condition()
@@ -45,7 +45,7 @@ class Staging:
         self._is_open = False
         self._error: DataError | None = None
 
-    def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
+    def hold(self, now: list[int], soon: list[int]) -> None:
         """Let go of all other episodes, and fetch these, the present ones first; returns at once.
 
         Raises:
@@ -53,7 +53,7 @@ class Staging:
         """
         if self._error is not None:
             raise self._error
-        if now is self._now and soon is self._soon and self._is_open:
+        if self._is_open and (now, soon) == (self._now, self._soon):
             return
         with self._changed:
             self._now, self._soon = now, soon

@@ -23,7 +23,7 @@ from fsdp2_strategy.vla.lerobot.counts import Counts
 from fsdp2_strategy.vla.lerobot.metadata import corrupt
 from fsdp2_strategy.vla.lerobot.source import Source
 
-_BUFFER_BYTES = 1 << 18
+_BUFFER_BYTES = 1 << 15  # what lies behind an episode is read ahead, and fetched for nothing
 # A flipped bit is an error, not a picture with a hole in it.
 _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
