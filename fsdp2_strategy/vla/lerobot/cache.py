@@ -108,10 +108,9 @@ class CacheFile:
         size: of the remote file, in bytes.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.size = int(struct.unpack("<q", os.pread(fd, 8, _SIZE_AT))[0])
-        self._data_at = -(-(_FLAGS_AT + blocks(self.size)) // _PAGE_BYTES) * _PAGE_BYTES
+    def __init__(self, fd: int, size: int) -> None:
+        self._fd, self.size = fd, size
+        self._data_at = -(-(_FLAGS_AT + blocks(size)) // _PAGE_BYTES) * _PAGE_BYTES
 
     @classmethod
     def begin(cls, path: Path, ask_size: Callable[[], int]) -> CacheFile:
@@ -126,11 +125,13 @@ class CacheFile:
             try:
                 with _locked(fd, 0, 1):
                     if not _is_begun(fd) and os.fstat(fd).st_nlink:
-                        _write(fd, struct.pack("<q", ask_size()), _SIZE_AT)
+                        _write(fd, ask_size().to_bytes(8, "little"), _SIZE_AT)
                         _write(fd, bytes([1]), 0)
                     # Dropping unlinks, then truncates: unlinked after this look, it is truncated after it.
                     if os.fstat(fd).st_nlink:
-                        return cls(fd)
+                        size = int.from_bytes(os.pread(fd, 8, _SIZE_AT), "little")
+                        if _is_begun(fd):
+                            return cls(fd, size)
                     os.ftruncate(fd, 0)
             except BaseException:
                 os.close(fd)

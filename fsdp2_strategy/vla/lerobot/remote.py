@@ -131,7 +131,8 @@ class RemoteRoot:
     def _call(self, name: str, path: str, **arguments: Any) -> Any:
         with self._lock:
             if self._file_system is None:
-                self._file_system = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **self.storage_options)
+                self._file_system = fsspec.core.url_to_fs(self.url, **self.storage_options)
+                _kept.append(self._file_system)
             files, root = self._file_system
         if files.async_impl:
             method, timeout = getattr(files, f"_{name}"), self.timeout_seconds
@@ -156,14 +157,14 @@ def _is_absence(error: Exception) -> bool:
 
 
 # A child must neither use its parent's connections nor let go of them: their clean-up would reach into the event loop
-# that both have, and take the parent's connections out of it.
+# that both have, and take the parent's connections out of it. fsspec keeps file systems as long as a process lives;
+# its children are to keep them too.
+_kept: list[object] = []
 _roots: weakref.WeakSet[RemoteRoot] = weakref.WeakSet()
-_of_the_parent: list[object] = []
 
 
 def _begin_child() -> None:
     for root in list(_roots):
-        _of_the_parent.append(root._file_system)
         root._begin_process()
 
 
