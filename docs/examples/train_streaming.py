@@ -1,0 +1,341 @@
+"""Train a policy on streamed robot data, on any number of ranks and hosts; killed at any moment, it goes on exactly.
+
+It reads LeRobot v3 data sets from a folder, a URL or the Hub. Tables of some episodes are in memory, video is decoded
+for the samples that leave, and files of a remote data set are on disk for as long as their episodes are needed.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_streaming.py \
+        --generate 32 --root runs/streaming/data --output_dir runs/streaming --episode_pool_size 8
+
+``--repo_id`` takes a data set of the Hub instead; several hosts, SLURM and accelerate are in docs/multi_node.md.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+from torch.nn.functional import interpolate
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, load_checkpoint
+from fsdp2_strategy.checkpoint.data import LATER
+from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.ranks import all_or_none, log
+from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.vla.lerobot.generate import write_barcoded
+from fsdp2_strategy.vla.shortage import warn_of_shortages
+from fsdp2_strategy.vla.throughput import Rates, Throughput
+
+SIZE, PATCH = 96, 16  # of an image as the policy sees it, and of what becomes one token
+WIDTH, HEADS, LAYERS = 128, 4, 4
+STATE, ACTION = "observation.state", "action"
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the order of samples follows from, beside data and seed: a run keeps it, on whatever ranks it goes on."""
+
+    global_batch_size: int
+    lanes: int  # each rank of the first start has one, and with it episodes of its own
+    pool: int  # episodes that are mixed at a time, over all lanes
+
+
+class Policy(nn.Module):
+    """Patches of all cameras, the state, and a query for each action go through blocks; the queries become actions."""
+
+    def __init__(self, cameras: int, state_size: int, action_size: int, actions: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+        self.cameras = nn.Parameter(torch.zeros(cameras, 1, WIDTH))
+        self.places = nn.Parameter(0.02 * torch.randn((SIZE // PATCH) ** 2, WIDTH))
+        self.state = nn.Linear(state_size, WIDTH)
+        self.queries = nn.Parameter(0.02 * torch.randn(actions, WIDTH))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(LAYERS)
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, action_size)
+
+    def forward(self, images: list[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+        """Return actions (batch, actions, action_size) for images (batch, 3, SIZE, SIZE) and states (batch, size)."""
+        seen = [
+            self.patches(image).flatten(2).transpose(1, 2) + self.places + camera
+            for image, camera in zip(images, self.cameras, strict=True)
+        ]
+        queries = self.queries.expand(len(state), -1, -1)
+        x = torch.cat([*seen, self.state(state).unsqueeze(1), queries], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, -queries.shape[1] :]))
+
+
+class Task:
+    """What a data set is to the policy: which of its features go in and come out, at which scale."""
+
+    def __init__(self, metadata: Any, n_action_steps: int) -> None:
+        features = metadata.features
+        self.cameras = sorted(name for name, f in features.items() if f["dtype"] in ("image", "video"))
+        self.stats, self.n_action_steps = metadata.stats, n_action_steps
+        self.state_size = features[STATE]["shape"][0] if STATE in features else 1
+        self.action_size = features[ACTION]["shape"][0]
+        self.delta_timestamps = {ACTION: [i / metadata.fps for i in range(n_action_steps)]}
+
+    def policy(self) -> Policy:
+        return Policy(len(self.cameras), self.state_size, self.action_size, self.n_action_steps)
+
+    def loss(self, policy: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the actions' mean errors, and how many actions count."""
+        images = [2 * interpolate(batch[name].float(), (SIZE, SIZE), mode="area") - 1 for name in self.cameras]
+        wanted = self._scaled(ACTION, batch[ACTION])
+        state = self._scaled(STATE, batch[STATE]) if STATE in batch else wanted.new_zeros(len(wanted), 1)
+        error = (policy(images, state).float() - wanted).abs().mean(dim=2)
+        counts = ~batch[f"{ACTION}_is_pad"]
+        if "sample_mask" in batch:  # a sample that could not be read
+            counts = counts & batch["sample_mask"][:, None]
+        return (error * counts).sum(), counts.sum()
+
+    def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        mean, std = (self.stats[name][which].to(value.device, torch.float32) for which in ("mean", "std"))
+        return (value.float() - mean) / (std + 1e-8)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def open_dataset(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, **options: Any) -> LeRobotDataset:
+    return LeRobotDataset(
+        args.root or f"hf://datasets/{args.repo_id}",
+        tolerance_s=args.tolerance_s,
+        pool=-(-plan.pool // strategy.world_size),  # what the lanes of one rank mix
+        decoder_cache=args.video_decoder_cache_size,
+        on_corrupt=args.on_corrupt,
+        cache_dir=args.cache_dir / f"rank{strategy.get_rank()}" if args.cache_dir else None,
+        **options,
+    )
+
+
+def make_loader(args: argparse.Namespace, plan: Plan, data: LeRobotDataset) -> ResumableLoader:
+    loader = ResumableLoader(
+        data,
+        plan.global_batch_size,
+        seed=args.seed,
+        pool=plan.pool,
+        lanes=plan.lanes,
+        num_workers=args.num_workers,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=2,
+    )
+    warn_of_shortages(
+        ranks=loader.dp_size,
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", loader.dp_size)),
+        global_batch_size=plan.global_batch_size,
+        lanes=plan.lanes,
+        pool=plan.pool,
+        episodes=len(data.episode_lengths),
+        batches=len(loader),
+        num_workers=args.num_workers,
+    )
+    return loader
+
+
+def batches_on(device: torch.device, loader: ResumableLoader) -> Iterator[Batch]:
+    """Give batch after batch, epoch after epoch."""
+    for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
+        yield {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+
+
+def generate(strategy: FSDPV2Strategy, root: Path, episodes: int) -> None:
+    """Write a data set of episodes of unequal lengths, where there is none; the others wait for rank 0."""
+    with all_or_none("generate a data set", DataError):
+        if strategy.is_rank_0() and not root.exists():
+            unfinished = root.with_name(f"{root.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            write_barcoded(unfinished, [20 + 7 * i % 25 for i in range(episodes)])
+            unfinished.rename(root)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """What a run writes beside checkpoints: a line at each report, and with --log_ids what each rank was given."""
+
+    def __init__(self, strategy: FSDPV2Strategy, args: argparse.Namespace, files: ExitStack) -> None:
+        self.writes = strategy.is_rank_0()
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        self.log = files.enter_context((args.output_dir / "log.jsonl").open("a")) if self.writes else None
+        self.ids: TextIO | None = None
+        if args.log_ids:
+            begun = len(list(args.output_dir.glob("ids-*-0.jsonl")))
+            name = f"ids-{strategy.all_reduce(begun, 'max')}-{strategy.get_rank()}.jsonl"
+            self.ids = files.enter_context((args.output_dir / name).open("w"))
+
+    def batch(self, number: int, batch: Batch) -> None:
+        """Note which samples this rank has of a global batch."""
+        if self.ids:
+            print(json.dumps({"batch": number, "index": batch["index"].tolist()}), file=self.ids, flush=True)
+
+    def report(self, rates: Rates, **facts: float) -> None:
+        """Note how far the run is, and how fast."""
+        if self.log:
+            speed = {
+                "frames_per_second": rates.frames_per_second,
+                "waiting_share": rates.waiting_share,
+                "first_batch_seconds": rates.first_batch_seconds,
+            }
+            print(json.dumps(facts | speed), file=self.log, flush=True)
+            print(", ".join([*(f"{name} {value:.4g}" for name, value in facts.items()), str(rates)]), flush=True)
+
+
+def measure_loading(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journal: Journal) -> int:
+    """Load as training does, and do nothing else."""
+    task = Task(open_dataset(strategy, args, plan).metadata, args.n_action_steps)
+    data = open_dataset(strategy, args, plan, delta_timestamps=task.delta_timestamps)
+    loader, meter = make_loader(args, plan, data), Throughput()
+    for batch in itertools.islice(meter.over(batches_on(strategy.device, loader)), args.steps):
+        journal.batch(loader.batches - 1, batch)
+        meter.count(len(batch["index"]))
+        if loader.batches % args.log_freq == 0:
+            journal.report(meter.lap(), step=loader.batches, epoch=loader.epoch)
+    finish(loader, data, meter)
+    return 0
+
+
+def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journal: Journal) -> int:
+    """Return the exit status: a run that was told to stop is not through, and is started again."""
+    task = Task(open_dataset(strategy, args, plan).metadata, args.n_action_steps)
+    with strategy.init_model_context(meta_init=True):  # no rank ever holds the whole model
+        policy = task.policy().train()
+    policy = strategy.prepare_model(policy, is_training=True)
+    optimizer = strategy.create_optimizer(policy, lr=args.lr, weight_decay=0.01)
+    scheduler = strategy.create_scheduler(optimizer, "cosine", num_training_steps=args.steps, warmup_ratio=0.05)
+    strategy.set_seed(args.seed, per_rank=True)
+
+    own = args.output_dir / "checkpoints"
+    resumed, state = strategy.load_ckpt(policy, where_to_resume(own, args.resume_from), dataloader=LATER)
+    if resumed:
+        plan = Plan(**state["plan"])
+        log("resumed from %s, at step %d", resumed, strategy.global_step(policy))
+        if plan.global_batch_size != (asked := args.batch_size * strategy.world_size):
+            message = "goes on with its global batch of %d samples, not %d (--batch_size %d x %d ranks)"
+            log(message, plan.global_batch_size, asked, args.batch_size, strategy.world_size, level=logging.WARNING)
+    data = open_dataset(strategy, args, plan, delta_timestamps=task.delta_timestamps)
+    loader = make_loader(args, plan, data)
+    if resumed:
+        load_checkpoint(policy, resumed, load_model=False, dataloader=loader)  # whose batches the first load told
+
+    meter = Throughput()
+    batches = meter.over(batches_on(strategy.device, loader))
+    preempted = False
+    while strategy.global_step(policy) < args.steps and not preempted:
+        batch = next(batches)
+        journal.batch(loader.batches - 1, batch)
+        loss, count = task.loss(policy, batch)
+        total = strategy.all_reduce(torch.stack([loss.detach().double(), count.double()]), "sum").tolist()
+        items = max(total[1], 1.0)  # each action weighs the same, however samples fall to ranks
+        strategy.backward(loss, policy, optimizer, num_items_in_batch=items)
+        result = strategy.optimizer_step(optimizer, policy, scheduler)
+        meter.count(len(batch["index"]))
+        if result.stepped and result.step % args.log_freq == 0:
+            facts = {"loss": total[0] / items, "norm": result.grad_norm, "lr": scheduler.get_last_lr()[0]}
+            journal.report(meter.lap(), step=result.step, epoch=loader.epoch, **facts)
+        preempted = strategy.preempted()
+        is_due = result.step % args.save_freq == 0 or result.step == args.steps
+        if preempted or (result.stepped and is_due):
+            state = {"plan": asdict(plan)}
+            strategy.save_ckpt(policy, own, client_state=state, dataloader=loader, async_save=True)
+    finish(loader, data, meter)
+    if preempted and strategy.global_step(policy) < args.steps:
+        return 128 + signal.SIGTERM
+    strategy.save_model(policy, None, args.output_dir / "policy")
+    return 0
+
+
+def where_to_resume(own: Path, resume_from: Path | None) -> Path:
+    """Return where checkpoints are: a run's own come first, so that one that is started again never rewinds."""
+    if resume_from is None or list_checkpoints(own):
+        return own
+    if not list_checkpoints(resume_from) and not list_checkpoints(resume_from.parent):
+        raise SystemExit(f"cannot resume: {resume_from} holds no checkpoint, expected one, or a folder of some.")
+    return resume_from
+
+
+def finish(loader: ResumableLoader, data: LeRobotDataset, meter: Throughput) -> None:
+    rates = meter.total()
+    log("%s; the first batch took %.2f s", rates, rates.first_batch_seconds)
+    log("rank 0: %s", dict(data.counts))
+    loader.close()
+    data.close()
+
+
+def parse(arguments: Iterable[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--repo_id", help="data set of the Hub")
+    add("--root", help="folder or URL of the data set, instead")
+    add(
+        "--generate",
+        type=int,
+        metavar="EPISODES",
+        help="write a data set of so many to --root first",
+    )
+    add("--tolerance_s", type=float, default=1e-4, help="seconds that a frame may be off from where it is asked for")
+    add("--output_dir", type=Path, default=Path("runs/streaming"))
+    add("--cache_dir", type=Path, help="where files of a remote data set are for a while; a fast disk of each host")
+    add("--steps", type=int, default=200)
+    add("--batch_size", type=int, default=16, help="samples of a step on one rank, when a run is first started")
+    add("--num_workers", type=int, default=2, help="processes of each rank that decode")
+    add("--episode_pool_size", type=int, default=64, help="episodes that one rank mixes at a time")
+    add("--video_decoder_cache_size", type=int, help="open files of a process; by default as the pool, at most 128")
+    add("--n_action_steps", type=int, default=16, help="actions that the policy gives at once")
+    add("--on_corrupt", choices=["raise", "skip"], default="raise", help="what to do about a sample that is damaged")
+    add("--lr", type=float, default=1e-4)
+    add("--seed", type=int, default=42)
+    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    add("--save_freq", type=int, default=50)
+    add("--log_freq", type=int, default=10)
+    add("--log_ids", action="store_true", help="note which samples each rank was given, in ids-START-RANK.jsonl")
+    add("--resume_from", type=Path, help="checkpoint, or folder of some, for a run that has none of its own yet")
+    add("--dummy", action="store_true", help="measure loading alone")
+    add("--buffer_size", type=int, help="ignored: --episode_pool_size says how much is mixed")
+    args = parser.parse_args(arguments)
+    if args.repo_id is None and args.root is None:
+        parser.error("which data set? Give --repo_id or --root.")
+    if args.generate and (args.root is None or "://" in args.root):
+        parser.error("--generate writes to a folder: give it as --root.")
+    return args
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    args = parse(arguments)
+    config = StrategyConfig(
+        seed=args.seed, max_norm=1.0, bf16=args.bf16, block_class_names=("TransformerEncoderLayer",)
+    )
+    with FSDPV2Strategy(config=config) as strategy, ExitStack() as files:
+        if args.buffer_size is not None:
+            log("--buffer_size is ignored: --episode_pool_size says how much is mixed", level=logging.WARNING)
+        if args.generate:
+            generate(strategy, Path(args.root), args.generate)
+        ranks = strategy.world_size
+        plan = Plan(args.batch_size * ranks, lanes=ranks, pool=args.episode_pool_size * ranks)
+        run = measure_loading if args.dummy else train
+        return run(strategy, args, plan, Journal(strategy, args, files))
+
+
+if __name__ == "__main__":
+    os._exit(main())  # gloo's threads can abort an interpreter that is on its way out
