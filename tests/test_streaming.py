@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 import train_streaming
+
+from fsdp2_strategy.errors import DataError
 
 EXAMPLE = Path(train_streaming.__file__)
 STEPS, BATCH, EPISODES = 30, 16, 6
@@ -161,9 +164,6 @@ def merged(starts):
 
 @pytest.mark.ranks(2)
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_losses(tmp_path, data, whole):
-    box = [str(tmp_path)]
-    dist.broadcast_object_list(box)
-    output_dir = Path(box[0])
     note = train_streaming.Journal.batch
 
     def stop_at_7(journal, number, batch):
@@ -173,14 +173,14 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_losses(tmp_p
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_streaming.Journal, "batch", stop_at_7)
-        assert train_streaming.main(arguments(output_dir, data, 2)) == 128 + signal.SIGTERM
+        assert train_streaming.main(arguments(tmp_path, data, 2)) == 128 + signal.SIGTERM
     dist.barrier()
-    assert [entry["step"] for entry in logged(output_dir)] == list(range(1, 9))
-    assert train_streaming.main(arguments(output_dir, data, 2)) == 0
+    assert [entry["step"] for entry in logged(tmp_path)] == list(range(1, 9))
+    assert train_streaming.main(arguments(tmp_path, data, 2)) == 0
     dist.barrier()
-    assert [entry["step"] for entry in logged(output_dir)] == list(range(1, STEPS + 1)), "no step ran twice"
-    assert losses(output_dir) == losses(whole)
-    assert [list(start) for start in given(output_dir)] == [list(range(8)), list(range(8, STEPS))]
+    assert [entry["step"] for entry in logged(tmp_path)] == list(range(1, STEPS + 1)), "no step ran twice"
+    assert losses(tmp_path) == losses(whole)
+    assert [list(start) for start in given(tmp_path)] == [list(range(8)), list(range(8, STEPS))]
 
 
 def test_accelerate_starts_it_and_a_dummy_run_loads_the_same_and_trains_nothing(tmp_path, data, whole):
@@ -221,39 +221,56 @@ def test_the_slurm_script_starts_it_and_puts_what_is_not_through_into_the_queue_
     assert (tmp_path / "queue").read_text() == f"requeue {os.getpid()}\n"
 
 
-@pytest.mark.ranks(2)
-def test_what_runs_short_and_what_is_ignored_is_said(tmp_path, data):
+@contextmanager
+def warnings_of_the_log():
     class Kept(logging.Handler):
         def emit(self, record):
             lines.append(record.getMessage())
 
-    box = [str(tmp_path)]
-    dist.broadcast_object_list(box)
     lines, handler, logger = [], Kept(logging.WARNING), logging.getLogger("fsdp2_strategy")
     logger.addHandler(handler)
-    options = arguments(box[0], data, 2, "--dummy", "--steps", "2", "--num_workers", "0")
     try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.ranks(2)
+def test_what_runs_short_and_what_is_ignored_is_said(tmp_path, data):
+    options = arguments(tmp_path, data, 2, "--dummy", "--steps", "2", "--num_workers", "0")
+    with warnings_of_the_log() as lines:
         train_streaming.main(options)
         assert not lines
         train_streaming.main([*options, "--buffer_size", "100", "--episode_pool_size", "4"])
-    finally:
-        logger.removeHandler(handler)
     if dist.get_rank() == 0:
         ignored, short = lines
         assert ignored.startswith("--buffer_size is ignored")
         assert short.startswith("6 episodes do not fill the pools of all ranks, 8 together")
 
 
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_read_ends_all_of_them_by_name(tmp_path, data):
+    def unreadable(dataset, i):
+        if dist.get_rank() == 1:
+            raise OSError(f"sample {i} is gone")
+        return read(dataset, i)
+
+    read = train_streaming.LeRobotDataset.__getitem__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_streaming.LeRobotDataset, "__getitem__", unreadable)
+        with pytest.raises(DataError, match=r"cannot load a batch: failed on rank 1: OSError: sample .* is gone"):
+            train_streaming.main(arguments(tmp_path, data, 2, "--num_workers", "0"))
+
+
 @pytest.mark.ranks(1)
-def test_a_resume_begins_elsewhere_and_then_goes_on_with_its_own(tmp_path, data, whole):
-    taken = whole / "checkpoints"
-    own = arguments(
-        tmp_path / "own", data, 1, "--steps", str(STEPS + 2), "--resume_from", str(taken), "--batch_size", "16"
-    )
-    assert train_streaming.main(own) == 0
-    assert [entry["step"] for entry in logged(tmp_path / "own")] == [STEPS + 1, STEPS + 2]
-    assert train_streaming.main([*own, "--steps", str(STEPS + 3)]) == 0
-    assert [entry["step"] for entry in logged(tmp_path / "own")] == [STEPS + 1, STEPS + 2, STEPS + 3]
+def test_a_resume_begins_elsewhere_keeps_its_batch_and_then_goes_on_with_its_own(tmp_path, data, whole):
+    own = [*arguments(tmp_path / "own", data, 2), "--resume_from", str(whole / "checkpoints"), "--steps"]
+    with warnings_of_the_log() as lines:
+        assert train_streaming.main([*own, str(STEPS + 2)]) == 0
+    assert lines == ["goes on with its global batch of 16 samples, not 8 (--batch_size 8 x 1 ranks)"]
+    assert [len(ids) for ids in given(tmp_path / "own")[0].values()] == [BATCH, BATCH]
+    assert train_streaming.main([*own, str(STEPS + 3)]) == 0
+    assert [entry["step"] for entry in logged(tmp_path / "own")] == [STEPS + 1, STEPS + 2, STEPS + 3], "no step again"
     with pytest.raises(SystemExit, match="holds no checkpoint"):
         train_streaming.main(arguments(tmp_path / "new", data, 1, "--resume_from", str(tmp_path / "nowhere")))
 

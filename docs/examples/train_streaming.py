@@ -243,7 +243,8 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
     batches = meter.over(batches_on(strategy.device, loader))
     preempted = False
     while strategy.global_step(policy) < args.steps and not preempted:
-        batch = next(batches)
+        with all_or_none("load a batch", DataError):  # what one rank cannot read ends all of them, by name
+            batch = next(batches)
         journal.batch(loader.batches - 1, batch)
         loss, count = task.loss(policy, batch)
         total = strategy.all_reduce(torch.stack([loss.detach().double(), count.double()]), "sum").tolist()
