@@ -13,11 +13,12 @@ import argparse
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,7 +32,7 @@ from fsdp2_strategy.checkpoint.data import LATER
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.ranks import all_or_none, log
-from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.vla.lerobot import LeRobotDataset, Metadata
 from fsdp2_strategy.vla.lerobot.generate import write_barcoded
 from fsdp2_strategy.vla.shortage import warn_of_shortages
 from fsdp2_strategy.vla.throughput import Rates, Throughput
@@ -84,12 +85,10 @@ class Policy(nn.Module):
 class Task:
     """What a data set is to the policy: which of its features go in and come out, at which scale."""
 
-    def __init__(self, metadata: Any, n_action_steps: int) -> None:
-        features = metadata.features
-        self.cameras = sorted(name for name, f in features.items() if f["dtype"] in ("image", "video"))
-        self.stats, self.n_action_steps = metadata.stats, n_action_steps
-        self.state_size = features[STATE]["shape"][0] if STATE in features else 1
-        self.action_size = features[ACTION]["shape"][0]
+    def __init__(self, metadata: Metadata, n_action_steps: int) -> None:
+        self.cameras, self.stats, self.n_action_steps = metadata.camera_keys, metadata.stats, n_action_steps
+        shapes = {name: feature["shape"] for name, feature in metadata.features.items()}
+        self.state_size, self.action_size = math.prod(shapes.get(STATE, [1])), math.prod(shapes[ACTION])
         self.delta_timestamps = {ACTION: [i / metadata.fps for i in range(n_action_steps)]}
 
     def policy(self) -> Policy:
@@ -97,9 +96,11 @@ class Task:
 
     def loss(self, policy: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the actions' mean errors, and how many actions count."""
-        images = [2 * interpolate(batch[name].float(), (SIZE, SIZE), mode="area") - 1 for name in self.cameras]
-        wanted = self._scaled(ACTION, batch[ACTION])
-        state = self._scaled(STATE, batch[STATE]) if STATE in batch else wanted.new_zeros(len(wanted), 1)
+        images = [2 * interpolate(batch[name], (SIZE, SIZE), mode="area") - 1 for name in self.cameras]
+        wanted = self._scaled(ACTION, batch[ACTION].reshape(-1, self.n_action_steps, self.action_size))
+        state = wanted.new_zeros(len(wanted), 1)
+        if STATE in batch:
+            state = self._scaled(STATE, batch[STATE].reshape(-1, self.state_size))
         error = (policy(images, state).float() - wanted).abs().mean(dim=2)
         counts = ~batch[f"{ACTION}_is_pad"]
         if "sample_mask" in batch:  # a sample that could not be read
@@ -107,26 +108,34 @@ class Task:
         return (error * counts).sum(), counts.sum()
 
     def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        mean, std = (self.stats[name][which].to(value.device, torch.float32) for which in ("mean", "std"))
+        mean, std = (self.stats[name][which].flatten().to(value.device) for which in ("mean", "std"))
         return (value.float() - mean) / (std + 1e-8)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def open_dataset(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, **options: Any) -> LeRobotDataset:
+def open_dataset(args: argparse.Namespace, **options: Any) -> LeRobotDataset:
     return LeRobotDataset(
         args.root or f"hf://datasets/{args.repo_id}",
         tolerance_s=args.tolerance_s,
-        pool=-(-plan.pool // strategy.world_size),  # what the lanes of one rank mix
         decoder_cache=args.video_decoder_cache_size,
         on_corrupt=args.on_corrupt,
-        cache_dir=args.cache_dir / f"rank{strategy.get_rank()}" if args.cache_dir else None,
+        cache_dir=args.cache_dir,
         **options,
     )
 
 
-def make_loader(args: argparse.Namespace, plan: Plan, data: LeRobotDataset) -> ResumableLoader:
+def read_task(args: argparse.Namespace) -> Task:
+    with closing(open_dataset(args)) as data:  # which reads its metadata, and nothing else
+        return Task(data.metadata, args.n_action_steps)
+
+
+def open_loader(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, task: Task) -> ResumableLoader:
+    ranks = strategy.world_size
+    lanes_of_rank = min(-(-plan.lanes // ranks) + bool(plan.lanes % ranks), plan.lanes)
+    pool_of_rank = lanes_of_rank * plan.pool // plan.lanes
+    data = open_dataset(args, pool=pool_of_rank, delta_timestamps=task.delta_timestamps)
     loader = ResumableLoader(
         data,
         plan.global_batch_size,
@@ -138,8 +147,8 @@ def make_loader(args: argparse.Namespace, plan: Plan, data: LeRobotDataset) -> R
         prefetch_factor=2,
     )
     warn_of_shortages(
-        ranks=loader.dp_size,
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", loader.dp_size)),
+        ranks=ranks,
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
         global_batch_size=plan.global_batch_size,
         lanes=plan.lanes,
         pool=plan.pool,
@@ -204,21 +213,19 @@ class Journal:
 
 def measure_loading(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journal: Journal) -> int:
     """Load as training does, and do nothing else."""
-    task = Task(open_dataset(strategy, args, plan).metadata, args.n_action_steps)
-    data = open_dataset(strategy, args, plan, delta_timestamps=task.delta_timestamps)
-    loader, meter = make_loader(args, plan, data), Throughput()
+    loader, meter = open_loader(strategy, args, plan, read_task(args)), Throughput()
     for batch in itertools.islice(meter.over(batches_on(strategy.device, loader)), args.steps):
         journal.batch(loader.batches - 1, batch)
         meter.count(len(batch["index"]))
         if loader.batches % args.log_freq == 0:
             journal.report(meter.lap(), step=loader.batches, epoch=loader.epoch)
-    finish(loader, data, meter)
+    finish(strategy, loader, meter)
     return 0
 
 
 def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journal: Journal) -> int:
     """Return the exit status: a run that was told to stop is not through, and is started again."""
-    task = Task(open_dataset(strategy, args, plan).metadata, args.n_action_steps)
+    task = read_task(args)
     with strategy.init_model_context(meta_init=True):  # no rank ever holds the whole model
         policy = task.policy().train()
     policy = strategy.prepare_model(policy, is_training=True)
@@ -234,8 +241,7 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
         if plan.global_batch_size != (asked := args.batch_size * strategy.world_size):
             message = "goes on with its global batch of %d samples, not %d (--batch_size %d x %d ranks)"
             log(message, plan.global_batch_size, asked, args.batch_size, strategy.world_size, level=logging.WARNING)
-    data = open_dataset(strategy, args, plan, delta_timestamps=task.delta_timestamps)
-    loader = make_loader(args, plan, data)
+    loader = open_loader(strategy, args, plan, task)
     if resumed:
         load_checkpoint(policy, resumed, load_model=False, dataloader=loader)  # whose batches the first load told
 
@@ -260,7 +266,7 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
         if preempted or (result.stepped and is_due):
             state = {"plan": asdict(plan)}
             strategy.save_ckpt(policy, own, client_state=state, dataloader=loader, async_save=True)
-    finish(loader, data, meter)
+    finish(strategy, loader, meter)
     if preempted and strategy.global_step(policy) < args.steps:
         return 128 + signal.SIGTERM
     strategy.save_model(policy, None, args.output_dir / "policy")
@@ -276,12 +282,12 @@ def where_to_resume(own: Path, resume_from: Path | None) -> Path:
     return resume_from
 
 
-def finish(loader: ResumableLoader, data: LeRobotDataset, meter: Throughput) -> None:
+def finish(strategy: FSDPV2Strategy, loader: ResumableLoader, meter: Throughput) -> None:
     rates = meter.total()
     log("%s; the first batch took %.2f s", rates, rates.first_batch_seconds)
-    log("rank 0: %s", dict(data.counts))
     loader.close()
-    data.close()
+    log("all ranks, with what was fetched ahead: %s", strategy.all_reduce(loader.dataset.counts, "sum"))
+    loader.dataset.close()
 
 
 def parse(arguments: Iterable[str] | None = None) -> argparse.Namespace:
