@@ -21,6 +21,7 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 import train_streaming
+from http_server import FileServer
 
 from fsdp2_strategy.errors import DataError
 
@@ -197,6 +198,14 @@ def test_accelerate_starts_it_and_a_dummy_run_loads_the_same_and_trains_nothing(
     assert all(report["frames_per_second"] > 0 and 0 < report["waiting_share"] <= 1 for report in reports)
     assert all("loss" not in report and report["first_batch_seconds"] > 0 for report in reports)
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "policy").exists()
+
+
+def test_a_remote_data_set_gives_the_same_frames_and_leaves_nothing_behind(tmp_path, data, whole, run_on):
+    with FileServer(data) as server:
+        options = ("--dummy", "--steps", "20", "--cache_dir", str(tmp_path / "cache"))
+        run_on(2, run_example, arguments=arguments(tmp_path / "run", server.url, 2, *options))
+    assert given(tmp_path / "run") == [{batch: ids for batch, ids in given(whole)[0].items() if batch < 20}]
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_slurm_script_starts_it_and_puts_what_is_not_through_into_the_queue_again(tmp_path, data, whole):
