@@ -791,3 +791,69 @@ def test_positions_that_do_not_fit_are_refused_before_anything_is_touched(tmp_pa
     strategy.load_ckpt(model, tmp_path / "with")
     logging.getLogger("fsdp2_strategy").removeHandler(handler)
     assert dist.get_rank() or any("a data position that nobody asked for" in message for message in said)
+
+
+# --- what is held ----------------------------------------------------------------------------------------------------
+
+
+class Held(Numbers):
+    """Sample i of a data set that is told which episodes to hold."""
+
+    def __init__(self, lengths):
+        super().__init__(sum(lengths), np.asarray(lengths))
+        self.episode_of = np.repeat(np.arange(len(lengths)), lengths)
+        self.now, self.soon, self.changes, self.pauses = [], [], [], 0
+
+    def hold(self, now, soon):
+        if (now, soon) != (self.now, self.soon):
+            self.changes.append((now, soon))
+        self.now, self.soon = now, soon
+
+    def pause(self):
+        self.pauses += 1
+
+    def __getitem__(self, i):
+        assert not self.now or self.episode_of[i] in self.now
+        return {"i": i}
+
+
+@pytest.mark.parametrize(("lanes", "ranks"), [(1, 1), (1, 2), (4, 2), (4, 3)])
+def test_a_data_set_is_told_which_episodes_come_and_which_are_next(lanes, ranks):
+    lengths = np.random.default_rng(0).integers(20, 60, 40).tolist()
+    for rank in range(ranks):
+        dataset = Held(lengths)
+        loader = ResumableLoader(dataset, 8, pool=4, lanes=lanes, dp_rank=rank, dp_size=ranks)
+        for _ in range(2):
+            for _ in loader:
+                assert len(dataset.now) <= 2 * 4 and not set(dataset.now) & set(dataset.soon)
+        loader.close()
+        changes = [[set(part) for part in change] for change in dataset.changes]
+        assert len(changes) > 10 and dataset.pauses == 1
+        for (now, soon), (then, _) in itertools.pairwise(changes):
+            assert then <= now | soon, "none comes as a surprise"
+
+
+def test_a_pool_of_all_episodes_is_told_once():
+    dataset = Held([5, 5, 5])
+    loader = ResumableLoader(dataset, 5, pool=3)
+    for _ in range(3):
+        list(loader)
+    assert dataset.changes == [([0, 1, 2], [])]
+
+
+def test_a_data_set_may_have_a_mask_of_its_own_beside_that_of_padding():
+    class Masked(Numbers):
+        def __getitem__(self, i):
+            return {"i": i, "sample_mask": torch.tensor(i != 2)}
+
+    *_, last = ResumableLoader(Masked(5), 3, tail="pad")
+    real = [i for i, counts in zip(ids(last), last["sample_mask"].tolist(), strict=True) if counts]
+    assert sorted(real) == sorted(set(ids(last)) - {2})
+    assert last["sample_mask"].tolist()[2] is False
+
+    class Named(Numbers):
+        def __getitem__(self, i):
+            return {"i": i, "sample_mask": i}
+
+    with pytest.raises(DataError, match="'sample_mask' is something else"):
+        list(ResumableLoader(Named(5), 3, tail="pad"))
