@@ -64,7 +64,13 @@ class FileServer:
         self._http.hang_up()
 
     def fail(self, times: int, how: str = "500") -> None:
-        """Fail the next GETs: by a ``"500"``, or by a ``"close"`` of the connection after half of the content."""
+        """Fail the next GETs.
+
+        Args:
+            times: how many.
+            how: by a ``"500"``; a ``"close"`` of the connection after half of the content; or a ``"short"`` answer,
+                which has half of the content and says that this is all.
+        """
         with self._lock:
             self._failures += [how] * times
 
@@ -142,7 +148,7 @@ def _handler(server: FileServer) -> type[BaseHTTPRequestHandler]:  # noqa: C901
             if failure == "500":
                 self._head(500, 0)
             elif (file := self._file(path)) is not None:
-                self._send(path, file, half=failure == "close")
+                self._send(path, file, failure)
 
         def _path(self) -> str:
             return unquote(self.path.partition("?")[0]).lstrip("/")
@@ -161,18 +167,20 @@ def _handler(server: FileServer) -> type[BaseHTTPRequestHandler]:  # noqa: C901
                 self.send_header("Content-Range", content_range)
             self.end_headers()
 
-        def _send(self, path: str, file: Path, *, half: bool) -> None:
+        def _send(self, path: str, file: Path, failure: str | None) -> None:
             size = file.stat().st_size
             asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if server.ranges else None
             start, end = 0, size
             if asked:
                 start, end = int(asked[1]), min(int(asked[2]) + 1, size) if asked[2] else size
+                if failure == "short":
+                    end = start + (end - start) // 2
                 self._head(206, end - start, f"bytes {start}-{end - 1}/{size}")
             else:
                 self._head(200, size)
             with server._lock:
                 server.ranges_asked.setdefault(path, []).append((start, end))
-            stop = start + (end - start) // 2 if half else end
+            stop = start + (end - start) // 2 if failure == "close" else end
             with file.open("rb") as content:
                 content.seek(start)
                 while start < stop:
@@ -181,6 +189,6 @@ def _handler(server: FileServer) -> type[BaseHTTPRequestHandler]:  # noqa: C901
                         server.sent[path] += len(piece)
                     self.wfile.write(piece)
                     start += len(piece)
-            self.close_connection = half
+            self.close_connection = failure == "close"
 
     return Handler

@@ -12,13 +12,16 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from typing import ClassVar
 
+import av
+import fsspec
+import numpy as np
+import pyarrow as pa
 import pytest
-
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
-
+from fsspec.spec import AbstractBufferedFile
 from http_server import FileServer
+from pyarrow import parquet
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.vla.lerobot import cache
@@ -160,6 +163,33 @@ def test_other_schemes_read_the_same(tmp_path):
     source.close()
 
 
+class _Buffered(fsspec.AbstractFileSystem):
+    """A file system whose files read ahead unless told otherwise, as those of hf:// do."""
+
+    protocol = "buffered"
+    fetched: ClassVar[list[tuple[int, int]]] = []
+
+    def info(self, path, **_):
+        return {"name": path, "size": SIZE, "type": "file"}
+
+    def _open(self, path, mode="rb", **options):
+        file = AbstractBufferedFile(self, path, mode, **options)
+        file._fetch_range = file.cache.fetcher = self._fetch
+        return file
+
+    def _fetch(self, start, end):
+        self.fetched.append((start, end))
+        return CONTENT[start:end]
+
+
+def test_file_systems_that_read_ahead_are_kept_from_it(tmp_path):
+    fsspec.register_implementation("buffered", _Buffered, clobber=True)
+    source = RemoteFiles("buffered://root", tmp_path / "cache")
+    assert read(source, 4 * BLOCK, 10) == CONTENT[4 * BLOCK :][:10]
+    assert _Buffered.fetched == [(4 * BLOCK, 5 * BLOCK)]
+    source.close()
+
+
 def test_an_unknown_scheme_is_named(tmp_path):
     with pytest.raises(DataError, match=r"cannot read nosuch://x: .*expected a scheme that fsspec knows"):
         open_source("nosuch://x", tmp_path)
@@ -172,8 +202,6 @@ def test_an_empty_file_is_empty(remote, server):
 
 
 def test_a_parquet_file_is_read_from_it(remote, server):
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     table = pa.table({"index": list(range(200_000)), "value": random.Random(1).choices(range(1 << 40), k=200_000)})
     parquet.write_table(table, server.root / "rows.parquet", row_group_size=10_000)
     size = (server.root / "rows.parquet").stat().st_size
@@ -186,8 +214,6 @@ def test_a_parquet_file_is_read_from_it(remote, server):
 
 
 def test_a_video_is_decoded_from_it(remote, server):
-    av = pytest.importorskip("av")
-    np = pytest.importorskip("numpy")
     with av.open(str(server.root / "film.mp4"), "w") as out:
         stream = out.add_stream("libx264", rate=10, options={"g": "2", "crf": "10"})
         stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
@@ -220,6 +246,12 @@ def test_what_is_fetched_is_what_is_needed(remote, server):
     assert server.ranges_asked[PATH][3:] == [(40 * BLOCK, SIZE)]
     assert remote.fetched_bytes == server.sent[PATH] == 8 * BLOCK + 1234
     assert (server.requests[PATH], server.heads[PATH]) == (4, 1)
+
+
+def test_a_read_to_the_end_is_one_request(remote, server):
+    with remote.open(PATH) as file:
+        assert file.read() == CONTENT
+    assert server.requests[PATH] == 1
 
 
 def test_requests_are_of_eight_mebibytes_at_most(remote, server):
@@ -301,7 +333,7 @@ def test_a_server_without_ranges_is_asked_once(server, tmp_path):
 # --- what fails
 
 
-@pytest.mark.parametrize("how", ["500", "close"])
+@pytest.mark.parametrize("how", ["500", "close", "short"])
 def test_failing_requests_are_tried_again(remote, server, how):
     server.fail(4, how)
     assert read(remote, 2 * BLOCK, 3 * BLOCK) == CONTENT[2 * BLOCK : 5 * BLOCK]
@@ -310,14 +342,15 @@ def test_failing_requests_are_tried_again(remote, server, how):
     assert remote.read(PATH) == CONTENT
 
 
-@pytest.mark.parametrize("how", ["500", "close"])
+@pytest.mark.parametrize("how", ["500", "close", "short"])
 def test_what_fails_too_often_is_named(remote, server, how):
     remote.size(PATH)
     server.fail(5, how)
     with pytest.raises(DataError) as failure:
         read(remote, 2 * BLOCK, 10)
     assert f"cannot read {server.url}/{PATH}: bytes {2 * BLOCK} to {3 * BLOCK} failed 5 times" in str(failure.value)
-    assert {"500": "Internal Server Error", "close": "ContentLengthError"}[how] in str(failure.value)
+    causes = {"500": "Internal Server Error", "close": "ContentLengthError", "short": f"{BLOCK // 2} bytes came"}
+    assert causes[how] in str(failure.value)
     assert failure.value.__cause__ is not None
     assert server.requests[PATH] == 5
     assert read(remote, 2 * BLOCK, 10) == CONTENT[2 * BLOCK :][:10]
@@ -453,6 +486,34 @@ def test_what_was_dropped_on_its_way_takes_no_disk_and_is_read_right(remote, ser
     assert fetched_blocks(server) == sorted([*range(4)] * 2)
     assert remote.cached_bytes() < 4 * BLOCK + 2 * 4096
     handle.close()
+
+
+def test_a_drop_within_a_copy_is_noticed(remote, monkeypatch):
+    """Where a late writer made the file as long as before, what is copied is zeros."""
+    assert read(remote, 0, BLOCK) == CONTENT[:BLOCK]
+    copy = os.preadv
+
+    def dropping(fd, *arguments):
+        monkeypatch.setattr(os, "preadv", copy)
+        remote.drop(PATH)
+        os.ftruncate(fd, SIZE)
+        return copy(fd, *arguments)
+
+    with remote.open(PATH) as file:
+        monkeypatch.setattr(os, "preadv", dropping)
+        assert file.read(BLOCK) == CONTENT[:BLOCK]
+    assert os.preadv is copy
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_drop_within_opening_is_noticed(remote, monkeypatch, is_begun):
+    if is_begun:
+        remote.size(PATH)
+    look = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: (look(fd), monkeypatch.undo(), remote.drop(PATH))[0])
+    with remote.open(PATH) as file:
+        assert os.fstat is look
+        assert (file.size, file.read(10)) == (SIZE, CONTENT[:10])
 
 
 def test_reads_among_drops_are_right(remote, server):
