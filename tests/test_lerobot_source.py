@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import multiprocessing
@@ -540,6 +541,71 @@ def test_reads_among_drops_are_right(remote, server):
             remote.read(PATH)
     remote.drop(PATH)
     assert remote.cached_bytes() == 0
+
+
+def test_blocks_that_are_given_up_free_their_disk_and_are_fetched_again(remote, server):
+    with remote.open(PATH) as file:
+        assert file.read(SIZE) == CONTENT
+        whole = remote.cached_bytes()
+        remote.forget(PATH, [(2 * BLOCK + 5, 9 * BLOCK), (30 * BLOCK, SIZE + 1)], keeping=[(5 * BLOCK, 5 * BLOCK + 1)])
+        assert whole - remote.cached_bytes() == 16 * BLOCK + 4096  # the last one has a page
+        server.forget()
+        file.seek(0)
+        assert file.read(SIZE) == CONTENT
+        given_up = [b for b in range(2, 9) if b != 5] + list(range(30, 41))
+        assert fetched_blocks(server) == given_up and remote.cached_bytes() == whole
+
+
+def test_a_server_without_ranges_gives_up_nothing(server, tmp_path):
+    server.ranges = False
+    with contextlib.closing(source_of(server, tmp_path)) as source:
+        assert read(source, 0, 10) == CONTENT[:10]
+        source.forget(PATH, [(0, SIZE)])
+        assert read(source, 0, SIZE) == CONTENT and server.requests[PATH] == 1
+
+
+def test_reads_while_blocks_are_given_up_are_right(remote, server):
+    done = threading.Event()
+
+    def gives_up():
+        numbers = random.Random(3)
+        while not done.is_set():
+            server.wait_for_request()
+            first = numbers.randrange(SIZE)
+            remote.forget(PATH, [(first, first + 3 * BLOCK)])
+
+    def reads(seed):
+        numbers = random.Random(seed)
+        with remote.open(PATH) as file:
+            for _ in range(100):
+                start, count = numbers.randrange(SIZE), numbers.randrange(5 * BLOCK)
+                file.seek(start)
+                assert file.read(count) == CONTENT[start : start + count]
+
+    with beside(gives_up):
+        in_threads(lambda: reads(0), lambda: reads(1))
+        done.set()
+        remote.read(PATH)
+
+
+@pytest.mark.parametrize("is_fetched_again", [True, False])
+def test_blocks_given_up_within_a_copy_are_noticed(remote, monkeypatch, is_fetched_again):
+    original, into = os.preadv, bytearray(BLOCK)
+
+    def at_once(fd, buffers, offset):
+        remote.forget(PATH, [(0, BLOCK)])
+        copied = original(fd, buffers, offset)
+        if is_fetched_again:
+            remote.fetch(PATH, [(0, BLOCK)])
+        return copied
+
+    with remote.open(PATH) as file:
+        file.read(BLOCK)
+        monkeypatch.setattr(os, "preadv", at_once)
+        assert not file._cached.copy(0, memoryview(into))
+        monkeypatch.undo()
+        file.seek(0)
+        assert file.read(BLOCK) == CONTENT[:BLOCK]
 
 
 def test_a_file_that_changed_is_not_mixed(remote, server):
