@@ -73,7 +73,7 @@ def read_barcode(image: Any) -> tuple[int, int]:
         image: (height, width, 3) or (3, height, width), an array or a tensor: integers below 256, or floats in [0, 1].
 
     Raises:
-        DataError: the image is none of ``barcode``, was resized, or is damaged.
+        DataError: the image is none of ``barcode``, was cropped or turned, or is damaged.
     """
     episode, frame, _ = _read(image)
     return episode, frame
@@ -103,7 +103,7 @@ def _read(image: Any) -> tuple[int, int, int]:
     if checksum != _checksum(payload) or np.abs(means - 128).min() < 24:
         raise DataError(
             f"cannot read a barcode: the checksum is {checksum}, expected {_checksum(payload)}, with cells at least "
-            f"{np.abs(means - 128).min():.0f} from grey, expected 24. Give an image as barcode() draws it, not resized."
+            f"{np.abs(means - 128).min():.0f} from grey, expected 24. Give an image as barcode() draws it."
         )
     values = []
     for bits in reversed(_WIDTHS.values()):

@@ -112,7 +112,7 @@ class RowsFile:
     def append(self, episode: pa.Table) -> int:
         """Write the rows."""
         start = self._rows
-        self._writer.write_table(episode, row_group_size=len(episode))
+        self._writer.write_table(episode)
         self._rows += len(episode)
         return start
 

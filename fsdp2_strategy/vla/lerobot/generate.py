@@ -129,7 +129,7 @@ class DatasetWriter:
             name: Files(
                 self._root / "videos" / name,
                 ".mp4",
-                partial(VideoFile, fps=fps),
+                partial(VideoFile, encoding=self._encoding),
                 chunks_size=chunks_size,
                 most_episodes=episodes_per_video_file,
                 most_bytes=video_files_size_in_mb << 20,

@@ -58,16 +58,21 @@ class Encoding:
         """The crf that is used."""
         return _CRF[self.codec] if self.crf is None else self.crf
 
+    @property
+    def delay(self) -> int:
+        """How many frames are decoded before the first is shown, at most."""
+        return 2 if self.codec == "libx264" and self.b_frames else 0
+
     def options(self) -> dict[str, str]:
         """Return the codec's options."""
         common = {"g": str(self.gop), "crf": str(self.quality), "preset": _PRESET[self.codec]}
         if self.codec == "libx264":
             # Key frames where gop says and nowhere else; without mbtree, whose bytes differ from run to run where there
             # are B frames.
-            fixed = {"sc_threshold": "0", "b_strategy": "0", "mbtree": "0", "threads": "1"}
+            fixed = {"sc_threshold": "0", "mbtree": "0", "threads": "1"}
             return common | fixed | {"bf": str(self.b_frames)}
         order = 2 if self.b_frames else 1
-        return common | {"svtav1-params": f"pred-struct={order}:lp=1:scd=0"}
+        return common | {"svtav1-params": f"pred-struct={order}:lp=1"}
 
     def info(self, height: int, width: int) -> dict[str, Any]:
         """Return what ``meta/info.json`` says about a camera's videos."""
@@ -122,8 +127,8 @@ def encode(frames: NDArray[np.uint8], encoding: Encoding) -> EncodedEpisode:
 class VideoFile:
     """Write one mp4 file, episode by episode."""
 
-    def __init__(self, path: Path, fps: int) -> None:
-        self._fps, self._frames, self._bytes = fps, 0, 0
+    def __init__(self, path: Path, encoding: Encoding) -> None:
+        self._encoding, self._frames, self._bytes = encoding, 0, 0
         self._container: OutputContainer = av.open(str(path), "w", format="mp4", options={"movflags": "faststart"})
 
     def bytes_with(self, episode: EncodedEpisode) -> float:
@@ -139,11 +144,11 @@ class VideoFile:
             if not self._container.streams:
                 self._container.add_stream_from_template(stream, opaque=True).time_base = tick
             # A frame is a whole number of ticks: the muxer makes their rate a multiple of fps.
-            shift = int(start / (tick * self._fps))
-            for packet in source.demux(stream):
-                if packet.dts is None or packet.pts is None:
-                    continue
-                packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+            ticks = int(1 / (tick * self._encoding.fps))
+            for i, packet in enumerate(packet for packet in source.demux(stream) if packet.size):
+                # Episodes of a frame or two have less delay than others, and one order of decoding goes through all.
+                packet.dts = (start + i - self._encoding.delay) * ticks
+                packet.pts = cast(int, packet.pts) + start * ticks
                 packet.stream = self._container.streams.video[0]
                 self._container.mux(packet)
         self._frames, self._bytes = start + episode.frames, self._bytes + len(episode.mp4)

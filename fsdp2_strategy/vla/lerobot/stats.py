@@ -22,8 +22,7 @@ QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 def feature_stats(values: NDArray[Any]) -> Stats:
     """Return the statistics of an episode's numbers, (T,) or (T, n); a flag counts as 0 or 1."""
-    values = values.reshape(len(values), -1)
-    return _over_rows(values, count=len(values))
+    return _by_row(values.reshape(len(values), -1).T, count=len(values))
 
 
 def image_stats(images: NDArray[np.uint8]) -> Stats:
@@ -32,7 +31,7 @@ def image_stats(images: NDArray[np.uint8]) -> Stats:
     n = max(min(length, 100), min(int(length**0.75), 10_000))
     every = int(max(height, width) / 150) if max(height, width) >= 300 else 1
     chosen = images[np.round(np.linspace(0, length - 1, n)).astype(int), ::every, ::every]
-    stats = _over_rows(chosen.reshape(-1, channels), count=n)
+    stats = _by_row(chosen.reshape(-1, channels).T, count=n)
     return {name: value if name == "count" else value.reshape(channels, 1, 1) / 255 for name, value in stats.items()}
 
 
@@ -55,14 +54,15 @@ def aggregate(episodes: Sequence[Stats]) -> Stats:
     }
 
 
-def _over_rows(values: NDArray[Any], *, count: int) -> Stats:
+def _by_row(values: NDArray[Any], *, count: int) -> Stats:
+    values = np.ascontiguousarray(values)
     numbers = values.astype(np.uint8) if values.dtype == bool else values
-    quantiles = np.quantile(numbers, list(QUANTILES.values()), axis=0)
+    quantiles = np.quantile(numbers, list(QUANTILES.values()), axis=1)
     return {
-        "min": values.min(axis=0),
-        "max": values.max(axis=0),
-        "mean": numbers.mean(axis=0, dtype=np.float64),
-        "std": numbers.std(axis=0, dtype=np.float64),
+        "min": values.min(axis=1),
+        "max": values.max(axis=1),
+        "mean": numbers.mean(axis=1, dtype=np.float64),
+        "std": numbers.std(axis=1, dtype=np.float64),
         "count": np.array([count]),
         **dict(zip(QUANTILES, quantiles.astype(np.float64), strict=True)),
     }
