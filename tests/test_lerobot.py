@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -23,6 +24,7 @@ from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
 from fsdp2_strategy.vla.lerobot.barcode import read_barcode, read_camera
 from fsdp2_strategy.vla.lerobot.generate import write_barcoded
+from fsdp2_strategy.vla.lerobot.rows import EpisodeRows
 
 LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
 CAMERAS = ("observation.images.top", "observation.images.wrist")
@@ -227,6 +229,30 @@ def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, 
     with contextlib.closing(LeRobotDataset(copied)) as dataset:
         for i, (episode, frame) in enumerate(where(dataset)):
             check(dataset[i], episode, frame)
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_while_rows_are_cut_out_hangs_nobody(roots, monkeypatch):
+    waiting, done = os.pipe()
+    original, children = EpisodeRows._cut_out_of, []
+
+    def forking(rows, path, episodes):
+        if not (child := os.fork()):
+            os.close(done)
+            os.read(waiting, 1)
+            os._exit(0)
+        children.append(child)
+        original(rows, path, episodes)
+
+    monkeypatch.setattr(EpisodeRows, "_cut_out_of", forking)
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        check(dataset[0], 0, 0)
+        check(dataset[LENGTHS[0]], 1, 0)  # of the same file
+    os.close(done)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(waiting)
+    assert len(children) == 2
 
 
 # --- remote --------------------------------------------------------------------------------------------------------

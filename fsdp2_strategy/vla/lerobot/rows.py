@@ -144,7 +144,10 @@ class EpisodeRows:
     def _one_at_a_time(self, path: str) -> Iterator[None]:
         with (self._folder / f"{path.replace('/', '-')}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:  # not left to closing: a worker forked meanwhile keeps it open
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
