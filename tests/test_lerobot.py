@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -407,6 +409,19 @@ def test_copies_by_pickle_read_the_same(roots):
         copy = pickle.loads(pickle.dumps(dataset))
         assert torch.equal(copy[7][CAMERAS[0]], dataset[7][CAMERAS[0]])
         assert dataset.counts["samples"] == 2
+
+
+def test_one_that_is_not_closed_leaves_nothing_when_it_is_gone(large, server, tmp_path):
+    served = server(large)
+    before = threading.active_count()
+    dataset = LeRobotDataset(served.url, pool=2, cache_dir=tmp_path)
+    assert "task" in dataset[0]
+    dataset.hold([0, 1], [2, 3])
+    assert threading.active_count() > before
+    del dataset
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "fetch episodes"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 import av
@@ -59,6 +60,15 @@ def read(source, start, count, path=PATH):
     with source.open(path) as file:
         file.seek(start)
         return file.read(count)
+
+
+def read_here_and_there(source, seed):
+    numbers = random.Random(seed)
+    with source.open(PATH) as file:
+        for _ in range(100):
+            start, count = numbers.randrange(SIZE), numbers.randrange(5 * BLOCK)
+            file.seek(start)
+            assert file.read(count) == CONTENT[start : start + count]
 
 
 def fetched_blocks(server, path=PATH):
@@ -526,16 +536,8 @@ def test_reads_among_drops_are_right(remote, server):
                 server.wait_for_request()
             remote.drop(PATH)
 
-    def reads(seed):
-        numbers = random.Random(seed)
-        with remote.open(PATH) as file:
-            for _ in range(100):
-                start, count = numbers.randrange(SIZE), numbers.randrange(5 * BLOCK)
-                file.seek(start)
-                assert file.read(count) == CONTENT[start : start + count]
-
     with beside(drops):
-        in_threads(lambda: reads(0), lambda: reads(1))
+        in_threads(*(partial(read_here_and_there, remote, seed) for seed in range(2)))
         done.set()
         for _ in range(3):
             remote.read(PATH)
@@ -574,16 +576,8 @@ def test_reads_while_blocks_are_given_up_are_right(remote, server):
             first = numbers.randrange(SIZE)
             remote.forget(PATH, [(first, first + 3 * BLOCK)])
 
-    def reads(seed):
-        numbers = random.Random(seed)
-        with remote.open(PATH) as file:
-            for _ in range(100):
-                start, count = numbers.randrange(SIZE), numbers.randrange(5 * BLOCK)
-                file.seek(start)
-                assert file.read(count) == CONTENT[start : start + count]
-
     with beside(gives_up):
-        in_threads(lambda: reads(0), lambda: reads(1))
+        in_threads(*(partial(read_here_and_there, remote, seed) for seed in range(2)))
         done.set()
         remote.read(PATH)
 

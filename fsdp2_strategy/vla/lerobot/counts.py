@@ -35,8 +35,11 @@ class Counts:
 
     def total(self) -> dict[str, int]:
         """Return the sums over all processes."""
-        found = [np.fromfile(path, dtype=np.int64, count=len(NAMES)) for path in self._folder.glob("counts-*")]
-        return dict(zip(NAMES, np.sum(found or [np.zeros(len(NAMES), dtype=np.int64)], axis=0).tolist(), strict=True))
+        total = np.zeros(len(NAMES), dtype=np.int64)
+        for path in self._folder.glob("counts-*"):
+            found = np.fromfile(path, dtype=np.int64, count=len(NAMES))
+            total[: len(found)] += found  # one that is just being made is empty
+        return dict(zip(NAMES, total.tolist(), strict=True))
 
     def _open(self) -> None:
         with (self._folder / f"counts-{os.getpid()}").open("a+b") as file:

@@ -16,6 +16,8 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -168,7 +170,9 @@ class LeRobotDataset(Dataset[Sample]):
         self._rows = EpisodeRows(self._source, self.metadata, self._folder.path, pool)
         self._decoders = Decoders(self._source, decoders, self._counts)
         fetching = Fetching(self._source, self.metadata, self._rows)
-        self._staging = Staging(fetching.want, fetching.fetch, fetching.let_go, self._bytes_on_disk, disk_bytes)
+        on_disk = partial(_bytes_on_disk, self._folder.path)
+        self._staging = Staging(fetching.want, fetching.fetch, fetching.let_go, on_disk, disk_bytes)
+        self._staging.end_with(self)
 
     def __getstate__(self) -> dict[str, Any]:
         of_the_process = {"_rows", "_decoders", "_staging"}
@@ -232,9 +236,6 @@ class LeRobotDataset(Dataset[Sample]):
             self._reported.add(error)
             logger.warning("left a sample out: %s", error)
 
-    def _bytes_on_disk(self) -> int:
-        return sum(entry.stat().st_blocks * 512 for entry in self._folder.path.rglob("*") if entry.is_file())
-
 
 class _Folder:
     """A folder of this process's own, which is gone when it is; those of processes that were killed are swept."""
@@ -251,6 +252,14 @@ class _Folder:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has left meanwhile
+            total += path.stat().st_blocks * 512
+    return total
 
 
 def _remove(path: Path, owner: int, lock: IO[str]) -> None:

@@ -6,13 +6,16 @@ episode or let it go, each episode's in this order.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.ranks import logger
 
 _THREADS = 4
+_LAST_SECONDS = 5.0
 
 
 class Staging:
@@ -67,13 +70,21 @@ class Staging:
             self._threads.append(threading.Thread(target=self._run, name="fetch episodes", daemon=True))
             self._threads[-1].start()
 
-    def pause(self) -> None:
-        """End the threads when they are through with what they fetch; the next `hold` starts others."""
+    def pause(self, timeout_seconds: float | None = None) -> None:
+        """End the threads when they are through with what they fetch; the next `hold` starts others.
+
+        Args:
+            timeout_seconds: how long to wait for each of them; by default as long as it takes.
+        """
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
         while self._threads:
-            self._threads.pop().join()
+            self._threads.pop().join(timeout_seconds)
+
+    def end_with(self, owner: object) -> None:
+        """End the threads when something is gone, or the interpreter ends: it must not find them at work."""
+        weakref.finalize(owner, _end, self, os.getpid())
 
     def _run(self) -> None:
         while (episode := self._next()) is not None:
@@ -110,3 +121,8 @@ class Staging:
                 f"expected at most the {(self._most_bytes or 0) / 1e6:.0f} MB of disk_bytes. Lower pool, or raise it."
             )
         return None if is_full else next((e for e in self._soon if e not in self._held), None)
+
+
+def _end(staging: Staging, process: int) -> None:
+    if process == os.getpid():
+        staging.pause(_LAST_SECONDS)
