@@ -325,13 +325,24 @@ def test_with_little_room_the_next_episodes_wait(large, server, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_remote_root_that_is_slow_and_fails_now_and_then_is_tried_again(roots, server, tmp_path, workers):
-    served = server(roots("gop 2"))
+    served = server(roots("gop 2"), delay_seconds=0.01)
     with contextlib.closing(LeRobotDataset(served.url, pool=3, cache_dir=tmp_path)) as dataset:
         served.fail(3)
         loader = ResumableLoader(dataset, 4, pool=3, num_workers=workers)
         ids = [i for batch in loader for i in batch["index"].tolist()]
         loader.close()
     assert sorted(ids[: sum(LENGTHS)]) == list(range(sum(LENGTHS)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_remote_root_that_is_down_is_named(roots, server, tmp_path, workers):
+    served = server(roots("gop 2"))
+    with contextlib.closing(LeRobotDataset(served.url, tries=2, pool=3, cache_dir=tmp_path)) as dataset:
+        served.fail(1 << 20)
+        loader = ResumableLoader(dataset, 4, pool=3, num_workers=workers)
+        with pytest.raises(DataError, match=f"cannot read {served.url}.* failed 2 times"):
+            next(iter(loader))
+        loader.close()
 
 
 # --- damage --------------------------------------------------------------------------------------------------------

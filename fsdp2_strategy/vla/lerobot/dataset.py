@@ -66,7 +66,9 @@ class LeRobotDataset(Dataset[Sample]):
             temporary files.
         disk_bytes: from where on the next episodes are not fetched ahead; by default there is no limit but the episodes
             of two pools.
-        storage_options: for fsspec.
+        tries: how often a request to a remote root is made before it is given up, with growing pauses.
+        timeout_seconds: how long one request may take.
+        storage_options: what fsspec's file system takes: headers, credentials, ...
 
     Raises:
         DataError: the root has no such data set, or an argument does not fit it.
@@ -87,6 +89,8 @@ class LeRobotDataset(Dataset[Sample]):
         image_transforms: Callable[[torch.Tensor], torch.Tensor] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
+        tries: int = 5,
+        timeout_seconds: float = 60.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if on_corrupt not in {"raise", "skip"} or video_dtype not in {torch.float32, torch.uint8}:
@@ -101,7 +105,8 @@ class LeRobotDataset(Dataset[Sample]):
                 f"{_MOST_DECODERS}. An open video takes some MB in each worker."
             )
         self._folder = _Folder(cache_dir)
-        self._source = open_source(root, self._folder.path / "files", storage_options=storage_options)
+        options = {"tries": tries, "timeout_seconds": timeout_seconds, "storage_options": storage_options}
+        self._source = open_source(root, self._folder.path / "files", **options)
         self.metadata = metadata = Metadata.read(self._source)
         """What the data set says of itself; its ``stats`` are those for normalisation."""
         self._episodes = _chosen(episodes, metadata.total_episodes)
