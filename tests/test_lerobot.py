@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -448,3 +450,32 @@ def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):
         assert list(tmp_path.iterdir()) == [living._folder.path]
         living[0]
     assert not list(tmp_path.iterdir())
+
+
+# --- threads and processes -----------------------------------------------------------------------------------------
+
+
+def test_a_child_forked_while_rows_are_cut_out_keeps_nobody_from_cutting(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        rows, begun, forked = dataset._rows, threading.Event(), threading.Event()
+        cut_out_of = rows._cut_out_of
+
+        def slowly(path, episodes):
+            begun.set()
+            forked.wait()
+            cut_out_of(path, episodes)
+
+        rows._cut_out_of = slowly
+        thread = threading.Thread(target=rows.cut_out, args=([0],))
+        thread.start()
+        begun.wait()
+        other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        other.start()
+        try:
+            forked.set()
+            thread.join()
+            with (dataset._folder.path / "data-chunk-000-file-000.parquet.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            other.kill()
+            other.join()
