@@ -833,6 +833,24 @@ def test_a_data_set_is_told_which_episodes_come_and_which_are_next(lanes, ranks)
             assert then <= now | soon, "none comes as a surprise"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "batch", "tail"),
+    [
+        ([6, 2, 2, 4], 4, "carry"),  # others, and soon the same again
+        ([4, 3], 4, "drop"),
+        ([2, 5, 7, 5, 5], 5, "pad"),  # what stands in for padding is of another lane
+        ([1], 5, "pad"),  # a part of padding alone
+    ],
+)
+def test_no_sample_is_asked_for_whose_episode_is_not_held(lengths, batch, tail):
+    for rank in range(2):
+        dataset = Held(lengths)
+        loader = ResumableLoader(dataset, batch, pool=3, lanes=3, dp_rank=rank, dp_size=2, tail=tail)
+        for _ in range(20):
+            for _ in loader:  # the data set asserts that
+                assert dataset.now
+
+
 def test_a_pool_of_all_episodes_is_told_once():
     dataset = Held([5, 5, 5])
     loader = ResumableLoader(dataset, 5, pool=3)

@@ -11,6 +11,7 @@ ends its threads: workers are forked next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 _FARTHEST = 1 << 20
@@ -37,26 +38,29 @@ class Ahead:
     """
 
     def __init__(self, dataset: Holder, episodes: Callable[[int], frozenset[int]], in_flight: int) -> None:
-        self._dataset, self._episodes, self._in_flight = dataset, episodes, in_flight
-        self._now: Sequence[int] = ()
-        self._soon: Sequence[int] = ()
+        self._dataset, self._in_flight = dataset, in_flight
+        self._episodes = lru_cache(maxsize=in_flight + 1)(episodes)
+        self._now: frozenset[int] = frozenset()
+        self._soon: frozenset[int] = frozenset()
         self._change = -1
 
     def at(self, batch: int) -> None:
         """Tell the data set that a batch is the next that the trainer gets."""
-        if batch >= self._change:
-            now = self._span(batch)
+        now = self._span(batch)
+        if now != self._now or batch >= self._change:
             self._change = self._first_change(batch, now)
-            soon = self._span(self._change) - now
-            self._now, self._soon = sorted(now), sorted(soon)
-        self._dataset.hold(self._now, self._soon)
+            self._now, self._soon = now, self._span(self._change) - now
+        self._dataset.hold(sorted(self._now), sorted(self._soon))
 
     def _span(self, batch: int) -> frozenset[int]:
         """Return the episodes of a batch, and of those that are in flight behind it."""
         return frozenset().union(*(self._episodes(b) for b in range(batch, batch + self._in_flight + 1)))
 
     def _first_change(self, batch: int, now: frozenset[int]) -> int:
-        """Return the first batch with other episodes: after steps twice as long each, halving the last one."""
+        """Return the first batch with other episodes: after steps twice as long each, halving the last one.
+
+        Where they change and are the same again within one step, as in epochs of a few batches, it may be a later one.
+        """
         same, other = batch, batch + 1
         while self._span(other) == now:
             if other - batch > _FARTHEST:

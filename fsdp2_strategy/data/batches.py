@@ -125,7 +125,10 @@ class BatchPlan:
     def episodes(self, batch: int, low: int, high: int) -> frozenset[int]:
         """Return the episodes that are mixed where ``low`` to ``high`` of a batch are drawn; of an `EpisodeOrder`."""
         found: set[int] = set()
-        for own in self._cut(batch, low, high):
+        cut = self._cut(batch, low, high)
+        if sum(map(len, cut)) < high - low:  # its first sample stands for those that it lacks
+            cut += self._cut(batch, 0, 1)
+        for own in cut:
             order = self.order_of(own.epoch)
             if isinstance(order, EpisodeOrder):
                 positions = self._positions(own.epoch, np.arange(own.begin, own.end))
