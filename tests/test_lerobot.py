@@ -15,8 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -26,9 +28,12 @@ from http_server import FileServer
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
-from fsdp2_strategy.vla.lerobot.barcode import read_barcode, read_camera
+from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
+from fsdp2_strategy.vla.lerobot.counts import Counts
 from fsdp2_strategy.vla.lerobot.generate import write_barcoded
 from fsdp2_strategy.vla.lerobot.rows import EpisodeRows
+from fsdp2_strategy.vla.lerobot.source import LocalFiles
+from fsdp2_strategy.vla.lerobot.video import Decoders
 
 LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
 CAMERAS = ("observation.images.top", "observation.images.wrist")
@@ -170,6 +175,52 @@ def test_pictures_come_as_bytes_and_transformed_where_asked(roots):
         expected = plain[20][CAMERAS[0]]
         assert torch.equal(raw[20][CAMERAS[0]].float() / 255, expected)
         assert torch.equal(small[20][CAMERAS[0]], half(expected))
+
+
+def encoded(path, ticks, codec, parameters, time_base=Fraction(1, 30)):
+    """Write a video whose frames are at given ticks; return its decoders."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=30, options={"preset": "ultrafast", "crf": "18"} | parameters)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        stream.codec_context.time_base = time_base
+        for i, tick in enumerate(ticks):
+            frame = av.VideoFrame.from_ndarray(barcode(0, i, 64, 96), format="rgb24")
+            frame.pts, frame.time_base = tick, time_base
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return Decoders(LocalFiles(path.parent), 1, Counts(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("codec", "parameters"),
+    [
+        # Frames shown before a key frame that need those before it: x265's default.
+        ("libx265", {"x265-params": "keyint=10:min-keyint=10:bframes=3:b-adapt=0:open-gop=1:log-level=none"}),
+        # No key frame but the first: others are whole after a while.
+        ("libx264", {"x264-params": "keyint=10:intra-refresh=1:bframes=0"}),
+        ("libx264", {"x264-params": "keyint=12:bframes=5:b-adapt=0:b-pyramid=normal"}),
+    ],
+)
+def test_frames_are_exact_where_a_key_frame_is_not_enough(tmp_path, codec, parameters):
+    decoders = encoded(tmp_path / "video.mp4", range(40), codec, parameters)
+    for i in [*range(40), *reversed(range(40)), *np.random.default_rng(0).permutation(40).tolist()]:
+        [picture] = decoders.frames("video.mp4", [i / 30], 1e-4)
+        assert read_barcode(picture) == (0, i)
+    decoders.close()
+
+
+def test_of_the_frames_within_the_tolerance_the_nearest_comes(tmp_path):
+    ticks = np.cumsum(np.random.default_rng(0).integers(20, 50, 30)).tolist()  # in ms
+    decoders = encoded(tmp_path / "video.mp4", ticks, "libx264", {"g": "8"}, Fraction(1, 1000))
+    for i in np.random.default_rng(1).permutation(60).tolist():
+        wanted = ticks[i // 2] + (9 if i % 2 else -9)
+        [picture] = decoders.frames("video.mp4", [wanted / 1000], 0.06)
+        assert read_barcode(picture) == (0, i // 2)
+    with pytest.raises(CorruptDataError, match="its nearest frame is at"):
+        decoders.frames("video.mp4", [ticks[7] / 1000 + 0.009], 0.005)
+    with pytest.raises(CorruptDataError, match="its nearest frame is at"):
+        decoders.frames("video.mp4", [ticks[-1] / 1000 + 1], 0.06)
+    decoders.close()
 
 
 # --- in a loader ---------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ import av
 import av.container
 import torch
 
-from fsdp2_strategy.errors import CorruptDataError
 from fsdp2_strategy.vla.lerobot.counts import Counts
 from fsdp2_strategy.vla.lerobot.metadata import corrupt
 from fsdp2_strategy.vla.lerobot.source import Source
 
 _BUFFER_BYTES = 1 << 15  # what lies behind an episode is read ahead, and fetched for nothing
+_KEYS_BACK = 4
 # A flipped bit is an error, not a picture with a hole in it.
 _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
@@ -57,12 +57,12 @@ class Decoders:
             decoder = self._opened(path)
             before = decoder.decoded
             pictures = decoder.at(sorted(set(seconds)), tolerance_s)
-        except CorruptDataError:
-            self.close(path)
-            raise
         except (av.FFmpegError, IndexError) as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
+        except BaseException:  # it does not go on from there
+            self.close(path)
+            raise
         self._counts.add(frames_decoded=decoder.decoded - before, frames_converted=len(pictures))
         return torch.stack([pictures[second] for second in seconds])
 
@@ -120,22 +120,44 @@ class _Decoder:
 
     def _frame(self, second: float, tolerance_s: float) -> av.VideoFrame:
         wanted = round(second / self._time_base)
-        tolerance = max(tolerance_s / self._time_base, 0.5)
-        frame = self._last
-        if frame is None or not self._is_ahead(_pts(frame), wanted):
-            self._container.seek(wanted, stream=self._stream, backward=True)
-            self._frames, frame = self._container.decode(self._stream), None
-        while frame is None or _pts(frame) < wanted - tolerance:
-            frame = next(self._frames, None)
-            if frame is None:
-                break
-            self.decoded += 1
-        self._last = frame
-        if frame is None or _pts(frame) > wanted + tolerance:
-            found = f"its next frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "it ends before"
+        frame = self._nearest(wanted)
+        if frame is None or abs(_pts(frame) - wanted) > max(tolerance_s / self._time_base, 0.5):
+            found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "it has none"
             raise corrupt(self._source, self._path, found, f"a frame at {second:f} seconds within {tolerance_s:g}")
         if frame.is_corrupt:
             raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is damaged", "a whole one")
+        return frame
+
+    def _nearest(self, wanted: int) -> av.VideoFrame | None:
+        """Return the frame that is nearest to a time."""
+        if self._last is None or not self._is_ahead(_pts(self._last), wanted):
+            self._go_back(wanted)
+        before, frame = None, self._last
+        while frame is not None and _pts(frame) < wanted - 1:  # ticks: times are rounded when they are written
+            before, frame = frame, self._next()
+        self._last = frame
+        if frame is None or (before is not None and wanted - _pts(before) < _pts(frame) - wanted):
+            return before
+        return frame
+
+    def _go_back(self, wanted: int) -> None:
+        """Decode from a key frame on that is not after a time.
+
+        The frames shown before a key frame may need those of the one before it, which this index does not tell.
+        """
+        start = wanted
+        for _ in range(_KEYS_BACK):
+            self._container.seek(start, stream=self._stream, backward=True)
+            self._frames = self._container.decode(self._stream)
+            self._last = self._next()
+            key = self._index.search_timestamp(start, backward=True)
+            if key <= 0 or (self._last is not None and _pts(self._last) <= wanted + 1):
+                return
+            start = self._index[key].timestamp - 1
+
+    def _next(self) -> av.VideoFrame | None:
+        frame = next(self._frames, None)
+        self.decoded += frame is not None
         return frame
 
     def _is_ahead(self, at: int, wanted: int) -> bool:
