@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
+import io
 import json
 import multiprocessing
 import os
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -30,7 +33,7 @@ from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
 from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.vla.lerobot.counts import Counts
-from fsdp2_strategy.vla.lerobot.generate import write_barcoded
+from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
 from fsdp2_strategy.vla.lerobot.rows import EpisodeRows
 from fsdp2_strategy.vla.lerobot.source import LocalFiles
 from fsdp2_strategy.vla.lerobot.video import Decoders
@@ -286,28 +289,67 @@ def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, 
             check(dataset[i], episode, frame)
 
 
-@pytest.mark.timeout(60)
-def test_a_fork_while_rows_are_cut_out_hangs_nobody(roots, monkeypatch):
-    waiting, done = os.pipe()
-    original, children = EpisodeRows._cut_out_of, []
+def rewrite(root, column, change, kind=None):
+    """Change a column of the first data file, row by row, and perhaps its type."""
+    path = root / "data" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(path)
+    i, values = table.column_names.index(column), [change(value) for value in table[column].to_pylist()]
+    pq.write_table(table.set_column(i, column, pa.array(values, type=kind or table.schema.field(i).type)), path)
 
-    def forking(rows, path, episodes):
-        if not (child := os.fork()):
-            os.close(done)
-            os.read(waiting, 1)
-            os._exit(0)
-        children.append(child)
-        original(rows, path, episodes)
 
-    monkeypatch.setattr(EpisodeRows, "_cut_out_of", forking)
-    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
-        check(dataset[0], 0, 0)
-        check(dataset[LENGTHS[0]], 1, 0)  # of the same file
-    os.close(done)
-    for child in children:
-        os.waitpid(child, 0)
-    os.close(waiting)
-    assert len(children) == 2
+@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.large_list(pa.float32()), pa.list_(pa.int32(), 2)])
+def test_numbers_come_in_the_dtype_that_the_data_set_says_however_they_are_stored(copied, kind):
+    rewrite(copied, "observation.state", lambda row: [int(value) for value in row], kind)
+    rewrite(copied, "timestamp", lambda value: value, pa.float64())
+    with contextlib.closing(LeRobotDataset(copied)) as dataset:
+        for i, (episode, frame) in enumerate(where(dataset)[:8]):
+            check(dataset[i], episode, frame)
+            assert dataset[i]["observation.state"].dtype == dataset[i]["timestamp"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "kind", "message"),
+    [
+        ("action", lambda row: row[:1], pa.list_(pa.float32()), r"action of episode 0: .* shape \(5,2\)"),
+        ("action", lambda row: None, pa.list_(pa.float32()), "action of episode 0"),
+        ("next.done", lambda value: None, None, "next.done of episode 0: 5 values are missing"),
+        ("task_index", lambda value: -1, None, r"a task_index is -1, expected one of meta/tasks\.parquet"),
+        ("task_index", lambda value: 99, None, "a task_index is 99"),
+    ],
+)
+def test_values_that_are_not_what_the_data_set_says_are_named_or_left_out(copied, column, change, kind, message):
+    rewrite(copied, column, change, kind)
+    with contextlib.closing(LeRobotDataset(copied)) as dataset:
+        with pytest.raises(CorruptDataError, match=rf"file-000\.parquet: {message}"):
+            dataset[0]
+    with contextlib.closing(LeRobotDataset(copied, on_corrupt="skip")) as dataset:
+        assert not dataset[0]["sample_mask"]
+
+
+@pytest.mark.parametrize("image", [None, {"bytes": None, "path": "frame.png"}, {"bytes": b"no image", "path": None}])
+def test_images_that_are_none_are_named_or_left_out_as_pictures_of_their_size(tmp_path, image):
+    feature = {"dtype": "image", "shape": (48, 64, 3), "names": ["h", "w", "c"]}
+    with DatasetWriter(tmp_path / "images", fps=10, features={"eye": feature}) as writer:
+        writer.add_episode({"eye": np.full((4, 48, 64, 3), 7, np.uint8)}, task="look")
+    rewrite(tmp_path / "images", "eye", lambda row: row if row["path"] != "frame-000000.png" else image)
+    with contextlib.closing(LeRobotDataset(tmp_path / "images")) as dataset:
+        with pytest.raises(CorruptDataError, match="images of eye"):
+            dataset[0]
+    with contextlib.closing(LeRobotDataset(tmp_path / "images", on_corrupt="skip")) as dataset:
+        assert [bool(dataset[i]["sample_mask"]) for i in range(4)] == [False, True, True, True]
+        assert dataset[0]["eye"].shape == dataset[1]["eye"].shape == (3, 48, 64)
+        assert (dataset[1]["eye"] * 255 == 7).all()
+
+
+def test_tasks_are_found_beside_other_columns(copied):
+    path = copied / "meta" / "tasks.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.add_column(0, "note", pa.array(["a note"] * len(table))), path)
+    with contextlib.closing(LeRobotDataset(copied, delta_timestamps={"task_index": [0.0, 0.1]})) as dataset:
+        assert dataset[0]["task"] == dataset.metadata.tasks[dataset[0]["task_index"][0]] == table["task"][0].as_py()
+    pq.write_table(table.select(["task"]), path)
+    with pytest.raises(CorruptDataError, match=r"tasks\.parquet: its columns are task, expected task_index"):
+        LeRobotDataset(copied)
 
 
 # --- remote --------------------------------------------------------------------------------------------------------
@@ -443,6 +485,31 @@ def test_a_damaged_file_is_named_or_left_out_and_counted(copied, what):
                     assert not any(batch[camera][j].any() for camera in CAMERAS)
         assert good == len(asked) - len(wrong) and set(left_out) == set(wrong)
         assert dataset.counts["samples_skipped"] == len(left_out)
+
+
+def test_a_disk_that_is_full_is_an_error_and_never_left_out(roots, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), on_corrupt="skip")) as dataset:
+        with monkeypatch.context() as patched:
+            patched.setattr(pa, "OSFile", full)
+            with pytest.raises(DataError, match="cannot keep the rows of episode 0") as raised:
+                dataset[0]
+        assert not isinstance(raised.value, CorruptDataError)
+        assert dataset[0]["sample_mask"]
+
+
+def test_a_disk_that_fails_is_an_error_and_never_left_out(roots):
+    class Failing(io.FileIO):
+        def read(self, size=-1):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), on_corrupt="skip")) as dataset:
+        dataset._source.open = lambda path: Failing(roots("gop 2") / path)
+        with pytest.raises(DataError, match="Look after the disk") as raised:
+            dataset[0]
+        assert not isinstance(raised.value, CorruptDataError)
 
 
 def test_a_missing_file_is_named_and_never_left_out(copied):

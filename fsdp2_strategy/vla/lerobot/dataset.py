@@ -200,18 +200,23 @@ class LeRobotDataset(Dataset[Sample]):
                 sample[key] = self._as_wanted(pictures if is_padding is not None else pictures[0])
             else:
                 sample[key] = _tensor(rows[key], frame if is_padding is None else held)
-        sample["task"] = self.metadata.tasks[int(sample["task_index"])]
+        sample["task"] = self._task(episode, int(rows["task_index"][frame]))
         return sample
+
+    def _task(self, episode: int, number: int) -> str:
+        if not 0 <= number < len(self.metadata.tasks):
+            found, expected = f"a task_index is {number}", "one of meta/tasks.parquet"
+            raise corrupt(self._source, self.metadata.data_path(episode), found, expected)
+        return self.metadata.tasks[number]
 
     def _pictures(self, key: str, episode: int, rows: Rows, held: Offsets) -> torch.Tensor:
         if key in self.metadata.video_keys:
             span = self.metadata.video(key, episode)
             seconds = [span.begin_seconds + int(row) / self.metadata.fps for row in held]
             return self._decoders.frames(span.path, seconds, self._tolerance_s)
-        contents = [rows[key][int(row)].as_py()["bytes"] for row in held]
         try:
-            return torch.stack([picture(content) for content in contents])
-        except (av.FFmpegError, TypeError) as error:
+            return torch.stack([picture(rows[key][int(row)].as_py()["bytes"]) for row in held])
+        except (av.FFmpegError, TypeError, IndexError, StopIteration) as error:
             raise corrupt(self._source, self.metadata.data_path(episode), error, f"images of {key}") from error
 
     def _as_wanted(self, pictures: torch.Tensor) -> torch.Tensor:
@@ -227,7 +232,7 @@ class LeRobotDataset(Dataset[Sample]):
             if steps:
                 sample[f"{key}_is_pad"] = torch.ones(steps, dtype=torch.bool)
             if key in self.metadata.camera_keys:
-                sample[key] = self._as_wanted(torch.zeros(*steps, *_channels_first(feature), dtype=torch.uint8))
+                sample[key] = self._as_wanted(torch.zeros(*steps, *_shape_of_picture(feature), dtype=torch.uint8))
             elif feature["dtype"] == "string":
                 sample[key] = [""] * steps[0] if steps else ""
             else:
@@ -298,8 +303,6 @@ def _tensor(column: Any, rows: int | Offsets) -> Any:
     return torch.from_numpy(np.array(column[rows]))
 
 
-def _channels_first(feature: Mapping[str, Any]) -> tuple[int, ...]:
-    shape = tuple(feature["shape"])
-    names = feature.get("names") or []
-    is_first = names[0] in {"channel", "channels"} if names else shape[0] <= 4
-    return shape if is_first else (shape[2], *shape[:2])
+def _shape_of_picture(feature: Mapping[str, Any]) -> tuple[int, ...]:
+    first, _, last = shape = feature["shape"]
+    return 3, *(shape[1:] if first < last else shape[:2])  # (C, H, W) or (H, W, C); a decoder gives three colours

@@ -168,8 +168,12 @@ def _stats(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 
 def _tasks(source: Source) -> tuple[str, ...]:
     """Return the texts of tasks by their number; pandas keeps the text in an index of whatever name."""
-    table = read_parquet(source, "meta/tasks.parquet")
-    [text] = [name for name in table.column_names if name != "task_index"]
+    path = "meta/tasks.parquet"
+    table = read_parquet(source, path)
+    texts = [name for name in table.column_names if name != "task_index"]
+    if "task_index" not in table.column_names or not texts:
+        raise corrupt(source, path, f"its columns are {', '.join(table.column_names)}", "task_index and a text")
+    text = "task" if "task" in texts else texts[0]
     by_number = dict(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True))
     return tuple(by_number.get(i, "") for i in range(max(by_number, default=-1) + 1))
 
@@ -230,10 +234,19 @@ def read_parquet(source: Source, path: str, columns: list[str] | None = None) ->
 
 @contextmanager
 def parsing(source: Source, path: str) -> Iterator[None]:
-    """Raise what pyarrow says of a file as `CorruptDataError`, with the file's name."""
+    """Raise what pyarrow says of a file with the file's name.
+
+    Raises:
+        CorruptDataError: it cannot be parsed.
+        DataError: the disk fails.
+    """
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk says so, not pyarrow
+            raise DataError(
+                f"cannot read {source.location(path)}: {error}, expected a file that can be read. Look after the disk."
+            ) from error
         raise corrupt(source, path, error, "a parquet file of LeRobot's format") from error
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.vla.lerobot.metadata import Metadata, corrupt, parsing
 from fsdp2_strategy.vla.lerobot.source import Source
 
@@ -50,8 +51,8 @@ class EpisodeRows:
         """Return the rows of an episode, by feature.
 
         Raises:
-            CorruptDataError: its data file cannot be parsed, or holds other episodes than it should.
-            DataError: the file cannot be had.
+            CorruptDataError: its data file cannot be parsed, or holds other episodes or values than it should.
+            DataError: the file cannot be had, or there is no room for its rows.
         """
         if episode in self._mapped:
             self._mapped.move_to_end(episode)
@@ -63,7 +64,13 @@ class EpisodeRows:
             self._mapped.popitem(last=False)
         with pa.memory_map(str(self._path(episode))) as file:
             table = pa.ipc.open_file(file).read_all()
-        rows = {key: _array(table[key], self._metadata.features[key]) for key in table.column_names}
+        rows = {}
+        for key in table.column_names:
+            try:
+                rows[key] = _array(table[key], self._metadata.features[key])
+            except (TypeError, ValueError) as error:
+                found, expected = f"{key} of episode {episode}: {error}", "values as meta/info.json describes them"
+                raise corrupt(self._source, self._metadata.data_path(episode), found, expected) from error
         self._mapped[episode] = rows
         return rows
 
@@ -72,7 +79,7 @@ class EpisodeRows:
 
         Raises:
             CorruptDataError: a data file cannot be parsed, or holds other episodes than it should.
-            DataError: a file cannot be had.
+            DataError: a file cannot be had, or there is no room for its rows.
         """
         by_file: dict[str, list[int]] = {}
         for episode in episodes:
@@ -134,6 +141,11 @@ class EpisodeRows:
             with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table.combine_chunks())
             unfinished.replace(self._path(episode))
+        except OSError as error:
+            raise DataError(
+                f"cannot keep the rows of episode {episode}: {self._folder} fails ({error}), expected a local disk "
+                "with room for what is in use. Make room there, or give a cache_dir on another disk."
+            ) from error
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -151,7 +163,12 @@ class EpisodeRows:
 
 
 def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
-    """Return a column as an array of shape (T,) or (T, *shape); texts as a list, images as they are."""
+    """Return a column as an array of shape (T,) or (T, *shape); texts as a list, images as they are.
+
+    Raises:
+        ValueError: it is of another shape, or lacks values.
+        TypeError: there is no such dtype.
+    """
     if feature["dtype"] == "image":
         return column
     values = column.combine_chunks()
@@ -164,5 +181,7 @@ def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
         values, is_list = values.flatten(), True
     if not any(is_a(values.type) for is_a in _NUMBERS):
         return column.to_pylist()
-    array = values.to_numpy(zero_copy_only=False)
+    if values.null_count and not pa.types.is_floating(values.type):
+        raise ValueError(f"{values.null_count} values are missing")
+    array = values.to_numpy(zero_copy_only=False).astype(feature["dtype"], copy=False)
     return array.reshape(len(column), *feature["shape"]) if is_list else array
