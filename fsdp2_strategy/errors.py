@@ -52,7 +52,15 @@ class DataError(FSDP2StrategyError, ValueError):
 
 
 class CorruptDataError(DataError):
-    """A file of a data set whose content cannot be parsed or decoded."""
+    """A file of a data set whose content cannot be parsed or decoded.
+
+    Attributes:
+        location: where the file is; empty where several are at odds.
+    """
+
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(message)
+        self.location = location
 
 
 class StepError(FSDP2StrategyError, RuntimeError):

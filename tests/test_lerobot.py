@@ -33,9 +33,11 @@ from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
 from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.vla.lerobot.counts import Counts
+from fsdp2_strategy.vla.lerobot.fetching import Fetching
 from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
 from fsdp2_strategy.vla.lerobot.rows import EpisodeRows
 from fsdp2_strategy.vla.lerobot.source import LocalFiles
+from fsdp2_strategy.vla.lerobot.staging import Staging
 from fsdp2_strategy.vla.lerobot.video import Decoders
 
 LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
@@ -512,6 +514,24 @@ def test_a_disk_that_fails_is_an_error_and_never_left_out(roots):
         assert not isinstance(raised.value, CorruptDataError)
 
 
+def test_a_damaged_file_is_logged_once_by_all_processes_of_a_rank(copied, caplog):
+    episodes = copied / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+    table, late = pq.read_table(episodes), f"videos/{CAMERAS[1]}/from_timestamp"
+    begins = pa.array([second + 0.05 * (i == 2) for i, second in enumerate(table[late].to_pylist())])
+    pq.write_table(table.set_column(table.column_names.index(late), late, begins), episodes)
+    damage(copied / "data" / "chunk-000" / "file-001.parquet")  # episodes 3, 4, 5
+    with contextlib.closing(LeRobotDataset(copied, on_corrupt="skip", pool=3)) as dataset:
+        copy = pickle.loads(pickle.dumps(dataset))
+        for i in range(len(dataset)):
+            assert torch.equal(dataset[i]["sample_mask"], copy[i]["sample_mask"])
+        dataset.hold([3, 4], [5])
+        dataset.hold([], [])
+        dataset.pause()
+        assert dataset.counts["samples_skipped"] >= 2 * 8
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "file-001.mp4" in lines[0] and "file-001.parquet" in lines[1]
+
+
 def test_a_missing_file_is_named_and_never_left_out(copied):
     (copied / "videos" / CAMERAS[0] / "chunk-000" / "file-000.mp4").unlink()
     with contextlib.closing(LeRobotDataset(copied, on_corrupt="skip")) as dataset:
@@ -539,7 +559,9 @@ def test_copies_by_pickle_read_the_same(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
         copy = pickle.loads(pickle.dumps(dataset))
         assert torch.equal(copy[7][CAMERAS[0]], dataset[7][CAMERAS[0]])
-        assert dataset.counts["samples"] == 2
+        copy.close()  # what it shares stays
+        check(dataset[7], 1, 2)
+        assert dataset.counts["samples"] == 3
 
 
 def test_one_that_is_not_closed_leaves_nothing_when_it_is_gone(large, server, tmp_path):
@@ -597,3 +619,102 @@ def test_a_child_forked_while_rows_are_cut_out_keeps_nobody_from_cutting(roots):
         finally:
             other.kill()
             other.join()
+
+
+def test_episodes_that_threads_were_too_late_for_are_let_go_too():
+    begun, free, let_go = threading.Semaphore(0), threading.Event(), []
+
+    def fetch(_):
+        begun.release()
+        free.wait()
+
+    staging = Staging(lambda _: None, fetch, let_go.append, lambda: 0, None)
+    staging.hold([0, 1, 2, 3, 4, 5], [6])
+    for _ in range(4):
+        begun.acquire()
+    staging.hold([7], [])
+    assert sorted(let_go) == [4, 5, 6]  # whoever needed them got them by itself
+    free.set()
+    staging.pause()
+    assert sorted(let_go) == list(range(7))
+
+
+def test_an_episode_that_cannot_be_let_go_keeps_no_other_waiting(caplog):
+    let_go, fetched = [], []
+
+    def fail(episode):
+        let_go.append(episode)
+        raise DataError("the server is gone")
+
+    staging = Staging(lambda _: None, fetched.append, fail, lambda: 0, None)
+    for episodes in ([0, 1], [2, 3], [4]):
+        staging.hold(episodes, [])
+        while set(episodes) - set(fetched):
+            time.sleep(0.001)
+    staging.pause()
+    assert sorted(let_go) == [0, 1, 2, 3] and "cannot let go of episode 3: the server is gone" in caplog.text
+
+
+def test_letting_go_asks_nothing_of_the_server(roots, server, tmp_path):
+    served = server(roots("gop 2"))
+    with contextlib.closing(LeRobotDataset(served.url, cache_dir=tmp_path)) as dataset:
+        fetching = Fetching(dataset._source, dataset.metadata, dataset._rows)
+        fetching.want([0, 1, 2])
+        fetching.fetch(0)  # cuts out all three, of one file
+        fetching.want([1, 2])
+        fetching.let_go(0)
+        fetching.fetch(1)
+        fetching.fetch(2)
+        served.forget()
+        fetching.let_go(1)
+        fetching.let_go(2)
+        assert not served.heads and not served.requests
+        assert not dataset._source.cached_bytes() and not list(dataset._folder.path.glob("episode-*"))
+
+
+def test_rows_that_left_while_they_were_cut_out_leave_no_file(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        fetching, cut_out = Fetching(dataset._source, dataset.metadata, dataset._rows), dataset._rows.cut_out
+
+        def late(episodes):
+            fetching.want([0, 3])
+            cut_out(episodes)
+
+        dataset._rows.cut_out = late
+        fetching.want([0, 1, 2])
+        fetching.fetch(0)
+        assert [path.name for path in dataset._folder.path.glob("episode-*")] == ["episode-000000.arrow"]
+
+
+def test_rows_that_another_let_go_of_are_cut_out_again(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        rows, calls = dataset._rows, []
+        cut_out = rows.cut_out
+
+        def and_gone(episodes):
+            cut_out(episodes)
+            calls.append(episodes)
+            if len(calls) < 3:
+                rows.forget(0)
+
+        rows.cut_out = and_gone
+        check(dataset[0], 0, 0)
+        assert len(calls) == 3
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(roots, tmp_path, monkeypatch):
+    lock, swept = fcntl.flock, []
+
+    def sweeping(file, how):
+        if not swept:
+            swept.append(Path(file.name).parent)
+            shutil.rmtree(swept[0])
+        lock(file, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", sweeping)
+        dataset = LeRobotDataset(roots("gop 2"), cache_dir=tmp_path)
+    with contextlib.closing(dataset):
+        check(dataset[0], 0, 0)
+        assert list(tmp_path.iterdir()) == [dataset._folder.path] != swept
+    assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -117,7 +118,6 @@ class LeRobotDataset(Dataset[Sample]):
         self._tolerance_s, self._on_corrupt = tolerance_s, on_corrupt
         self._dtype, self._transform = video_dtype, image_transforms
         self._counts = Counts(self._folder.path)
-        self._reported: set[str] = set()
         self._bounds = pool, decoder_cache, disk_bytes
         self._begin_process()
 
@@ -141,7 +141,7 @@ class LeRobotDataset(Dataset[Sample]):
         except CorruptDataError as error:
             if self._on_corrupt == "raise":
                 raise
-            self._report(str(error))
+            self._report(error)
             self._counts.add(samples_skipped=1)
             return self._blank(episode, frame) | {"sample_mask": torch.tensor(False)}
         self._counts.add(samples=1)
@@ -241,10 +241,19 @@ class LeRobotDataset(Dataset[Sample]):
         numbers = {"episode_index": episode, "frame_index": frame, "index": self.metadata.first_index(episode) + frame}
         return sample | {key: torch.full_like(sample[key], number) for key, number in numbers.items()}
 
-    def _report(self, error: str) -> None:
-        if error not in self._reported:
-            self._reported.add(error)
+    def _report(self, error: CorruptDataError) -> None:
+        """Log an error where none of this rank's processes has logged one of the file."""
+        digest = blake2b(error.location.encode(), digest_size=8).hexdigest()
+        with suppress(FileExistsError):
+            (self._folder.path / f"reported-{digest}").touch(exist_ok=False)
             logger.warning("left a sample out: %s", error)
+
+    def _bytes_on_disk(self) -> int:
+        total = 0
+        for entry in self._folder.path.rglob("*"):
+            with suppress(FileNotFoundError):  # workers put files in their places, and threads delete them
+                total += entry.lstat().st_blocks * 512
+        return total
 
 
 class _Folder:
@@ -255,13 +264,27 @@ class _Folder:
         within.mkdir(parents=True, exist_ok=True)
         for old in within.glob(f"{_PREFIX}*"):
             _sweep(old)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
-        self._lock = (self.path / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # its forked workers hold it, too
-        self.remove = weakref.finalize(self, _remove, self.path, os.getpid(), self._lock)
+        self.path, lock = _begun(within)
+        self._remove: Callable[[], object] | None = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
+
+    def remove(self) -> None:
+        """Delete it, unless this is a copy in a worker."""
+        if self._remove is not None:
+            self._remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
+        return {"path": self.path, "_remove": None}
+
+
+def _begun(within: Path) -> tuple[Path, IO[str]]:
+    """Return a new folder, and its lock, which forked workers hold, too."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
+        lock = (path / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock.fileno()).st_nlink:  # else it was swept before it was locked
+            return path, lock
+        lock.close()
 
 
 def _bytes_on_disk(folder: Path) -> int:

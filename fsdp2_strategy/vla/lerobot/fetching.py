@@ -20,6 +20,7 @@ from fsdp2_strategy.vla.lerobot.source import RemoteFiles, Source
 Range = tuple[int, int]
 """The first byte, and the one after the last."""
 
+_NOTHING: Range = (0, 0)
 _BUFFER_BYTES = 1 << 15
 
 
@@ -65,13 +66,16 @@ class Fetching:
         """
         path = self._metadata.data_path(episode)
         with self._lock:
-            self._ranges.setdefault(path, {})[episode] = (0, 0)
-        self._rows.cut_out({episode, *self._wanted.get(path, ())})
+            self._ranges.setdefault(path, {})[episode] = _NOTHING
+        together = self._wanted.get(path, set()) - {episode}
+        self._rows.cut_out({episode, *together})
+        for left in together - self._wanted.get(path, set()):
+            self._rows.forget(left)
         if not isinstance(self._source, RemoteFiles):
             return
         for span in self._spans(episode):
             with self._lock:
-                self._ranges.setdefault(span.path, {})[episode] = (0, 0)
+                self._ranges.setdefault(span.path, {})[episode] = _NOTHING
             found = self._bytes_of(span)
             with self._lock:
                 self._ranges[span.path][episode] = found
@@ -83,15 +87,15 @@ class Fetching:
         for path in (self._metadata.data_path(episode), *(span.path for span in self._spans(episode))):
             with self._lock:
                 held = self._ranges.get(path, {})
-                given_up = held.pop(episode, (0, 0))
+                given_up = held.pop(episode, _NOTHING)
                 kept = list(held.values())
                 if not kept:
                     self._ranges.pop(path, None)
                     self._packets.pop(path, None)
-            if kept:
-                self._source.forget(path, [given_up], kept)
-            else:
+            if not kept:
                 self._source.drop(path)
+            elif given_up != _NOTHING:
+                self._source.forget(path, [given_up], kept)
 
     def _spans(self, episode: int) -> list[Span]:
         return [self._metadata.video(key, episode) for key in self._metadata.video_keys]

@@ -220,13 +220,14 @@ def _numbered(chunk_files: int) -> Iterator[str]:
 
 
 def read_parquet(source: Source, path: str, columns: list[str] | None = None) -> pa.Table:
-    """Return columns of a parquet file.
+    """Return columns of a parquet file that is read once.
 
     Raises:
         CorruptDataError: it is not one, or lacks a column.
     """
     with source.open(path) as file, parsing(source, path):
         table = pq.ParquetFile(file).read(columns)
+    source.drop(path)
     if lacking := [name for name in columns or () if name not in table.column_names]:
         raise corrupt(source, path, f"it lacks the columns {', '.join(lacking)}", "those of LeRobot's format")
     return table
@@ -254,7 +255,8 @@ def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptD
     """Return the error that a file is not what it should be."""
     return CorruptDataError(
         f"cannot read {source.location(path)}: {found}, expected {expected}. Get the file again, or leave out what is "
-        'in it (on_corrupt="skip", or episodes=).'
+        'in it (on_corrupt="skip", or episodes=).',
+        location=source.location(path),
     )
 
 

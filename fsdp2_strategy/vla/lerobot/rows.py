@@ -13,7 +13,7 @@ import fcntl
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,11 @@ class EpisodeRows:
         if episode in self._mapped:
             self._mapped.move_to_end(episode)
             return self._mapped[episode]
-        self.cut_out([episode])
+        table = self._map(episode)
         for old in [old for old in self._mapped if not self._path(old).exists()]:
             del self._mapped[old]  # what has left takes room on the disk as long as it is mapped
         while len(self._mapped) >= self._kept:
             self._mapped.popitem(last=False)
-        with pa.memory_map(str(self._path(episode))) as file:
-            table = pa.ipc.open_file(file).read_all()
         rows = {}
         for key in table.column_names:
             try:
@@ -93,8 +91,13 @@ class EpisodeRows:
 
     def forget(self, episode: int) -> None:
         """Delete the file of an episode; whoever has it mapped keeps it until it maps another."""
-        self._mapped.pop(episode, None)
         self._path(episode).unlink(missing_ok=True)
+
+    def _map(self, episode: int) -> pa.Table:
+        while True:
+            self.cut_out([episode])
+            with suppress(FileNotFoundError), pa.memory_map(str(self._path(episode))) as file:  # unless it was let go
+                return pa.ipc.open_file(file).read_all()
 
     def _cut_out_of(self, path: str, episodes: Sequence[int]) -> None:
         with self._source.open(path) as opened, parsing(self._source, path):
@@ -119,6 +122,7 @@ class EpisodeRows:
         begins = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
         pieces: dict[int, list[pa.Table]] = {episode: [] for episode in places}
         lengths = {episode: int(self._metadata.lengths[episode]) for episode in places}
+        written: set[int] = set()
         for i in range(file.num_row_groups):
             low, high = int(begins[i]), int(begins[i + 1])
             inside = [e for e, first in places.items() if first < high and low < first + lengths[e]]
@@ -128,14 +132,15 @@ class EpisodeRows:
             for episode in inside:
                 first, last = places[episode], places[episode] + lengths[episode]
                 pieces[episode].append(table.slice(max(first - low, 0), min(last, high) - max(first, low)))
-                if last <= high:
-                    self._write(episode, pa.concat_tables(pieces.pop(episode)))
-        return [episode for episode in places if not self._path(episode).exists()]
+                if last <= high and self._write(episode, pa.concat_tables(pieces.pop(episode))):
+                    written.add(episode)
+        return [episode for episode in places if episode not in written]
 
-    def _write(self, episode: int, table: pa.Table) -> None:
+    def _write(self, episode: int, table: pa.Table) -> bool:
+        """Write the rows of an episode; say whether they are those."""
         right = table["episode_index"].to_numpy() == episode
         if len(right) != self._metadata.lengths[episode] or not right.all():
-            return
+            return False
         unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
         try:
             with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -148,6 +153,7 @@ class EpisodeRows:
             ) from error
         finally:
             unfinished.unlink(missing_ok=True)
+        return True
 
     def _path(self, episode: int) -> Path:
         return self._folder / f"episode-{episode:06d}.arrow"

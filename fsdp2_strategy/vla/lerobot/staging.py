@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 
-from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.ranks import logger
 
 _THREADS = 4
@@ -59,11 +59,11 @@ class Staging:
         if self._is_open and (now, soon) == (self._now, self._soon):
             return
         with self._changed:
+            gone = self._held.union(self._now, self._soon)  # workers fetch what threads were too late for
             self._now, self._soon = now, soon
             self._want([*now, *soon])
-            for episode in self._held.difference(now, soon) - self._busy:
-                self._held.remove(episode)
-                self._let_go(episode)
+            for episode in gone.difference(now, soon) - self._busy:
+                self._end(episode)
             self._is_open = True
             self._changed.notify_all()
         while len(self._threads) < _THREADS:
@@ -90,14 +90,22 @@ class Staging:
         while (episode := self._next()) is not None:
             try:
                 self._fetch(episode)
+            except CorruptDataError:
+                pass  # whoever reads the episode says so
             except Exception as error:  # noqa: BLE001  whoever reads the episode meets it again, and raises it
                 logger.warning("cannot fetch episode %d ahead of time: %s", episode, error)
             with self._changed:
                 self._busy.remove(episode)
                 if episode not in self._now and episode not in self._soon:
-                    self._held.remove(episode)
-                    self._let_go(episode)
+                    self._end(episode)
                 self._changed.notify_all()
+
+    def _end(self, episode: int) -> None:
+        self._held.discard(episode)
+        try:
+            self._let_go(episode)
+        except DataError as error:  # it is deleted with the folder
+            logger.warning("cannot let go of episode %d: %s", episode, error)
 
     def _next(self) -> int | None:
         """Return an episode to fetch, once there is one; None where there is nothing to do any more."""
