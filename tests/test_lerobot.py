@@ -9,7 +9,6 @@ import gc
 import io
 import json
 import multiprocessing
-import os
 import pickle
 import shutil
 import signal
@@ -35,7 +34,6 @@ from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camer
 from fsdp2_strategy.vla.lerobot.counts import Counts
 from fsdp2_strategy.vla.lerobot.fetching import Fetching
 from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
-from fsdp2_strategy.vla.lerobot.rows import EpisodeRows
 from fsdp2_strategy.vla.lerobot.source import LocalFiles
 from fsdp2_strategy.vla.lerobot.staging import Staging
 from fsdp2_strategy.vla.lerobot.video import Decoders

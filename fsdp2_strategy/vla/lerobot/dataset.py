@@ -248,13 +248,6 @@ class LeRobotDataset(Dataset[Sample]):
             (self._folder.path / f"reported-{digest}").touch(exist_ok=False)
             logger.warning("left a sample out: %s", error)
 
-    def _bytes_on_disk(self) -> int:
-        total = 0
-        for entry in self._folder.path.rglob("*"):
-            with suppress(FileNotFoundError):  # workers put files in their places, and threads delete them
-                total += entry.lstat().st_blocks * 512
-        return total
-
 
 class _Folder:
     """A folder of this process's own, which is gone when it is; those of processes that were killed are swept."""
