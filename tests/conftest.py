@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,13 +55,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a call that runs a function of the test's module on some ranks: for tests over several world sizes."""
+    """Return a call that runs a function of a test module on some ranks: for tests over several world sizes."""
 
     def run(world_size: int, function: Callable[..., None], **arguments: Any) -> None:
         pool = request.config.stash[_POOL]
-        pool.run(str(request.path), function.__name__, arguments, world_size, timeout=240)
+        pool.run(inspect.getfile(function), function.__name__, arguments, world_size, timeout=240)
 
     return run
 

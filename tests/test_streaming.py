@@ -89,7 +89,7 @@ def losses(output_dir):
     return {entry["step"]: (entry["loss"], entry["norm"], entry["lr"]) for entry in logged(output_dir)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(tmp_path_factory, run_on):
     root = tmp_path_factory.mktemp("robot") / "data"
     output_dir = root.parent / "generating"
@@ -97,7 +97,7 @@ def data(tmp_path_factory, run_on):
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(data, tmp_path_factory, run_on):
     """What an undisturbed run on two ranks writes."""
     output_dir = tmp_path_factory.mktemp("undisturbed")
