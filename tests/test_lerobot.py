@@ -494,7 +494,7 @@ def test_a_disk_that_is_full_is_an_error_and_never_left_out(roots, monkeypatch):
     with contextlib.closing(LeRobotDataset(roots("gop 2"), on_corrupt="skip")) as dataset:
         with monkeypatch.context() as patched:
             patched.setattr(pa, "OSFile", full)
-            with pytest.raises(DataError, match="cannot keep the rows of episode 0") as raised:
+            with pytest.raises(DataError, match="cannot cache the rows of episode 0") as raised:
                 dataset[0]
         assert not isinstance(raised.value, CorruptDataError)
         assert dataset[0]["sample_mask"]

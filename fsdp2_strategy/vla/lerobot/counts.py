@@ -43,7 +43,8 @@ class Counts:
 
     def _open(self) -> None:
         with (self._folder / f"counts-{os.getpid()}").open("a+b") as file:
-            file.truncate(len(NAMES) * 8)
+            file.write(bytes(len(NAMES) * 8))  # no hole: a full disk would kill whoever counts first
+            file.flush()
             self._own = np.frombuffer(mmap.mmap(file.fileno(), len(NAMES) * 8), dtype=np.int64)
         self._process = os.getpid()
 

@@ -21,9 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.vla.lerobot.metadata import Metadata, corrupt, parsing
-from fsdp2_strategy.vla.lerobot.source import Source
+from fsdp2_strategy.vla.lerobot.source import Source, naming_the_disk
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
@@ -142,17 +141,13 @@ class EpisodeRows:
         if len(right) != self._metadata.lengths[episode] or not right.all():
             return False
         unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
-        try:
-            with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table.combine_chunks())
-            unfinished.replace(self._path(episode))
-        except OSError as error:
-            raise DataError(
-                f"cannot keep the rows of episode {episode}: {self._folder} fails ({error}), expected a local disk "
-                "with room for what is in use. Make room there, or give a cache_dir on another disk."
-            ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with naming_the_disk(f"the rows of episode {episode}", self._folder):  # else the data file seemed damaged
+            try:
+                with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table.combine_chunks())
+                unfinished.replace(self._path(episode))
+            finally:
+                unfinished.unlink(missing_ok=True)
         return True
 
     def _path(self, episode: int) -> Path:

@@ -144,7 +144,7 @@ class RemoteFiles:
             storage_options=storage_options or {},
         )
         self._knows_ranges = True
-        with _naming_the_disk(url, cache_dir):
+        with naming_the_disk(url, cache_dir):
             self._folder = CacheFolder(cache_dir)
 
     @property
@@ -192,7 +192,7 @@ class RemoteFiles:
         Raises:
             DataError: the file is missing, or cannot be fetched or cached.
         """
-        with self._begin(path) as cached, _naming_the_disk(self.location(path), self._folder.path):
+        with self._begin(path) as cached, naming_the_disk(self.location(path), self._folder.path):
             for low, high in ranges:
                 first, end = low // BLOCK_BYTES, blocks(min(high, cached.size))
                 for begin in range(first, end, _REQUEST_BLOCKS):
@@ -208,7 +208,7 @@ class RemoteFiles:
         """
         if not self._knows_ranges:
             return
-        with self._begin(path) as cached, _naming_the_disk(self.location(path), self._folder.path):
+        with self._begin(path) as cached, naming_the_disk(self.location(path), self._folder.path):
             given_up = set(_blocks_of(ranges, cached.size)).difference(_blocks_of(keeping, cached.size))
             for first in sorted(block for block in given_up if block - 1 not in given_up):
                 end = next(block for block in itertools.count(first) if block not in given_up)
@@ -227,7 +227,7 @@ class RemoteFiles:
         self._folder.close()
 
     def _begin(self, path: str) -> CacheFile:
-        with _naming_the_disk(self.location(path), self._folder.path):
+        with naming_the_disk(self.location(path), self._folder.path):
             return CacheFile.begin(self._folder.file(path), lambda: self._remote.size(path))
 
     def _fill(self, path: str, cached: CacheFile, begin: int, end: int) -> None:
@@ -272,7 +272,7 @@ class _RemoteFile(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer).cast("B")
         view = view[: max(self.size - self._at, 0)]
-        with _naming_the_disk(self.name, self._source._folder.path):
+        with naming_the_disk(self.name, self._source._folder.path):
             while len(view) and not self._cached.copy(self._at, view):
                 if self._cached.is_dropped():
                     self._begin_anew()
@@ -300,7 +300,8 @@ class _RemoteFile(io.RawIOBase):
 
 
 @contextmanager
-def _naming_the_disk(location: str, folder: str | os.PathLike[str]) -> Iterator[None]:
+def naming_the_disk(location: str, folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise what a local disk fails with as `DataError`, with what was to be kept there, and the folder."""
     try:
         yield
     except OSError as error:
