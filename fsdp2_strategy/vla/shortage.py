@@ -74,9 +74,11 @@ def shortages(
             f"than once. Run on a number of ranks that divides {lanes}, or begin a run with other lanes."
         )
     if episodes < pool:
+        of_a_lane = episodes // lanes
+        advice = f"Lower the pool to at most {of_a_lane} a lane, {of_a_lane * lanes} together."
         found.append(
             f"{episodes} episodes do not fill the pools of all ranks, {pool} together: ranks hold fewer than they may, "
-            f"and the whole data set at once. Lower the pool to at most {episodes // lanes * lanes or episodes}."
+            f"and the whole data set at once. {advice if of_a_lane else f'Begin a run with at most {episodes} lanes.'}"
         )
     if num_workers > batches:
         found.append(
