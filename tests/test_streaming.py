@@ -210,7 +210,7 @@ def test_a_remote_data_set_gives_the_same_frames_and_leaves_nothing_behind(tmp_p
 
 def test_the_slurm_script_starts_it_and_puts_what_is_not_through_into_the_queue_again(tmp_path, data):
     commands = {
-        "srun": '[ -z "$NO_HOSTS" ] && exec "$@"',
+        "srun": '[ -z "$NO_HOSTS" ] && [ "$SRUN_CPUS_PER_TASK" = 3 ] && exec "$@"',  # what srun takes, not SLURM_…
         "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/queue',
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     }
@@ -218,7 +218,7 @@ def test_the_slurm_script_starts_it_and_puts_what_is_not_through_into_the_queue_
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "1"}
-    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_GPUS_ON_NODE": "1"}
+    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_PER_TASK": "3"}
     options = [str(EXAMPLE.with_suffix(".slurm")), *arguments(tmp_path, data, 1, "--dummy", "--steps", "2")]
     bash = partial(subprocess.run, ["bash", *options], cwd=EXAMPLE.parent.parent.parent, check=False, timeout=240)
     assert bash(env=os.environ | job).returncode == 0
