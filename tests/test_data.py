@@ -23,7 +23,7 @@ from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder, Resumab
 from fsdp2_strategy.data import audit as audit_module
 from fsdp2_strategy.data.batches import Anchor, BatchPlan
 from fsdp2_strategy.data.sampler import ResumableSampler
-from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.errors import CorruptDataError, DataError
 
 
 class Numbers(Dataset):
@@ -443,6 +443,21 @@ def test_a_sample_that_cannot_be_fetched_can_be_skipped():
                 loader.skip([7])
         assert sorted(seen[:15]) == [i for i in range(16) if i != 7]
         loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [DataError, CorruptDataError])
+def test_what_a_data_set_refuses_is_said_in_its_own_words(workers, kind):
+    class Refusing(Numbers):
+        def __getitem__(self, i):
+            raise kind("cannot read file-000.mp4: it ends early, expected a frame. Get it again.")
+
+    loader = ResumableLoader(Refusing(16), 4, num_workers=workers)
+    with pytest.raises(DataError) as raised:
+        next(iter(loader))
+    assert type(raised.value) is kind
+    assert str(raised.value) == "cannot read file-000.mp4: it ends early, expected a frame. Get it again."
+    loader.close()
 
 
 def test_an_epoch_that_is_not_exactly_once_is_found_at_its_end(monkeypatch):

@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +31,7 @@ from fsdp2_strategy.data.audit import Audit
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
 from fsdp2_strategy.data.bijection import Indices
 from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
-from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.ranks import agree, rank, world_size
 
 _VERSION = 1
@@ -188,6 +189,8 @@ class ResumableLoader:
                 if self._ahead is not None:
                     self._ahead.at(self._batches)
                 keys, batch = next(self._in_flight)
+                if isinstance(batch, _Refusal):
+                    raise batch.error(batch.text)
             except BaseException:
                 self.close()  # what was fetched ahead is fetched again
                 raise
@@ -464,6 +467,14 @@ class _Parts:
             yield _keys(self.plan, batch, self.low, self.high)
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """An error of ours on its way out of a worker: torch would put the worker's traceback into its message."""
+
+    error: type[DataError]
+    text: str
+
+
 class _Samples(Dataset[Any]):
     """Fetch the samples of a part, each under its own seed, and make a batch of them, under that of the first."""
 
@@ -471,13 +482,21 @@ class _Samples(Dataset[Any]):
         self.dataset, self.seed, self.collate = dataset, seed, collate
 
     def __getitems__(self, keys: list[Key]) -> tuple[list[Key], Any]:
+        try:
+            return keys, self._batch(keys)
+        except DataError as error:
+            if get_worker_info() is None:
+                raise
+            return keys, _Refusal(CorruptDataError if isinstance(error, CorruptDataError) else DataError, str(error))
+
+    def _batch(self, keys: list[Key]) -> Any:
         with _own_generators():
             samples = []
             for epoch, sample in keys:
                 self._seed(epoch, sample)
                 samples.append(self.dataset[sample])
             self._seed(*keys[0], "collate")
-            return keys, self.collate(samples)
+            return self.collate(samples)
 
     def _seed(self, *facts: object) -> None:
         text = "/".join(map(str, (self.seed, *facts)))
