@@ -271,6 +271,22 @@ def test_what_one_rank_cannot_read_ends_all_of_them_by_name(tmp_path, data):
             train_streaming.main(arguments(tmp_path, data, 2, "--num_workers", "0"))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("opened", [1, 2])  # for what it says of itself, and for its frames
+def test_what_one_rank_cannot_open_ends_all_of_them_by_name(tmp_path, data, opened):
+    def no_room(dataset, *args, **options):
+        opens.append(dataset)
+        if dist.get_rank() == 1 and len(opens) == opened:
+            raise OSError("no room")
+        begin(dataset, *args, **options)
+
+    begin, opens = train_streaming.LeRobotDataset.__init__, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_streaming.LeRobotDataset, "__init__", no_room)
+        with pytest.raises(DataError, match="cannot open the data set: failed on rank 1: OSError: no room"):
+            train_streaming.main(arguments(tmp_path, data, 2))
+
+
 @pytest.mark.ranks(1)
 def test_a_resume_begins_elsewhere_keeps_its_batch_and_then_goes_on_with_its_own(tmp_path, data, whole):
     own = [*arguments(tmp_path / "own", data, 2), "--resume_from", str(whole / "checkpoints"), "--steps"]

@@ -127,7 +127,7 @@ def open_dataset(args: argparse.Namespace, **options: Any) -> LeRobotDataset:
 
 
 def read_task(args: argparse.Namespace) -> Task:
-    with closing(open_dataset(args)) as data:  # which reads its metadata, and nothing else
+    with all_or_none("open the data set", DataError), closing(open_dataset(args)) as data:  # which reads metadata alone
         return Task(data.metadata, args.n_action_steps)
 
 
@@ -135,17 +135,18 @@ def open_loader(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, 
     ranks = strategy.world_size
     lanes_of_rank = min(-(-plan.lanes // ranks) + bool(plan.lanes % ranks), plan.lanes)
     pool_of_rank = lanes_of_rank * plan.pool // plan.lanes
-    data = open_dataset(args, pool=pool_of_rank, delta_timestamps=task.delta_timestamps)
-    loader = ResumableLoader(
-        data,
-        plan.global_batch_size,
-        seed=args.seed,
-        pool=plan.pool,
-        lanes=plan.lanes,
-        num_workers=args.num_workers,
-        pin_memory=torch.cuda.is_available(),
-        prefetch_factor=2,
-    )
+    with all_or_none("open the data set", DataError):
+        data = open_dataset(args, pool=pool_of_rank, delta_timestamps=task.delta_timestamps)
+        loader = ResumableLoader(
+            data,
+            plan.global_batch_size,
+            seed=args.seed,
+            pool=plan.pool,
+            lanes=plan.lanes,
+            num_workers=args.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            prefetch_factor=2,
+        )
     warn_of_shortages(
         ranks=ranks,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
