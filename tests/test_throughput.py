@@ -68,6 +68,7 @@ def test_the_first_step_is_no_part_of_the_rates_and_laps_follow_each_other():
     meter = Throughput(clock)
     before = meter.lap()
     assert before.frames_per_second == before.waiting_share == before.first_batch_seconds == 0.0
+    assert str(before) == "no rate before the second step"
     steps = meter.over(batches_after(clock, 7.0, 1.0, 1.0, 2.0))
     seen = []
     for _ in steps:

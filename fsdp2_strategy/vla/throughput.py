@@ -63,6 +63,8 @@ class Rates:
         return max(rank.first_batch_seconds for rank in self.ranks)
 
     def __str__(self) -> str:
+        if not any(rank.seconds for rank in self.ranks):
+            return "no rate before the second step"
         each = [rank.frames_per_second for rank in self.ranks]
         return (
             f"{self.frames_per_second:.1f} frames/s in total, {min(each):.1f} to {max(each):.1f} a rank, "
