@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
 import io
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
 import signal
@@ -30,8 +32,9 @@ from http_server import FileServer
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.vla.lerobot import staging as staging_module
 from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
-from fsdp2_strategy.vla.lerobot.counts import Counts
+from fsdp2_strategy.vla.lerobot.counts import NAMES, Counts
 from fsdp2_strategy.vla.lerobot.fetching import Fetching
 from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
 from fsdp2_strategy.vla.lerobot.source import LocalFiles
@@ -487,19 +490,6 @@ def test_a_damaged_file_is_named_or_left_out_and_counted(copied, what):
         assert dataset.counts["samples_skipped"] == len(left_out)
 
 
-def test_a_disk_that_is_full_is_an_error_and_never_left_out(roots, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with contextlib.closing(LeRobotDataset(roots("gop 2"), on_corrupt="skip")) as dataset:
-        with monkeypatch.context() as patched:
-            patched.setattr(pa, "OSFile", full)
-            with pytest.raises(DataError, match="cannot cache the rows of episode 0") as raised:
-                dataset[0]
-        assert not isinstance(raised.value, CorruptDataError)
-        assert dataset[0]["sample_mask"]
-
-
 def test_a_disk_that_fails_is_an_error_and_never_left_out(roots):
     class Failing(io.FileIO):
         def read(self, size=-1):
@@ -619,6 +609,26 @@ def test_a_child_forked_while_rows_are_cut_out_keeps_nobody_from_cutting(roots):
             other.join()
 
 
+def test_a_thread_that_waits_for_a_server_keeps_nobody_for_long(monkeypatch):
+    monkeypatch.setattr(staging_module, "_LAST_SECONDS", 0.1)
+    begun, free, let_go = threading.Event(), threading.Event(), []
+
+    def fetch(_):
+        begun.set()
+        free.wait()
+
+    staging = Staging(lambda _: None, fetch, let_go.append, lambda: 0, None)
+    staging.hold([0], [])
+    begun.wait()
+    staging.pause()  # returns
+    staging.hold([1], [])
+    assert not let_go
+    free.set()
+    while let_go != [0]:
+        time.sleep(0.001)
+    staging.pause()
+
+
 def test_episodes_that_threads_were_too_late_for_are_let_go_too():
     begun, free, let_go = threading.Semaphore(0), threading.Event(), []
 
@@ -716,3 +726,50 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(roots, tmp_path
         check(dataset[0], 0, 0)
         assert list(tmp_path.iterdir()) == [dataset._folder.path] != swept
     assert not list(tmp_path.iterdir())
+
+
+# --- a full disk ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    folder, libc = tmp_path / "small", ctypes.CDLL(None, use_errno=True)
+    folder.mkdir()
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=256k") != 0:
+        pytest.skip(f"cannot mount a small file system: {errno.errorcode[ctypes.get_errno()]}")
+    yield folder
+    libc.umount2(os.fsencode(folder), 2)
+
+
+def fill(folder):
+    with contextlib.suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.mark.parametrize("on_corrupt", ["raise", "skip"])
+def test_a_full_disk_is_named_and_leaves_no_sample_out(roots, small_disk, on_corrupt):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), cache_dir=small_disk, on_corrupt=on_corrupt)) as dataset:
+        fill(small_disk)
+        with pytest.raises(
+            DataError, match=rf"cannot cache the rows of episode 0: {small_disk}.*No space left on device"
+        ) as raised:
+            dataset[0]
+        assert not isinstance(raised.value, CorruptDataError)
+        (small_disk / "full").unlink()
+        check(dataset[0], 0, 0)
+
+
+def test_counting_on_a_full_disk_is_an_error_that_can_be_caught(small_disk):
+    counts = Counts(small_disk)
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        counts.add(samples=1)
+
+
+def test_counts_are_told_while_another_process_begins_to_count(tmp_path):
+    counts = Counts(tmp_path)
+    counts.add(samples=2)
+    (tmp_path / "counts-0").touch()
+    assert counts.total() == dict.fromkeys(NAMES, 0) | {"samples": 2}

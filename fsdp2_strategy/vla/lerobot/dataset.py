@@ -42,7 +42,7 @@ from fsdp2_strategy.vla.lerobot.windows import Offsets, offsets_of, window
 Sample = dict[str, Any]
 
 _MOST_DECODERS = 128
-_PREFIX = "lerobot-"
+_PREFIX = "fsdp2-lerobot-"
 
 
 class LeRobotDataset(Dataset[Sample]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -70,17 +71,18 @@ class Staging:
             self._threads.append(threading.Thread(target=self._run, name="fetch episodes", daemon=True))
             self._threads[-1].start()
 
-    def pause(self, timeout_seconds: float | None = None) -> None:
+    def pause(self) -> None:
         """End the threads when they are through with what they fetch; the next `hold` starts others.
 
-        Args:
-            timeout_seconds: how long to wait for each of them; by default as long as it takes.
+        One that waits for a server for more than some seconds is left to end by itself, so that an error of the
+        trainer's is not kept back.
         """
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
+        until = time.monotonic() + _LAST_SECONDS
         while self._threads:
-            self._threads.pop().join(timeout_seconds)
+            self._threads.pop().join(max(0.0, until - time.monotonic()))
 
     def end_with(self, owner: object) -> None:
         """End the threads when something is gone, or the interpreter ends: it must not find them at work."""
@@ -93,7 +95,8 @@ class Staging:
             except CorruptDataError:
                 pass  # whoever reads the episode says so
             except Exception as error:  # noqa: BLE001  whoever reads the episode meets it again, and raises it
-                logger.warning("cannot fetch episode %d ahead of time: %s", episode, error)
+                if self._is_open:
+                    logger.warning("cannot fetch episode %d ahead of time: %s", episode, error)
             with self._changed:
                 self._busy.remove(episode)
                 if episode not in self._now and episode not in self._soon:
@@ -133,4 +136,4 @@ class Staging:
 
 def _end(staging: Staging, process: int) -> None:
     if process == os.getpid():
-        staging.pause(_LAST_SECONDS)
+        staging.pause()
