@@ -345,7 +345,8 @@ KINDS = {
 
 @pytest.mark.parametrize("world", WORLDS[1:3])
 def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_path):
-    for kind, options in KINDS.items():
+    for kind in KINDS if dist.get_world_size() == 2 else ("all", "embeddings", "transposed", "experts"):
+        options = KINDS[kind]
         name = options.get("name", "llama")
         strategy, model, whole = trained_a_step(adapted(**options), name, shard_size=2 if world == 4 else -1)
         merged_by_peft(whole, tmp_path / kind / "peft")
