@@ -172,7 +172,7 @@ def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
     """
     if feature["dtype"] == "image":
         return column
-    values = column.combine_chunks()
+    values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies even one
     if isinstance(values, pa.ChunkedArray):
         values = pa.concat_arrays(values.chunks)
     if isinstance(values, pa.ExtensionArray):
