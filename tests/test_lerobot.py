@@ -22,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
+import av.video.reformatter
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +34,7 @@ from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
 from fsdp2_strategy.vla.lerobot import staging as staging_module
+from fsdp2_strategy.vla.lerobot import video
 from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.vla.lerobot.counts import NAMES, Counts
 from fsdp2_strategy.vla.lerobot.fetching import Fetching
@@ -107,6 +109,16 @@ def test_the_frame_that_comes_out_is_the_frame_asked_for(roots, name):
             assert sample["task"] == dataset.metadata.tasks[sample["task_index"]] != ""
         with pytest.raises(IndexError):
             dataset[len(dataset)]
+
+
+@pytest.mark.parametrize("size", [(48, 64), (47, 63), (34, 52), (240, 320)])
+@pytest.mark.parametrize("pixels", ["yuv420p", "yuvj420p", "yuv444p", "yuv420p10le", "nv12", "rgb24", "gray"])
+def test_pictures_are_what_PyAV_gives_as_rgb(pixels, size):
+    colours = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    frame = av.VideoFrame.from_ndarray(colours, format="rgb24").reformat(format=pixels)
+    found = video._channels_first(frame, av.video.reformatter.VideoReformatter())
+    assert found.is_contiguous() and found.dtype == torch.uint8
+    assert (found.permute(1, 2, 0).numpy() == frame.to_ndarray(format="rgb24")).all()
 
 
 def test_windows_are_exact_at_the_edges_of_episodes_and_say_what_is_padding(roots):
@@ -773,3 +785,12 @@ def test_counts_are_told_while_another_process_begins_to_count(tmp_path):
     counts.add(samples=2)
     (tmp_path / "counts-0").touch()
     assert counts.total() == dict.fromkeys(NAMES, 0) | {"samples": 2}
+def test_rows_lie_in_the_file_that_all_processes_map(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        rows = dataset._rows[2]
+        mapped = [
+            line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "episode-000002" in line
+        ]
+        spans = [[int(end, 16) for end in addresses.split("-")] for addresses in mapped]
+        for key in ("observation.state", "action", "timestamp", "index"):
+            assert any(low <= rows[key].ctypes.data < high for low, high in spans), key

@@ -5,6 +5,10 @@ Input: a file that holds several episodes, and seconds in it. Output: pictures, 
 [Note: decoding] A frame can be decoded only after those before it, back to a key frame. Those are decoded and not
 converted. Frames that are asked for together are decoded in one go, from one key frame to the next. One thread decodes:
 a decoder with several runs ahead of what is wanted; workers are what runs side by side.
+
+[Note: planes] A sample holds one colour after the other. FFmpeg can give pictures so; turned round behind it, they cost
+twice as much. For the formats of `_PLANAR` in widths that are multiples of 16, which nearly all videos have, its values
+are those that it gives pixel after pixel; elsewhere they may not be, and that longer way is gone.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ from collections.abc import Iterator, Sequence
 
 import av
 import av.container
+import numpy as np
 import torch
+from av.video.reformatter import VideoReformatter
 
 from fsdp2_strategy.vla.lerobot.counts import Counts
 from fsdp2_strategy.vla.lerobot.metadata import corrupt
 from fsdp2_strategy.vla.lerobot.source import Source
 
+_PLANAR = {"yuv420p", "yuvj420p"}
 _BUFFER_BYTES = 1 << 15  # what lies behind an episode is read ahead, and fetched for nothing
 _KEYS_BACK = 4
 # A flipped bit is an error, not a picture with a hole in it.
@@ -64,6 +71,8 @@ class Decoders:
             self.close(path)
             raise
         self._counts.add(frames_decoded=decoder.decoded - before, frames_converted=len(pictures))
+        if len(seconds) == 1:  # needs no copy
+            return pictures[seconds[0]].unsqueeze(0)
         return torch.stack([pictures[second] for second in seconds])
 
     def close(self, path: str | None = None) -> None:
@@ -102,6 +111,7 @@ class _Decoder:
         context.thread_count, context.options = 1, _STRICT
         self._time_base = float(self._stream.time_base or 0)
         self._index = self._stream.index_entries
+        self._reformatter = VideoReformatter()
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._last: av.VideoFrame | None = None
 
@@ -109,7 +119,7 @@ class _Decoder:
         """Return the frames at ascending times."""
         found = {}
         for second in seconds:
-            found[second] = _channels_first(self._frame(second, tolerance_s))
+            found[second] = _channels_first(self._frame(second, tolerance_s), self._reformatter)
         return found
 
     def close(self) -> None:
@@ -179,12 +189,18 @@ def picture(content: bytes) -> torch.Tensor:
         av.FFmpegError: it cannot be decoded.
     """
     with _container(io.BytesIO(content)) as container:
-        return _channels_first(next(container.decode(video=0)))
+        return _channels_first(next(container.decode(video=0)), VideoReformatter())
 
 
 def _container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputContainer:
     return av.open(file, "r", buffer_size=_BUFFER_BYTES)
 
 
-def _channels_first(frame: av.VideoFrame) -> torch.Tensor:
-    return torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)  # (H, W, 3) -> (3, H, W)
+def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torch.Tensor:
+    """Return the picture of a frame; see [Note: planes]."""
+    if frame.format.name not in _PLANAR or frame.width % 16 or frame.height % 2:
+        pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    planes = reformatter.reformat(frame, format="gbrp", threads=1).planes
+    green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
+    return torch.from_numpy(np.stack([colour[: frame.height, : frame.width] for colour in (red, green, blue)]))
