@@ -40,6 +40,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/lerobot.py
 	$(BIN)/python benchmarks/vla.py
 	$(BIN)/python benchmarks/logprob.py
 
