@@ -41,6 +41,7 @@ from harness import circumstances, in_turns, merge, ratio
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.vla.lerobot.dataset import _bytes_on_disk
 from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -466,7 +467,7 @@ def sent_for(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
 
     def watch() -> None:
         while not done.wait(0.02):
-            disk.append(dataset._bytes_on_disk())
+            disk.append(_bytes_on_disk(dataset._folder.path))
 
     def hold(now: Sequence[int], soon: Sequence[int]) -> None:
         admitted.extend(episodes[place] for place in {*now, *soon} - held)

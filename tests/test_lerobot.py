@@ -32,9 +32,8 @@ from http_server import FileServer
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.vla.lerobot import LeRobotDataset, video
 from fsdp2_strategy.vla.lerobot import staging as staging_module
-from fsdp2_strategy.vla.lerobot import video
 from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.vla.lerobot.counts import NAMES, Counts
 from fsdp2_strategy.vla.lerobot.fetching import Fetching
@@ -785,6 +784,8 @@ def test_counts_are_told_while_another_process_begins_to_count(tmp_path):
     counts.add(samples=2)
     (tmp_path / "counts-0").touch()
     assert counts.total() == dict.fromkeys(NAMES, 0) | {"samples": 2}
+
+
 def test_rows_lie_in_the_file_that_all_processes_map(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
         rows = dataset._rows[2]

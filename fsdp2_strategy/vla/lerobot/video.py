@@ -17,6 +17,7 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import av
 import av.container
@@ -201,6 +202,6 @@ def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torc
     if frame.format.name not in _PLANAR or frame.width % 16 or frame.height % 2:
         pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-    planes = reformatter.reformat(frame, format="gbrp", threads=1).planes
+    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers, though their types say not
     green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
     return torch.from_numpy(np.stack([colour[: frame.height, : frame.width] for colour in (red, green, blue)]))
