@@ -269,6 +269,18 @@ def test_each_frame_once_an_epoch_over_ranks_and_workers_and_none_decoded_beside
             assert count["frames_decoded"] == count["frames_converted"] == 2 * count["samples"]
 
 
+@pytest.mark.timeout(60)
+def test_workers_decode_though_the_trainer_has_looked_at_a_sample_before(roots):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), pool=3)) as dataset:
+        check(dataset[0], 0, 0)
+        assert len(dataset._decoders) == len(CAMERAS)
+        loader = ResumableLoader(dataset, 4, pool=3, num_workers=1)
+        batch = next(iter(loader))
+        loader.close()
+    for i, (episode, frame) in enumerate(zip(batch["episode_index"], batch["frame_index"], strict=True)):
+        check({key: value[i] for key, value in batch.items()}, episode, frame)
+
+
 def test_a_resume_decodes_nothing_of_what_was_delivered(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 1"), pool=3)) as first:
         loader = ResumableLoader(first, 4, pool=3)

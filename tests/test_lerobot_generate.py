@@ -60,7 +60,10 @@ def decoded(path):
     """Return the exact times and the images of a file."""
     with av.open(str(path)) as container:
         (stream,) = container.streams
-        return [(frame.pts * stream.time_base, frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
+        return [
+            (frame.pts * stream.time_base, frame.to_ndarray(format="rgb24", threads=1))
+            for frame in container.decode(stream)
+        ]
 
 
 def packets(path):
@@ -74,7 +77,7 @@ def packets(path):
 def decoded_png(content):
     with av.open(io.BytesIO(content)) as container:
         (frame,) = container.decode(video=0)
-        return frame.to_ndarray(format="rgb24")
+        return frame.to_ndarray(format="rgb24", threads=1)
 
 
 # Barcodes
