@@ -117,7 +117,7 @@ def test_pictures_are_what_PyAV_gives_as_rgb(pixels, size):
     frame = av.VideoFrame.from_ndarray(colours, format="rgb24").reformat(format=pixels)
     found = video._channels_first(frame, av.video.reformatter.VideoReformatter())
     assert found.is_contiguous() and found.dtype == torch.uint8
-    assert (found.permute(1, 2, 0).numpy() == frame.to_ndarray(format="rgb24")).all()
+    assert (found.permute(1, 2, 0).numpy() == frame.to_ndarray(format="rgb24", threads=1)).all()
 
 
 def test_windows_are_exact_at_the_edges_of_episodes_and_say_what_is_padding(roots):
@@ -769,6 +769,12 @@ def fill(folder):
     with contextlib.suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
+
+
+def test_a_cache_that_cannot_be_made_is_named(roots, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=f"cannot cache a data set: {tmp_path}/file/cache fails"):
+        LeRobotDataset(roots("gop 2"), cache_dir=tmp_path / "file" / "cache")
 
 
 @pytest.mark.parametrize("on_corrupt", ["raise", "skip"])

@@ -109,7 +109,7 @@ class Task:
 
     def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
         mean, std = (self.stats[name][which].flatten().to(value.device) for which in ("mean", "std"))
-        return (value.float() - mean) / (std + 1e-8)
+        return (value.float() - mean) / torch.where(std < 1e-6, 1.0, std)  # what never changes stays about 0
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

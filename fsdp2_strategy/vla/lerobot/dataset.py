@@ -34,7 +34,7 @@ from fsdp2_strategy.vla.lerobot.counts import Counts
 from fsdp2_strategy.vla.lerobot.fetching import Fetching
 from fsdp2_strategy.vla.lerobot.metadata import Metadata, corrupt
 from fsdp2_strategy.vla.lerobot.rows import EpisodeRows, Rows
-from fsdp2_strategy.vla.lerobot.source import open_source
+from fsdp2_strategy.vla.lerobot.source import naming_the_disk, open_source
 from fsdp2_strategy.vla.lerobot.staging import Staging
 from fsdp2_strategy.vla.lerobot.video import Decoders, picture
 from fsdp2_strategy.vla.lerobot.windows import Offsets, offsets_of, window
@@ -254,10 +254,11 @@ class _Folder:
 
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
         within = Path(parent if parent is not None else tempfile.gettempdir())
-        within.mkdir(parents=True, exist_ok=True)
-        for old in within.glob(f"{_PREFIX}*"):
-            _sweep(old)
-        self.path, lock = _begun(within)
+        with naming_the_disk("a data set", within):
+            within.mkdir(parents=True, exist_ok=True)
+            for old in within.glob(f"{_PREFIX}*"):
+                _sweep(old)
+            self.path, lock = _begun(within)
         self._remove: Callable[[], object] | None = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
 
     def remove(self) -> None:

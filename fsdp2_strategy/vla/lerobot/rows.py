@@ -155,7 +155,9 @@ class EpisodeRows:
 
     @contextmanager
     def _one_at_a_time(self, path: str) -> Iterator[None]:
-        with (self._folder / f"{path.replace('/', '-')}.lock").open("w") as lock:
+        with naming_the_disk(path, self._folder):
+            opened = (self._folder / f"{path.replace('/', '-')}.lock").open("w")
+        with opened as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 yield
