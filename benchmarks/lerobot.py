@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice, product
@@ -39,6 +39,7 @@ import pyarrow.parquet as pq
 import torch
 from av.video.reformatter import VideoReformatter
 from harness import circumstances, in_turns, merge, ratio
+from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
@@ -265,46 +266,40 @@ def frames(folder: Path, rounds: int) -> dict:
 # --- rows --------------------------------------------------------------------------------------------------------
 
 
+def endless(given: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from given
+
+
 def rows(folder: Path, rounds: int) -> dict:
-    """Measure samples a second of a data set without pictures: 64 episodes of 300 frames, 28 numbers each."""
+    """Measure samples a second of a data set without pictures: 64 episodes of 300 frames, 28 numbers each.
+
+    All mix the frames of as many samples as 16 episodes have. Lists come one by one, all others as batches of tensors.
+    """
     root = numbers(folder, 64, 300, 14)
-    count = 150
-
-    def ours() -> tuple[float, float]:
-        with closing(opened(root)) as dataset:
-            return timed(lambda: [None for _ in batches(dataset, count)])
-
-    contestants: dict[str, Callable[[], tuple[float, float]]] = {"ours": ours}
-    try:
-        import datasets
-    except ImportError:
-        print("datasets is not installed: left out")
-    else:
-        datasets.disable_progress_bars()
-        files = sorted(str(file) for file in (root / "data").rglob("*.parquet"))
-
-        def stream() -> Any:
+    count = 100
+    with closing(opened(root)) as dataset:
+        given = {"ours": batches(dataset, count * (rounds + 1))}
+        sizes = {"ours": 1}
+        try:
+            import datasets
+        except ImportError:
+            print("datasets is not installed: left out")
+        else:
+            datasets.disable_progress_bars()
+            files = sorted(str(file) for file in (root / "data").rglob("*.parquet"))
             shards = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-            return shards.shuffle(seed=0, buffer_size=POOL * 300)
-
-        def as_tensors() -> None:
-            loader = torch.utils.data.DataLoader(stream().with_format("torch"), BATCH)
-            for _ in zip(range(count), loader, strict=False):
-                pass
-
-        def as_lists() -> None:
-            for _ in zip(range(count), stream().batch(BATCH), strict=False):
-                pass
-
-        contestants |= {
-            "datasets, tensors": lambda: timed(as_tensors),
-            "datasets, lists": lambda: timed(as_lists),
-        }
-    turns = take_turns(contestants, rounds)
+            stream = shards.shuffle(seed=0, buffer_size=POOL * 300)
+            for form in ("torch", "numpy"):
+                given[f"datasets, {form}"] = endless(DataLoader(stream.with_format(form), BATCH))
+            given["datasets, lists"] = endless(stream)
+            sizes = {name: BATCH if name.endswith("lists") else 1 for name in given}
+        turns = take_turns({name: partial(next_of, of, count * sizes[name]) for name, of in given.items()}, rounds)
+        given["ours"].close()
     for name, of in turns.items():
         against = ratio(of["seconds"], turns["ours"]["seconds"])
         a_second = count * BATCH / statistics.median(of["seconds"])
-        print(f"rows alone, {name:18s}: {a_second:7.0f} samples/s; its time / ours {shown(against)}")
+        print(f"rows alone, {name:15s}: {a_second:7.0f} samples/s; its time / ours {shown(against)}")
     return {"samples": count * BATCH, "turns": turns}
 
 
@@ -331,7 +326,7 @@ def first_batch(root: Path, workers: int, consumed: int) -> tuple[float, float]:
 def workers(folder: Path, rounds: int) -> dict:
     """Measure two cameras of 240x320: the steady speed, and the time to the first batch."""
     root = pictures(folder, "libx264", 240)
-    begin, end = 6, 24
+    begin, end = 6, 18
 
     def steady(count: int) -> tuple[float, float]:
         with closing(opened(root)) as dataset:
@@ -402,35 +397,36 @@ def memory_of(root: Path, pool: int, count: int) -> dict[str, Any]:
 
 
 def memory(folder: Path, _rounds: int) -> dict:
-    """Measure with 1 MB of rows an episode and without pictures; then what open decoders take."""
+    """Measure two workers with 1 MB of rows an episode and without pictures; then what open decoders take."""
     root = numbers(folder, 160, 128, 2048)
     found = {}
     for pool in (16, 64):
-        for count in (0, 2):
-            measured = alone("memory_of", root, pool, count)
-            found[f"pool {pool}, {count} workers"] = measured
-            print(f"pool {pool}, {count} workers: the pool's rows take {measured['pool_bytes'] / 1e6:.0f} MB")
-            for name, peak in measured["peaks"].items():
-                mb = {kind: f"{n / 1e6:.0f}" for kind, n in peak.items()}
-                print(
-                    f"    {name:8s}: RSS {mb['all Rss']} MB, PSS {mb['all Pss']} MB, private {mb['all Private']} MB; "
-                    f"of that rows {mb['rows Rss']}, {mb['rows Pss']}, {mb['rows Private']} MB"
-                )
+        measured = alone("memory_of", root, pool, 2)
+        found[f"pool {pool}, 2 workers"] = measured
+        print(
+            f"pool {pool}, 2 workers: the pool's rows take {measured['pool_bytes'] / 1e6:.0f} MB; the trainer has "
+            f"{measured['before']['Private'] / 1e6:.0f} MB of its own before"
+        )
+        for name, peak in measured["peaks"].items():
+            mb = {kind: f"{n / 1e6:.0f}" for kind, n in peak.items()}
+            print(
+                f"    {name:8s}: RSS {mb['all Rss']} MB, PSS {mb['all Pss']} MB, private {mb['all Private']} MB; rows "
+                f"{mb['rows Rss']}, {mb['rows Pss']}, {mb['rows Private']} MB"
+            )
     for codec in ("libx264", "libsvtav1"):
-        taken = alone("decoders_of", pictures(folder, codec, 480))
-        found[f"{codec} decoder, 480x640"] = taken
-        print(f"{codec} decoder of 480x640: {taken['bytes_per_decoder'] / 1e6:.1f} MB")
+        found[f"{codec} decoders, 480x640"] = taken = alone("decoders_of", pictures(folder, codec, 480))
+        print(f"a decoder of {codec}, 480x640: {taken['bytes_per_decoder'] / 1e6:.1f} MB")
     return found
 
 
 def decoders_of(root: Path) -> dict[str, float]:
-    """Measure what eight open decoders take, beyond one."""
-    with closing(opened(root)) as dataset:
-        dataset[0]
+    """Measure what eight open files take, once one has been open: there are four of each camera."""
+    with closing(opened(root)) as dataset, closing(opened(of_one_camera(root))) as first:
+        first[0]
         before = mappings(os.getpid())["Private"]
         for episode in range(16):
             dataset[12 * episode + 5]
-        return {"bytes_per_decoder": (mappings(os.getpid())["Private"] - before) / 6}
+        return {"bytes_per_decoder": (mappings(os.getpid())["Private"] - before) / 8}
 
 
 def alone(name: str, *arguments: Any) -> Any:
