@@ -190,8 +190,9 @@ class LeRobotDataset(Dataset[Sample]):
     def _sample(self, episode: int, frame: int) -> Sample:
         rows, length = self._rows[episode], int(self.metadata.lengths[episode])
         sample: Sample = {}
+        alone = np.asarray([frame])
         for key in self.metadata.features:
-            held, is_padding = np.asarray([frame]), None
+            held, is_padding = alone, None
             if key in self._offsets:
                 held, is_padding = window(frame, self._offsets[key], length)
                 sample[f"{key}_is_pad"] = torch.from_numpy(is_padding)

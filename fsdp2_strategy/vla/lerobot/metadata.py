@@ -115,7 +115,7 @@ class Metadata:
         """Features that are single images, in the data files."""
         return tuple(key for key, feature in self.features.items() if feature["dtype"] == "image")
 
-    @property
+    @cached_property
     def camera_keys(self) -> tuple[str, ...]:
         """Features that are pictures."""
         return self.video_keys + self.image_keys

@@ -204,4 +204,6 @@ def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torc
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
     planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers, though their types say not
     green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
-    return torch.from_numpy(np.stack([colour[: frame.height, : frame.width] for colour in (red, green, blue)]))
+    pixels = np.empty((3, frame.height, frame.width), np.uint8)
+    pixels[0], pixels[1], pixels[2] = (colour[:, : frame.width] for colour in (red, green, blue))
+    return torch.from_numpy(pixels)
