@@ -254,8 +254,8 @@ def parsing(source: Source, path: str) -> Iterator[None]:
 def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptDataError:
     """Return the error that a file is not what it should be."""
     return CorruptDataError(
-        f"cannot read {source.location(path)}: {found}, expected {expected}. Get the file again, or leave out what is "
-        'in it (on_corrupt="skip", or episodes=).',
+        f"cannot read {source.location(path)}: {found}, expected {expected}. Get the file again; else "
+        'on_corrupt="skip" leaves out the samples that it spoils, and episodes= whole episodes.',
         location=source.location(path),
     )
 
