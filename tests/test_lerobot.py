@@ -558,6 +558,10 @@ def test_metadata_that_contradicts_itself_is_refused(copied):
     episodes.write_bytes(b"no parquet")
     with pytest.raises(CorruptDataError, match="expected a parquet file"):
         LeRobotDataset(copied)
+    info = json.loads((copied / "meta" / "info.json").read_text())
+    (copied / "meta" / "info.json").write_text(json.dumps(info | {"features": None}))
+    with pytest.raises(CorruptDataError, match=r"info\.json: it lacks features"):
+        LeRobotDataset(copied)
     (copied / "meta" / "info.json").write_text("{")
     with pytest.raises(CorruptDataError, match="expected JSON"):
         LeRobotDataset(copied)

@@ -1,4 +1,4 @@
-"""Counters of all processes of a rank: what its workers decoded, fetched and left out.
+"""Counters of all processes of a rank: what its workers gave, decoded and left out.
 
 Input: names and numbers, in any process that has the data set. Output: their sums, in any of them.
 """

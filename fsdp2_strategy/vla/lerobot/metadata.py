@@ -25,6 +25,7 @@ from fsdp2_strategy.vla.lerobot.source import Source
 Column = npt.NDArray[Any]
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_FACTS = ("features", "fps", "total_episodes", "total_frames", "data_path")
 _WHERE = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
 _WHERE_OF_VIDEO = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
 
@@ -67,6 +68,8 @@ class Metadata:
                 f"cannot read the data set at {source.location('')}: its version is {version}, expected v3. Convert it "
                 "with LeRobot's script."
             )
+        if lacking := [name for name in _FACTS if info.get(name) is None]:
+            raise corrupt(source, "meta/info.json", f"it lacks {', '.join(lacking)}", "the facts of LeRobot's format")
         features = info["features"]
         if deep := [key for key, feature in features.items() if _is_depth(feature)]:
             raise DataError(
