@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.names import clean
+from fsdp2_strategy.policies import policy_of
 from fsdp2_strategy.ranks import log
 from fsdp2_strategy.residency import unwrap_model
 
@@ -43,9 +44,10 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the repeated modules of a model that should be sharded one by one; not collective.
 
-    They come from ``class_names`` where given; else from ``_no_split_modules`` of the model, or of the models inside
-    a wrapper, together with ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest
-    ModuleList; else modules of at least ``min_unit_params`` parameters.
+    They come from ``class_names`` where given; else from ``_fsdp_wrap_modules`` of a policy; else from
+    ``_no_split_modules`` of the model, or of the models inside a wrapper, together with what is known of a registered
+    policy and ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest ModuleList; else, or
+    where ``min_unit_params`` is given and no class name, modules of at least so many parameters.
 
     Args:
         model: any module; it is only read.
@@ -113,17 +115,26 @@ class Blocks(NamedTuple):
 def choose_blocks(model: nn.Module, class_names: Sequence[str], min_unit_params: int | None) -> Blocks:
     """Do what `find_blocks` promises, and say where the blocks come from."""
     if class_names:
-        modules = _callable_only(modules_of_class(model, class_names))
+        modules = _without_containers(modules_of_class(model, class_names))
         return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
-    declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-    listed = declared | set(manual_transformer_cls_names_to_wrap) - {"Embedding"}
-    modules = _callable_only({clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n})
-    if modules := _without_shells(modules):
-        names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
-        return Blocks("block", f"from the model's own list: {names}", modules)
-    if modules := _largest_module_lists(model):
-        parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
-        return Blocks("block", f"the repeated layers of {parents}", modules)
+    policy = policy_of(model)
+    known = policy.blocks if policy else None
+    if policy and known and policy.declared and min_unit_params is None:
+        there = [name for name in known if any(type(m).__name__ == name for m in model.modules())]
+        modules = _without_containers(modules_of_class(model, there or known))
+        return Blocks("block", f"from _fsdp_wrap_modules of {policy.name}: {', '.join(there)}", modules)
+    if min_unit_params is None and known != ():
+        declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+        listed = declared.union(known or (), manual_transformer_cls_names_to_wrap) - {"Embedding"}
+        found = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
+        if modules := _without_shells(_without_containers(found)):
+            whose = f"what is known of {policy.name}" if policy and known else "the model's own list"
+            names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
+            return Blocks("block", f"from {whose}: {names}", modules)
+        if modules := _largest_module_lists(model):
+            parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
+            return Blocks("block", f"the repeated layers of {parents}", modules)
+    modules = {}
     least = min_unit_params or max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT))
     _pack_by_size("", model, least, modules)
     return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
@@ -136,24 +147,31 @@ def _without_shells(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: block for name, block in blocks.items() if sizes[name] * 10 < parameter_count(block) * 9}
 
 
-def _callable_only(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace containers without a forward of their own by their children."""
+def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Replace modules that nothing can run as a whole by their children."""
     found = {}
     for name, module in blocks.items():
-        if _has_forward(module):
+        if has_forward(module) or _is_walked(module):
             found[name] = module
         else:
-            found |= _callable_only({f"{name}.{n}": m for n, m in module.named_children()})
+            found |= _without_containers({f"{name}.{n}": m for n, m in module.named_children()})
     return found
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Say whether a module has a forward of its own."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _is_walked(module: nn.Module) -> bool:
+    """Say whether a module without forward is gathered by what runs within it; see [Note: bypassed units] in `walk`."""
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    return not is_container and not any(True for _ in module.parameters(recurse=False))
 
 
 def can_be_unit(module: nn.Module) -> bool:
     """Say whether its forward is sure to be what runs it: a Sequential is often walked through instead."""
-    return _has_forward(module) and not isinstance(module, nn.Sequential)
+    return has_forward(module) and not isinstance(module, nn.Sequential)
 
 
 def _largest_module_lists(model: nn.Module) -> dict[str, nn.Module]:
@@ -168,7 +186,7 @@ def _largest_module_lists(model: nn.Module) -> dict[str, nn.Module]:
     for (name, module), size in sorted(sizes.items(), key=lambda item: -item[1]):
         apart = not any(_nested(name, other) or _nested(other, name) for other in blocks)
         if size and apart and (not blocks or size * 10 >= total):
-            blocks |= _callable_only({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
+            blocks |= _without_containers({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
     order = [clean(n) for n, _ in model.named_modules()]
     return {name: blocks[name] for name in order if name in blocks and parameter_count(blocks[name])}
 

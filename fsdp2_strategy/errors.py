@@ -87,9 +87,10 @@ class LogProbError(FSDP2StrategyError, ValueError):
     """A model or an argument of which no log-probabilities can be computed."""
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], what: str = "name") -> str:
     """Return how many names there are, and the first of them."""
-    return f"{len(names)} names ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "no name"
+    shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    return f"{len(names)} {what}s ({shown})" if names else f"no {what}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 
 from fsdp2_strategy import ranks
 from fsdp2_strategy.config import MixedData
+from fsdp2_strategy.errors import some
 from fsdp2_strategy.mesh import ShardSize, auto_shard_size, check_shard_size
-from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
+from fsdp2_strategy.plan import Precision, ShardPlan, Unit, bypassed, plan_units
+from fsdp2_strategy.walk import bypassed_units
 
 
 def explain(
@@ -33,6 +35,7 @@ def explain(
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     mixed_mm_data: MixedData | None = None,
+    run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
 ) -> str:
     """Write, before anything is allocated, how a model would be sharded and what each rank would hold; not collective.
@@ -51,6 +54,8 @@ def explain(
         class_names: class names of the blocks; found by themselves where empty.
         min_unit_params: fewest parameters of a size-based unit.
         mixed_mm_data: what ranks without images do where others have some.
+        run: calls the model as training does, on a batch where the model lies (``lambda model: model(batch)``): then
+            units are named whose own forward that bypasses. It runs without gradients, and the random state stays.
         file: where rank 0 writes the text; standard output by default.
 
     Returns:
@@ -67,6 +72,10 @@ def explain(
         reduce_in_full_precision=reduce_in_full_precision,
     )
     plan = plan_units(model, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data)
+    if run is not None:
+        known = [note for note in plan.notes if "is bypassed" not in note]  # what is seen says more than what is known
+        found = bypassed_units(plan.model, plan.names, run)
+        plan.notes = [*known, bypassed(some(found, "unit"))] if found else known
     world_size = world_size or ranks.world_size()
     if shard_size == "auto":
         count = sum(p.numel() for p in model.parameters())

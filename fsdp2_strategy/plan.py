@@ -11,7 +11,8 @@ takes what is left. A plan keeps three invariants:
      what gathering it apart would, since the first of its uses stands at one end of the forward pass and the last at
      the other. A module that is itself registered in several blocks becomes a unit of its own.
   2. A unit computes in one dtype: a module that computes in another becomes a unit within it.
-  3. Only modules with a forward of their own become units, because only a call of forward gathers parameters.
+  3. Only what runs becomes a unit: a module with a forward of its own; or one without, where it holds no parameters
+     but those of modules within, which gather it when they run ([Note: bypassed units] in `walk`).
 
 [Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
 its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
@@ -34,11 +35,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2_strategy.blocks import can_be_unit, choose_blocks, parameter_count, vocabulary_modules
+from fsdp2_strategy.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
 from fsdp2_strategy.config import MixedData
-from fsdp2_strategy.errors import ShardError, did_you_mean
+from fsdp2_strategy.errors import ShardError, did_you_mean, some
 from fsdp2_strategy.modality import Tower, find_tower
 from fsdp2_strategy.names import clean, matches
+from fsdp2_strategy.policies import ENTRY_POINTS, Policy, policy_of
 from fsdp2_strategy.residency import unwrap_model
 
 CastInputs = Literal["all", "first", "none"]
@@ -125,10 +127,22 @@ class ShardPlan:
     """What only ranks with images run, where ranks may be without."""
     mixed_mm_data: MixedData | None = None
     """What such ranks do; see [Note: unequal ranks] in `modality`."""
+    policy: Policy | None = None
+    """What is known of it as a policy."""
     ties: list[tuple[str, ...]] = field(default_factory=list)
     """All names of each parameter that has several."""
     notes: list[str] = field(default_factory=list)
     """What looks wrong."""
+
+    @property
+    def entry_points(self) -> tuple[str, ...]:
+        """The methods beside forward that run a policy of its kind."""
+        return self.policy.entry_points if self.policy else ENTRY_POINTS
+
+    @property
+    def names(self) -> dict[nn.Module, str]:
+        """The units' modules, and their names."""
+        return {unit.module: unit.name for unit in self.units}
 
     def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the parameter's shard."""
@@ -192,6 +206,7 @@ def plan_units(
         if module in claimed
     ]
     plan.tower = tower
+    plan.policy = policy_of(model)
     plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
     plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
     plan.notes = list(_doubts(plan))
@@ -405,9 +420,18 @@ def _doubts(plan: ShardPlan) -> Iterator[str]:
         yield "no vision tower: mixed_mm_data has nothing to say."
     if plan.precision.is_training and not any(p.requires_grad for p in plan.model.parameters()):
         yield "no parameter is trainable."
-    for unit in plan.units:
-        if isinstance(unit.module, nn.Sequential):
-            yield f"{unit.name} is a Sequential: its parameters are gathered only where it is called as a whole."
+    if plan.policy and plan.policy.bypassed:
+        yield bypassed(f"the blocks of {plan.policy.name}")
+    elif walked := [unit.name for unit in plan.units if unit.kind != "root" and not has_forward(unit.module)]:
+        yield bypassed(some(walked, "unit"))
+
+
+def bypassed(what: str) -> str:
+    """Say what it means that the forward of units is bypassed."""
+    return (
+        f"the forward of {what} is bypassed: what runs within gathers them, and neither activation_checkpointing nor "
+        "compile_blocks reaches them."
+    )
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

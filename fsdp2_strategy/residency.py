@@ -173,9 +173,13 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Return FSDP2's own record of each unit's parameters; not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            yield from filter(None, groups)
+            yield from groups_of(module._get_fsdp_state())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return FSDP2's records of parameters behind its state of one module, whichever version of torch it is."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reshard(model: nn.Module) -> None:

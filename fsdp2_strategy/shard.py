@@ -23,11 +23,10 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2_strategy.blocks import modules_of_class
+from fsdp2_strategy.blocks import has_forward, modules_of_class
 from fsdp2_strategy.config import MixedData
 from fsdp2_strategy.divergence import watch_units
 from fsdp2_strategy.errors import ShardError
@@ -50,6 +49,7 @@ from fsdp2_strategy.residency import (
     remember_wrapper,
     unwrap_model,
 )
+from fsdp2_strategy.walk import Walk
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -146,6 +146,9 @@ def shard_model(
         if compile_blocks:
             _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
         _prepare_edges(plan)
+        compiled = [unit.module for unit in plan.units if compile_blocks and _is_compiled(unit)]
+        casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
+        walk = Walk(root, plan.names, casts=casts, left_alone=compiled)
         _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
         for group in parameter_groups(root) if is_training else ():
             _settle_gradient_dtypes(group)
@@ -155,9 +158,7 @@ def shard_model(
         if prefetch_depth is not None:
             alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
             _prefetch(alike, prefetch_depth)
-        for method in forward_methods:
-            if callable(getattr(root, method, None)):
-                register_fsdp_forward_method(root, method)
+        walk.add_entry_points((*forward_methods, *plan.entry_points))
         _prepared_for_training[root] = is_training
         remember_wrapper(root)
         remember_as_built(root)
@@ -391,9 +392,12 @@ def _without_cache(value: Any) -> Any:
 
 
 def _compile(plan: ShardPlan, backend: str) -> None:
-    for unit in plan.units:
-        if unit.kind in ("block", "size"):
-            unit.module.forward = torch.compile(unit.module.forward, backend=backend)
+    for unit in filter(_is_compiled, plan.units):
+        unit.module.forward = torch.compile(unit.module.forward, backend=backend)
+
+
+def _is_compiled(unit: Unit) -> bool:
+    return unit.kind in ("block", "size") and has_forward(unit.module)
 
 
 def _prefetch(units: list[nn.Module], depth: int) -> None:

@@ -1,5 +1,6 @@
 """What vision-language-action training adds: groups, schedules, metrics and the strategy that trains by them."""
 
+from fsdp2_strategy.policies import register_policy
 from fsdp2_strategy.schedule import get_constant_schedule_with_freeze_warmup
 from fsdp2_strategy.vla.groups import GROUPS, split_modality_collator, vla_parameter_groups
 from fsdp2_strategy.vla.metrics import JSONLinesTracker, Tracker, VLAMetrics, WeightsBiasesTracker
@@ -15,6 +16,7 @@ __all__ = [
     "VLAMetrics",
     "WeightsBiasesTracker",
     "get_constant_schedule_with_freeze_warmup",
+    "register_policy",
     "split_modality_collator",
     "vla_parameter_groups",
 ]

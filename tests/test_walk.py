@@ -1,0 +1,300 @@
+"""Units whose own forward is bypassed are gathered by what runs within, and a model runs by any of its methods."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import (
+    CountCollectives,
+    Unsharded,
+    assert_close,
+    assert_parameters_close,
+    full_grads,
+    full_parameters,
+    same_on_all_ranks,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
+from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.policies import _registered
+from fsdp2_strategy.residency import groups_of
+from fsdp2_strategy.vla import register_policy
+
+WIDTH, LAYERS = 12, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inward, self.outward = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outward(self.dropout(self.inward(self.norm(x)).relu()))
+
+
+class Parts(nn.Module):
+    """A block that is nothing but a place for its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inward, self.outward = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+
+def run_pair(left: nn.Module, right: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run two blocks at once, as a mixture of what both make of their inputs; their own forward is not called."""
+    a, b = left.inward(left.norm(x)), right.inward(right.norm(y))
+    mixed = left.dropout((a + b).relu())
+    return x + left.outward(mixed), y + right.outward(mixed * b.sigmoid())
+
+
+class Paired(nn.Module):
+    """Two stacks of blocks that a function runs pairwise."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(self.block() for _ in range(LAYERS))
+        self.right = nn.ModuleList(self.block() for _ in range(LAYERS))
+        self.begin, self.end = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = y = self.begin(x)
+        for pair in zip(self.left, self.right, strict=True):
+            if self.recompute:
+                x, y = checkpoint(run_pair, *pair, x, y, use_reentrant=False)
+            else:
+                x, y = run_pair(*pair, x, y)
+        return self.end(y)
+
+    def one_stack(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.left:
+            x = block(x)
+        return self.end(x)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x) + self.one_stack(x) + self.end(x)
+
+
+class PairedParts(Paired):
+    block = Parts
+
+
+def build(kind: type[Paired] = Paired, **options: object) -> Paired:
+    torch.manual_seed(0)
+    return kind(**options).double()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(int(x.abs().sum() * 1e4) % 2**31)  # of the dropout
+    return model(x).square().mean()
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def train_beside_reference(model: nn.Module, shard_size: int = -1, **config: object) -> nn.Module:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    unsharded = Unsharded(model, loss_of, max_norm=0.1, lr=1e-2)
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, max_norm=0.1, **config))
+    reshard = shard_size != 1
+    strategy.prepare_model(model, is_training=True, shard_size=shard_size, reshard_after_forward=reshard)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    for step in range(3):
+        expected, norm = unsharded.step([batch_of(step, r) for r in range(world)])
+        loss = loss_of(model, batch_of(step, rank))
+        assert loss.item() == pytest.approx(expected[rank], rel=1e-10)
+        strategy.backward(loss, model, optimizer)
+        assert_close(full_grads(model), unsharded.grads, 1e-10, "gradient")
+        assert strategy.optimizer_step(optimizer, model, None).grad_norm == pytest.approx(norm, rel=1e-10)
+        assert_parameters_close(full_parameters(model), full_parameters(unsharded.model), 1e-10)
+        model.eval(), unsharded.model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch_of(9, 0)), unsharded.model(batch_of(9, 0)))
+        model.train(), unsharded.model.train()
+    return model
+
+
+WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", [Paired, PairedParts])
+def test_layers_run_in_pairs_by_a_function_train_as_the_unsharded_model(world, kind):
+    names = [kind.block.__name__]
+    train_beside_reference(build(kind), block_class_names=names)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("config", [{"prefetch_depth": 1}, {"shard_size": 1}, {"cpu_offload": True}], ids=str)
+def test_how_bypassed_units_are_gathered_changes_no_number(config):
+    train_beside_reference(build(), block_class_names=["Block"], **config)
+
+
+@pytest.mark.ranks(2)
+def test_a_function_that_is_run_again_in_backward_changes_no_number():
+    train_beside_reference(build(recompute=True), block_class_names=["Block"])
+
+
+@pytest.mark.ranks(2)
+def test_a_bypassed_unit_costs_the_collectives_of_any_other_and_one_pair_is_gathered_at_a_time():
+    model = build()
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=["Block"]))
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    units = [*model.left, *model.right]
+    gathered, held = [], []
+
+    def look(*_: object) -> None:
+        gathered.append(sum(group.is_unsharded for unit in units for group in groups_of(unit._get_fsdp_state())))
+
+    def look_back(*_: object) -> None:
+        groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
+        held.append(sum(p._unsharded_param.grad is not None for group in groups for p in group.fsdp_params))
+
+    for unit in units:
+        unit.outward.register_forward_hook(look)
+        unit.inward.register_full_backward_hook(look_back)
+    for _ in range(2):
+        with CountCollectives() as counted:
+            strategy.backward(loss_of(model, batch_of(0, dist.get_rank())), model, optimizer)
+        # The root, and six blocks: gathered in both passes but for the root, which stays; reduced once.
+        assert counted.counts == {"allgather_base": 1 + 6 + 6, "reduce_scatter_base": 1 + 6}
+        strategy.optimizer_step(optimizer, model, None)
+    assert max(gathered) <= 2
+    assert max(held) <= 3 * len(dict(model.left[0].named_parameters())), "reduced on the way, not at the end"
+
+
+@pytest.mark.ranks(2)
+def test_a_model_runs_by_its_forward_by_name_and_by_methods_that_call_each_other():
+    model = build()
+    x = batch_of(0, 0)
+    model.eval()
+    expected = [model(x), model.one_stack(x), model.twice(x)]
+    config = StrategyConfig(bf16=False, block_class_names=["Block"], forward_methods=["one_stack", "twice"])
+    FSDPV2Strategy(config=config).prepare_model(model)
+    for _ in range(2):
+        for run, value in zip((model.forward, model.one_stack, model.twice), expected, strict=True):
+            torch.testing.assert_close(run(x), value)
+
+
+@pytest.mark.ranks(2)
+def test_what_runs_outside_of_any_pass_is_named_with_the_way_out():
+    model = build()
+    config = StrategyConfig(bf16=False, block_class_names=["Block"])
+    strategy = FSDPV2Strategy(config=config)
+    strategy.prepare_model(model, is_training=True)
+    for run in (model.one_stack, lambda x: run_pair(model.left[0], model.right[0], x, x), model.end):
+        with pytest.raises(ShardError, match=r"cannot run .* of Paired: its parameters are sharded.*forward_methods"):
+            run(batch_of(0, 0))
+    assert same_on_all_ranks(model(batch_of(0, 0)).sum().item()), "nothing is broken by it"
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_raises_midway_leaves_the_next_one_right():
+    model = build()
+    unsharded = build()
+    config = StrategyConfig(bf16=False, block_class_names=["Block"])
+    strategy = FSDPV2Strategy(config=config)
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+
+    def fail(*_: object) -> None:
+        raise ValueError("midway")
+
+    handle = model.right[1].outward.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="midway"):
+        model(batch_of(0, 0))
+    handle.remove()
+    loss_of(unsharded, batch_of(0, 0)).backward()
+    strategy.backward(loss_of(model, batch_of(0, 0)), model, optimizer)
+    expected = {name: p.grad for name, p in unsharded.named_parameters() if p.grad is not None}
+    assert_close(full_grads(model), expected, 1e-10, "gradient")
+
+
+@pytest.mark.ranks(2)
+def test_bf16_is_computed_where_a_function_bypasses_the_cast_of_a_unit():
+    torch.manual_seed(0)
+    model = Paired()
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=True, block_class_names=["Block"]))
+    strategy.prepare_model(model, is_training=True)
+    seen = set()
+    model.left[1].inward.register_forward_hook(lambda m, args, out: seen.add((m.weight.dtype, out.dtype)))
+    x, y = (torch.randn(2, WIDTH) for _ in range(2))
+    model.begin.register_forward_hook(lambda *_: x)  # what comes is fp32
+    model.end.register_forward_pre_hook(lambda m, args: args[0].to(m.weight.dtype))
+    model(y).sum().backward()
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_explain_names_units_whose_forward_is_bypassed():
+    model = build()
+    text = explain(model, class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
+    assert "look at    the forward of 6 units (left.0, right.0, left.1, …) is bypassed" in text
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    text = explain(model, class_names=["Block"], run=lambda m: m.one_stack(batch_of(0, 0)), file=io.StringIO())
+    assert "bypassed" not in text
+    assert "bypassed" not in explain(model, class_names=["Block"], file=io.StringIO())
+    text = explain(build(PairedParts), class_names=["Parts"], file=io.StringIO())
+    assert "the forward of 6 units (left.0, left.1, left.2, …) is bypassed" in text
+
+
+def test_a_policy_is_registered_in_a_line():
+    class OwnPolicy(Paired):
+        name = "own"
+
+    try:
+        register_policy("own", ["Block"], entry_points=["one_stack"], bypassed=True)
+        text = explain(OwnPolicy(), file=io.StringIO())
+        assert "blocks     from what is known of own: Block" in text
+        assert "the forward of the blocks of own is bypassed" in text
+        register_policy("OwnPolicy")  # no blocks: by size
+        del OwnPolicy.name
+        assert "modules of a size of at least" in explain(OwnPolicy(), file=io.StringIO())
+    finally:
+        _registered.pop("own", None), _registered.pop("OwnPolicy", None)
+    with pytest.raises(ConfigError, match=r"cannot register own: blocks is 'Block', expected names in a list"):
+        register_policy("own", "Block")
+
+
+def test_what_a_policy_declares_of_its_blocks_beats_what_is_found():
+    class Declared(Paired):
+        _fsdp_wrap_modules = ("Linear", "OfAVariant")
+
+    assert set(find_blocks(Declared())) == {
+        *(f"{side}.{i}.{part}" for side in ("left", "right") for i in range(LAYERS) for part in ("inward", "outward")),
+        "begin",
+        "end",
+    }
+    assert list(find_blocks(Declared(), ["Block"])) == [f"{s}.{i}" for s in ("left", "right") for i in range(LAYERS)]
+    Declared._fsdp_wrap_modules = ("OfAVariant",)
+    with pytest.raises(ShardError, match=r"class names \['OfAVariant'\] match no module of Declared"):
+        find_blocks(Declared())
+
+
+@pytest.mark.ranks(2)
+def test_methods_that_a_policy_declares_gather_it():
+    class Declared(Paired):
+        _fsdp_forward_methods = ("one_stack",)
+
+        def select_action(self, x: torch.Tensor) -> torch.Tensor:
+            return self.twice(x)
+
+    model = build(Declared)
+    model.eval()
+    x = batch_of(0, 0)
+    expected = [model.one_stack(x), model.select_action(x)]
+    FSDPV2Strategy(config=StrategyConfig(bf16=False)).prepare_model(model)
+    torch.testing.assert_close([model.one_stack(x), model.select_action(x)], expected)
