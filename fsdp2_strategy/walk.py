@@ -113,7 +113,7 @@ class Walk:
         self._depth += 1
 
     def _leave(self, *_: object) -> None:
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)  # where a hook ahead of these raises, nothing was entered
         if self._depth:
             return
         while self._open:

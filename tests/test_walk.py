@@ -298,3 +298,20 @@ def test_methods_that_a_policy_declares_gather_it():
     expected = [model.one_stack(x), model.select_action(x)]
     FSDPV2Strategy(config=StrategyConfig(bf16=False)).prepare_model(model)
     torch.testing.assert_close([model.one_stack(x), model.select_action(x)], expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_is_refused_ahead_of_it_leaves_the_next_one_right():
+    model = build()
+    expected = model.eval()(batch_of(0, 0))
+    FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=["Block"])).prepare_model(model)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("refused")
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"):
+            model(batch_of(0, 0))
+    handle.remove()
+    torch.testing.assert_close(model(batch_of(0, 0)), expected)
