@@ -44,15 +44,16 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the repeated modules of a model that should be sharded one by one; not collective.
 
-    They come from ``class_names`` where given; else from ``_fsdp_wrap_modules`` of a policy; else from
-    ``_no_split_modules`` of the model, or of the models inside a wrapper, together with what is known of a registered
-    policy and ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest ModuleList; else, or
-    where ``min_unit_params`` is given and no class name, modules of at least so many parameters.
+    They come from ``class_names`` where given; else they are modules of at least ``min_unit_params`` parameters where
+    that is given; else they come from ``_fsdp_wrap_modules`` of a policy; else from ``_no_split_modules`` of the model,
+    or of the models inside a wrapper, together with what is known of a registered policy and
+    ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest ModuleList; else modules of an
+    eighth of the model, at most 50 million parameters.
 
     Args:
         model: any module; it is only read.
         class_names: names of module classes.
-        min_unit_params: fewest parameters of a size-based block; None: an eighth of the model, at most 50 million.
+        min_unit_params: fewest parameters of a size-based block.
 
     Returns:
         The blocks by dotted name, in module order.
@@ -117,25 +118,30 @@ def choose_blocks(model: nn.Module, class_names: Sequence[str], min_unit_params:
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
         return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
+    if min_unit_params is not None:
+        return _of_size(model, min_unit_params)
     policy = policy_of(model)
     known = policy.blocks if policy else None
-    if policy and known and policy.declared and min_unit_params is None:
+    if policy and known and policy.declared:
         there = [name for name in known if any(type(m).__name__ == name for m in model.modules())]
         modules = _without_containers(modules_of_class(model, there or known))
         return Blocks("block", f"from _fsdp_wrap_modules of {policy.name}: {', '.join(there)}", modules)
-    if min_unit_params is None and known != ():
+    if known != ():
         declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
         listed = declared.union(known or (), manual_transformer_cls_names_to_wrap) - {"Embedding"}
-        found = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
-        if modules := _without_shells(_without_containers(found)):
+        modules = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
+        if modules := _without_shells(_without_containers(modules)):
             whose = f"what is known of {policy.name}" if policy and known else "the model's own list"
             names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
             return Blocks("block", f"from {whose}: {names}", modules)
         if modules := _largest_module_lists(model):
             parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
             return Blocks("block", f"the repeated layers of {parents}", modules)
-    modules = {}
-    least = min_unit_params or max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT))
+    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)))
+
+
+def _of_size(model: nn.Module, least: int) -> Blocks:
+    modules: dict[str, nn.Module] = {}
     _pack_by_size("", model, least, modules)
     return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
 

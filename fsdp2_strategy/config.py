@@ -16,6 +16,7 @@ from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
 MixedData = Literal["root", "dummy", "replicate"]
+ShardSize = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +60,21 @@ class StrategyConfig:
     grad_sync: GradSync = "defer_all_reduce"
     """What accumulation communicates before its last micro-batch: the reduce-scatter, nothing ("last"), or all."""
 
+    shard_size: ShardSize = -1
+    """Ranks that a parameter is split over; -1: all; "auto": all in training, else the fewest that the model needs."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after a block's forward; or the number of ranks to keep them split over."""
+
     block_class_names: tuple[str, ...] = ()
     """Class names of the modules that become units; empty: found by themselves."""
 
     min_unit_params: int | None = None
-    """Fewest parameters of a size-based unit; None: an eighth of the model, at most 50 million."""
+    """Make units of modules that hold so many parameters; None: only where no block is found, of an eighth of the
+    model, at most 50 million."""
 
-    activation_checkpointing: tuple[str, ...] = ()
-    """Class names of the modules whose activations are recomputed in backward."""
+    activation_checkpointing: tuple[str, ...] | bool = ()
+    """Class names of the modules whose activations are recomputed in backward; True: each block."""
 
     compile_blocks: bool | str = False
     """Compile the forward of each block: True (inductor), or the name of a torch.compile backend."""
@@ -91,8 +99,11 @@ class StrategyConfig:
     """Time after which a collective that a rank never joins is given up, for a process group that we start."""
 
     def __post_init__(self) -> None:
+        if self.activation_checkpointing is False:
+            object.__setattr__(self, "activation_checkpointing", ())
         for name in ("keep_fp32", "block_class_names", "activation_checkpointing", "forward_methods"):
-            object.__setattr__(self, name, _names(name, getattr(self, name)))
+            if name != "activation_checkpointing" or self.activation_checkpointing is not True:
+                object.__setattr__(self, name, _names(name, getattr(self, name)))
         if isinstance(self.mixed_mm_data, bool):  # as trainers say it
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
         for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
@@ -109,6 +120,11 @@ class StrategyConfig:
             value = getattr(self, name)
             fits = value is None or (_is_int(value) and value >= least)
             _check(name, value, fits, f"a whole number of at least {least}, or nothing")
+        size, reshard = self.shard_size, self.reshard_after_forward
+        fits = size == "auto" or (_is_int(size) and (size == -1 or size >= 1))
+        _check("shard_size", size, fits, "a whole number of at least 1, -1 or auto")
+        fits = isinstance(reshard, bool) or (_is_int(reshard) and reshard >= 1)
+        _check("reshard_after_forward", reshard, fits, "true, false or a whole number of at least 1")
         modes = get_args(GradSync)
         fix = did_you_mean(str(self.grad_sync), modes).strip()
         _check("grad_sync", self.grad_sync, self.grad_sync in modes, "one of " + ", ".join(modes), fix)

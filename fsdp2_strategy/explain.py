@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from fsdp2_strategy import ranks
-from fsdp2_strategy.config import MixedData
+from fsdp2_strategy.config import MixedData, ShardSize
 from fsdp2_strategy.errors import some
-from fsdp2_strategy.mesh import ShardSize, auto_shard_size, check_shard_size
+from fsdp2_strategy.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, bypassed, plan_units
 from fsdp2_strategy.walk import bypassed_units
 

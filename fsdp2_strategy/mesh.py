@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from fsdp2_strategy.ranks import (
 )
 from fsdp2_strategy.residency import parameter_groups, unwrap_model
 
-ShardSize = int | Literal["auto"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Meshes own process groups, whose threads and file descriptors outlive them: one mesh a shape, for each group.

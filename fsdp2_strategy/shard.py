@@ -71,7 +71,7 @@ def shard_model(
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
     prefetch_depth: int | None = None,
-    activation_checkpointing: Sequence[str] = (),
+    activation_checkpointing: Sequence[str] | bool = (),
     compile_blocks: bool | str = False,
     forward_methods: Sequence[str] = ("generate",),
     mixed_mm_data: MixedData | None = None,
@@ -98,7 +98,7 @@ def shard_model(
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         prefetch_depth: units gathered ahead of the one that runs; None leaves it to FSDP2.
         activation_checkpointing: class names of modules whose activations are recomputed in backward, under the
-            random state that they had.
+            random state that they had; True: each block.
         compile_blocks: compile each block's forward; a string names the torch.compile backend.
         forward_methods: methods beside forward that need gathered parameters; those that the model lacks are skipped.
         mixed_mm_data: what ranks without images do where others have some; see [Note: unequal ranks] in `modality`.
@@ -135,8 +135,7 @@ def shard_model(
             plan = plan_units(
                 root, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data
             )
-            recompute = is_training and activation_checkpointing
-            recomputed = modules_of_class(root, activation_checkpointing) if recompute else {}
+            recomputed = _recomputed(plan, activation_checkpointing) if is_training else {}
         _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
         name = type(root).__name__
         for note in plan.notes:
@@ -359,6 +358,23 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
         parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
         average_gradient(parameter)
     return set(plan.replicated.values())
+
+
+def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:
+    """Return the modules whose activations are recomputed: those of some classes, or each block."""
+    if not isinstance(wanted, bool):
+        return modules_of_class(plan.model, wanted)
+    if not wanted:
+        return {}
+    blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
+    if not blocks:
+        raise ShardError(
+            f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
+            "Name the modules: activation_checkpointing takes class names, too."
+        )
+    # A block within another is recomputed with it.
+    inner = {module for block in blocks for module in block.modules() if module is not block}
+    return {name: module for module, name in blocks.items() if module not in inner}
 
 
 def _checkpoint_activations(modules: Mapping[str, nn.Module]) -> None:

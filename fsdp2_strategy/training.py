@@ -25,13 +25,13 @@ from fsdp2_strategy import ranks, residency
 from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.background import forget_groups
 from fsdp2_strategy.checkpoint.data import Later
-from fsdp2_strategy.config import GradSync, StrategyConfig
+from fsdp2_strategy.config import GradSync, ShardSize, StrategyConfig
 from fsdp2_strategy.ema import EMA
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_remembered
-from fsdp2_strategy.mesh import ShardSize, auto_shard_size, build_mesh, forget_meshes
+from fsdp2_strategy.mesh import auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.offload import forget_slabs
 from fsdp2_strategy.optimizer import build_optimizer
@@ -184,8 +184,8 @@ class TrainingStrategy:
         self,
         model: ModelT,
         is_training: bool = False,
-        shard_size: ShardSize = -1,
-        reshard_after_forward: bool | int = True,
+        shard_size: ShardSize = _UNSET,
+        reshard_after_forward: bool | int = _UNSET,
     ) -> ModelT:
         """Shard a model in place, as the configuration says; collective. Prepared models and None pass through.
 
@@ -193,9 +193,9 @@ class TrainingStrategy:
             model: any module, or a wrapper around one; every rank must hold the same weights.
             is_training: keep fp32 masters; else hold the compute dtype alone.
             shard_size: ranks that a parameter is split over, a divisor of the world size; -1 for all; "auto" for all
-                in training, else the fewest that a model of its size needs.
+                in training, else the fewest that a model of its size needs; by default what the configuration says.
             reshard_after_forward: free gathered parameters after a block's forward; or the number of ranks to keep them
-                split over until backward.
+                split over until backward; by default what the configuration says.
 
         Returns:
             ``model`` itself.
@@ -205,10 +205,12 @@ class TrainingStrategy:
         """
         if model is None or not _is_ours_to_shard(model):
             return model
+        config = self.config
+        shard_size = config.shard_size if shard_size is _UNSET else shard_size
+        reshard = config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward
         if shard_size == "auto":
             count = sum(p.numel() for p in model.parameters())
             shard_size = auto_shard_size(count, is_training=is_training, world_size=self.world_size)
-        config = self.config
         shard_model(
             model,
             build_mesh(shard_size),
@@ -220,7 +222,7 @@ class TrainingStrategy:
             reduce_in_full_precision=config.reduce_in_full_precision,
             class_names=config.block_class_names,
             min_unit_params=config.min_unit_params,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard,
             cpu_offload=config.cpu_offload,
             prefetch_depth=config.prefetch_depth,
             activation_checkpointing=config.activation_checkpointing,

@@ -19,6 +19,11 @@ def units(model, **options):
     return {unit.name: unit for unit in plan_units(model, precision).units}
 
 
+def units_by_size(model, least):
+    precision = Precision(bf16=True, is_training=True)
+    return {unit.name: unit for unit in plan_units(model, precision, min_unit_params=least).units}
+
+
 def test_given_class_names_decide():
     assert list(find_blocks(build("llama"), ["LlamaMLP"])) == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
@@ -64,6 +69,17 @@ def test_repeated_layers_are_the_fallback_and_sizes_the_last(caplog):
     assert find_blocks(UNet(), min_unit_params=10**6) == {}
     assert set(find_blocks(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))) == {"0", "2"}
     assert "rnn" in find_blocks(Recurrent())
+
+
+def test_a_given_size_forces_units_by_size():
+    assert list(find_blocks(build("llama"), min_unit_params=3000)) != list(find_blocks(build("llama")))
+    found = units_by_size(build("llama"), 3000)
+    assert {unit.kind for unit in found.values()} >= {"size", "root"}
+    assert "block" not in {unit.kind for unit in found.values()}
+    assert list(find_blocks(build("llama"), ["LlamaDecoderLayer"], min_unit_params=3000)) == [
+        "model.layers.0",
+        "model.layers.1",
+    ]
 
 
 def test_entries_without_a_forward_are_replaced_by_what_they_hold():

@@ -35,6 +35,13 @@ def test_defaults_are_valid_and_frozen():
         ("block_class_names", [3], "list of names"),
         ("compile_blocks", 3, "backend"),
         ("prefetch_depth", 0, "at least 1"),
+        ("shard_size", 0, "-1 or auto"),
+        ("shard_size", "all", "-1 or auto"),
+        ("shard_size", True, "-1 or auto"),
+        ("reshard_after_forward", 0, "true, false or a whole number"),
+        ("reshard_after_forward", "yes", "true, false or a whole number"),
+        ("activation_checkpointing", "Block", r"activation_checkpointing: \[Block\]"),
+        ("keep_fp32", True, "list of names"),
         ("timeout_minutes", 0, "more than 0"),
     ],
 )
@@ -77,6 +84,11 @@ def test_a_trainers_namespace_keeps_its_own_keys():
     args.max_norm = "high"
     with pytest.raises(ConfigError, match="max_norm is 'high'"):
         StrategyConfig.from_args(args)
+
+
+def test_no_activation_checkpointing_has_one_form():
+    assert StrategyConfig(activation_checkpointing=False) == StrategyConfig()
+    assert StrategyConfig(activation_checkpointing=True).activation_checkpointing is True
 
 
 def test_str_marks_what_differs_from_the_default():

@@ -24,6 +24,7 @@ from fsdp2_strategy import (
     shard_model,
 )
 from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.residency import parameter_groups
 
 
 class Actor(nn.Module):
@@ -273,6 +274,27 @@ def test_activation_checkpointing_recomputes_each_named_module():
 
 
 @pytest.mark.ranks(2)
+def test_activation_checkpointing_of_each_block_runs_none_twice_as_often():
+    def calls_of_the_innermost(**config):
+        model = PlainTransformer()
+        calls = []
+        for layer in model.layers:
+            layer.linear1.register_forward_pre_hook(lambda *_: calls.append(1))
+        strategy = strategy_for(activation_checkpointing=True, **config)
+        strategy.prepare_model(model, is_training=True)
+        ids = tokens(torch.Generator().manual_seed(0))
+        strategy.backward(next_token_loss(model(ids), ids), model)
+        return len(calls)
+
+    assert calls_of_the_innermost() == 2 * 3
+    assert calls_of_the_innermost(min_unit_params=3000) == 2 * 3
+    # A block within a block is recomputed with it, not once more.
+    assert calls_of_the_innermost(block_class_names=["TransformerEncoderLayer", "Linear"]) == 2 * 3
+    with pytest.raises(ShardError, match="no block of Linear is found"):
+        strategy_for(activation_checkpointing=True).prepare_model(nn.Linear(4, 4), is_training=True)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "config", [{}, {"activation_checkpointing": ["LlamaDecoderLayer"]}], ids=["alone", "beside ours"]
 )
@@ -364,6 +386,20 @@ def test_hybrid_sharding_splits_over_part_of_the_ranks():
     assert tuple(small.lm_head.weight.device_mesh.shape) == (4, 1)
     trained = strategy.prepare_model(build("llama"), is_training=True, shard_size="auto")
     assert tuple(trained.lm_head.weight.device_mesh.shape) == (4,)
+
+
+@pytest.mark.ranks(4)
+def test_the_configuration_says_how_to_shard_where_the_call_does_not():
+    strategy = strategy_for(shard_size=2, reshard_after_forward=False)
+
+    def facts(model):
+        layer = model.model.layers[0]
+        (group,) = (g for g in parameter_groups(layer) if g.modules[0] is layer)
+        return tuple(layer.mlp.up_proj.weight.device_mesh.shape), group._reshard_after_forward
+
+    assert facts(strategy.prepare_model(build("llama"), is_training=True)) == ((2, 2), False)
+    assert facts(strategy.prepare_model(build("llama"), True, -1, True)) == ((4,), True)
+    assert facts(strategy_for(shard_size="auto").prepare_model(build("llama"))) == ((4, 1), True)
 
 
 @pytest.mark.ranks(4)

@@ -21,13 +21,15 @@ def summary(strategy: VLAFSDPStrategy, n_train_examples: int) -> str:
     computed = torch.bfloat16 if config.bf16 else torch.float32
     batch = f"{s.per_device_batch_size} a rank x {s.world_size} ranks x {s.grad_accumulation_steps} micro-batches"
     decay = f"backbone {s.weight_decay}, action model {s.action_model_weight_decay}"
+    named = config.activation_checkpointing
+    recomputed = ("each block" if named else "none") if isinstance(named, bool) else ", ".join(named) or "none"
     facts = {
         "stage": s.stage,
         "batch": f"{s.global_batch_size} = {batch}",
         "sharding": s.sharding_strategy,
         "precision": f"parameters {computed}, reduction {s.buffer_dtype}",
         "buffers": s.buffer_dtype if s.cast_buffers else "as they are",
-        "activation checkpointing": ", ".join(config.activation_checkpointing) or "none",
+        "activation checkpointing": recomputed,
         "schedule": f"{s.lr_scheduler_type}, {_warm_up(s)}",
         "rates": f"backbone {s.learning_rate}, action model {s.action_model_learning_rate}",
         "weight decay": f"{decay}, applied to nothing (as_flattened)" if s.as_flattened else decay,
