@@ -16,10 +16,8 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import current_device
@@ -36,8 +34,6 @@ from fsdp2_strategy.residency import computed, local_box, values_of
 _ROWS = 1024
 _EXPERTS = 8
 _GATHER_BYTES = 256 << 20
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 Adapted = Callable[[Any, str, nn.Module], None]
 
@@ -125,81 +121,6 @@ def has_adapters(model: nn.Module) -> bool:
 
     kinds = (PeftModel, PeftMixedModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
     return any(isinstance(module, kinds) for module in model.modules())
-
-
-# --- adapters alone --------------------------------------------------------------------------------------------------
-
-
-def adapted_model(root: nn.Module) -> nn.Module:
-    """Return the one model of peft within a module: a PeftModel, or a model that peft put adapters into.
-
-    Raises:
-        CheckpointError: there is none, or several.
-    """
-    found: list[nn.Module] = []
-    if has_adapters(root):
-        from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
-
-        kinds = (PeftModel, PeftMixedModel)
-        found = [module for module in root.modules() if isinstance(module, kinds) or "peft_config" in vars(module)]
-    outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
-    if len(outermost) != 1:
-        raise CheckpointError(
-            f"cannot export adapters: {original_class(root).__name__} has {len(outermost)} models of peft, expected "
-            "one. Leave merge_adapters out."
-        )
-    return outermost[0]
-
-
-def adapter_names(copied: Any) -> dict[str, dict[str, str]]:
-    """Return for each adapter of a model what its file holds: names there, and the model's own; not collective.
-
-    Args:
-        copied: twin of the model.
-    """
-    from peft import PeftModel, get_peft_model_state_dict  # noqa: PLC0415
-
-    state = copied.state_dict(keep_vars=True)
-    own_names = {id(tensor): name for name, tensor in state.items()}
-    # peft loads the names of a PeftModel, also where it put adapters into a model without one around it.
-    prefix = "" if isinstance(copied, PeftModel) else "base_model.model."
-    found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it says that embeddings are in the file
-        for adapter in copied.peft_config:
-            held = get_peft_model_state_dict(copied, state_dict=state, adapter_name=adapter)
-            found[adapter] = {f"{prefix}{key}": own_names[id(tensor)] for key, tensor in held.items()}
-    return found
-
-
-def check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
-    """Raise where a model trains what is not held.
-
-    Raises:
-        CheckpointError: naming it.
-    """
-    there = {id(tensor) for tensor in held}
-    if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
-        raise CheckpointError(
-            f"cannot export the adapters of {original_class(root).__name__} alone: it trains {some(lost)} as well, "
-            "expected nothing else. Name them in modules_to_save, or save the whole model."
-        )
-
-
-def write_adapter_configuration(folder: Path, copied: Any, adapter: str) -> None:
-    """Write what peft reads beside an adapter's weights.
-
-    Args:
-        folder: of the adapter.
-        copied: twin of the model.
-        adapter: name of the adapter.
-    """
-    config = copy.deepcopy(copied.peft_config[adapter])
-    base = copied.get_base_model() if hasattr(copied, "get_base_model") else copied
-    config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-    config.inference_mode = True
-    classes = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-    config.save_pretrained(folder, auto_mapping_dict=None if config.task_type else classes)
 
 
 # --- the modules as they were ----------------------------------------------------------------------------------------

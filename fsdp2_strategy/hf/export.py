@@ -22,14 +22,8 @@ from torch import nn
 
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
-from fsdp2_strategy.hf.adapters import (
-    ADAPTER_CONFIG,
-    adapted_model,
-    adapter_names,
-    check_complete,
-    without_adapters,
-    write_adapter_configuration,
-)
+from fsdp2_strategy.hf.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.adapters import without_adapters
 from fsdp2_strategy.hf.arrange import (
     File,
     create,
@@ -47,7 +41,7 @@ from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.mesh import on_its_ranks
-from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log
+from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
 from fsdp2_strategy.residency import reshard, unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -169,21 +163,13 @@ def save_adapters(
                 "cannot export adapters: variant or save_original_format is given, expected neither. Leave them out."
             )
         reshard(root)
-        adapted = adapted_model(root)
-        tensors = adapted.state_dict(keep_vars=True)
-        copied = twin(adapted)
-        held = adapter_names(copied) if is_rank_0() else {}  # peft may look into the base model's folder, or on the hub
-    held = from_rank_0(held)
-    with all_or_none("export", CheckpointError):
-        check_complete(root, [tensors[source] for names in held.values() for source in names.values()])
-    for adapter, names in held.items():
-        own = folder if adapter == "default" else folder / adapter
-        regions = {
-            key: Region.of(source, tensors[source].shape, tensors[source].dtype) for key, source in names.items()
-        }
+    adapters, tensors = AdapterFiles.of(root)
+    for adapter, whole in adapters.regions.items():
+        own = adapters.folder_of(adapter, folder)
+        regions = dict(whole)
         if dtype is not None:
             regions = {key: r.to(dtype) if r.dtype.is_floating_point else r for key, r in regions.items()}
-        files = files_for(own, "adapter_model", regions, sys.maxsize, partial=True)
+        files = files_for(own, ADAPTER_WEIGHTS, regions, sys.maxsize, partial=True)
         agree(f"export {what}", [f.header for f in files], CheckpointError, "the same model everywhere. Call it alike.")
         _write(what, own, files, regions, tensors)
         with all_or_none(f"export {what}", CheckpointError):
@@ -191,14 +177,14 @@ def save_adapters(
                 (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # until it is there, nothing loads
                 for file in files:
                     file.path.rename(own / file.name)
-                write_adapter_configuration(own, copied, adapter)
+                adapters.write_configuration(adapter, own)
     with all_or_none(f"export {what}", CheckpointError):
         if is_rank_0():
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             if options.push_to_hub:
-                _push(folder, copied, options.to_hub)
-    log("exported the adapters of %s to %s: %s", what, folder, ", ".join(held))
+                _push(folder, adapters.copied, options.to_hub)
+    log("exported the adapters of %s to %s: %s", what, folder, ", ".join(adapters.regions))
 
 
 def _write(
