@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint import directory
+from fsdp2_strategy.checkpoint.places import CHECKSUMS, RNG, Places
 from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, SafetensorsWriter
 from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.write import _runs, _together
@@ -69,16 +70,16 @@ def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
 
 def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
     """Let rank 0 commit what so many ranks have left; return seconds, and the bytes of the manifest."""
-    partial = layout.partial_path(save_dir, "tag")
-    for name in (layout.MODEL, layout.RNG, layout.CHECKSUMS):
-        (partial / name).mkdir(parents=True)
-    (partial / layout.MODEL / "model.safetensors").write_bytes(b"0")
+    partial = Places.of_ours(directory.partial_path(save_dir, "tag"))
+    for folder in (partial.model, *partial.of_ranks):
+        folder.mkdir(parents=True)
+    (partial.model / "model.safetensors").write_bytes(b"0")
     for rank in range(ranks):
-        (partial / layout.RNG / f"rank{rank:05d}.safetensors").write_bytes(b"0")
-        (partial / layout.list_of(rank)).write_bytes(listed[:1])
+        partial.of_rank(RNG, rank).write_bytes(b"0")
+        partial.of_rank(CHECKSUMS, rank).write_bytes(listed[:1])
     facts = {"step": 1, "protected": False, "metric": None, "higher_is_better": True, "shard_size": ranks}
-    took, _ = seconds(lambda: layout.commit(save_dir, "tag", facts, ["0" * 16] * ranks))
-    return took, (save_dir / "tag" / layout.MANIFEST).stat().st_size
+    took, _ = seconds(lambda: directory.commit(partial, "tag", facts, ["0" * 16] * ranks))
+    return took, partial.moved_to(save_dir / "tag").manifest.stat().st_size
 
 
 def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
@@ -89,9 +90,10 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
         took, (sent, groups) = seconds(lambda: plan(tensors, folder / "model"))
         turns.append(took)
     blocks = {folder / "model" / "model.safetensors": [Block(g[0].offset, g[-1].end, "0" * 16) for g in groups]}
-    (folder / layout.CHECKSUMS).mkdir(exist_ok=True)
-    layout.write_checksums(folder, 0, blocks)
-    listed = (folder / layout.list_of(0)).read_bytes()
+    places = Places.of_ours(folder)
+    (folder / CHECKSUMS).mkdir(exist_ok=True)
+    directory.write_checksums(places, 0, blocks)
+    listed = places.of_rank(CHECKSUMS, 0).read_bytes()
     plans = [sent] * ranks
     # Of each rank: its plan, its digest of what is asked for, and the digest of its list.
     message = sum(len(pickle.dumps(each)) for each in (sent, "0" * 64, "0" * 16))

@@ -15,8 +15,8 @@ import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.layout import MANIFEST, MODEL, TRAINABLE, WRAPPER
 from fsdp2_strategy.checkpoint.opened import open_checkpoint
+from fsdp2_strategy.checkpoint.places import TRAINABLE, WRAPPER, Places
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.hf.copy import copy_folder
@@ -54,9 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ls(parsed: argparse.Namespace) -> int:
     for checkpoint in list_checkpoints(parsed.directory):
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime((checkpoint.path / MANIFEST).stat().st_mtime))
+        places = Places.found_in(checkpoint.path)
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(places.manifest.stat().st_mtime))
         notes = [*(["protected"] if checkpoint.protected else [])]
-        notes += ["trainable weights alone"] if (checkpoint.path / TRAINABLE).is_dir() else []
+        notes += ["trainable weights alone"] if (places.state / TRAINABLE).is_dir() else []
         notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
         size = f"{checkpoint.total_bytes / 1e9:.3f} GB"
         sys.stdout.write(
@@ -68,7 +69,7 @@ def _ls(parsed: argparse.Namespace) -> int:
 
 def _verify(parsed: argparse.Namespace) -> int:
     path: Path = parsed.checkpoint
-    paths = [path] if (path / MANIFEST).exists() else [c.path for c in list_checkpoints(path)]
+    paths = [path] if Places.found_in(path).manifest.exists() else [c.path for c in list_checkpoints(path)]
     if not paths:
         raise CheckpointError(f"cannot verify {path}: it is no checkpoint, and holds none. Name another directory.")
     damaged = False
@@ -83,22 +84,23 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 def _export(parsed: argparse.Namespace) -> int:
     path, dtype = parsed.checkpoint, _DTYPES.get(parsed.dtype)
-    foreign = None if (path / MANIFEST).exists() else find_foreign(path, trust=parsed.trust)
+    places = Places.found_in(path)
+    foreign = None if places.manifest.exists() else find_foreign(path, trust=parsed.trust)
     if foreign is not None:
         export_foreign(foreign, parsed.output, dtype, parsed.beside)
     else:
         opened = open_checkpoint(path)
-        if (path / TRAINABLE).is_dir():
+        if (places.state / TRAINABLE).is_dir():
             raise CheckpointError(
                 f"cannot export {path}: it holds trainable weights alone, expected the whole model. Load it into a "
                 "model, and call save_model."
             )
-        beside = [name for file in sorted((path / WRAPPER).glob("*.safetensors")) for name in read_header(file)]
+        beside = [name for file in sorted((places.state / WRAPPER).glob("*.safetensors")) for name in read_header(file)]
         if any(".lora_" in name or ".modules_to_save." in name for name in beside):
             raise CheckpointError(
                 f"cannot export {path}: it holds adapters beside its model, expected none. Load it into a model with "
                 "adapters, and call save_model, which merges them."
             )
-        copy_folder(opened.path / MODEL, parsed.output, dtype, opened.checksums)
+        copy_folder(places.model, parsed.output, dtype, opened.checksums)
     sys.stdout.write(f"exported {foreign.path if foreign else path} to {parsed.output}\n")
     return 0

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import ranks, residency
-from fsdp2_strategy.checkpoint import Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
+from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.background import forget_groups
 from fsdp2_strategy.checkpoint.data import Later
 from fsdp2_strategy.config import GradSync, ShardSize, StrategyConfig
@@ -420,21 +420,22 @@ class TrainingStrategy:
         async_save: bool = False,
         only_trainable: bool = False,
         meta: Mapping[str, Any] | None = None,
+        layout: LeRobotLayout | None = None,
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then rotate; collective.
 
         Args:
             model: a prepared model, or its wrapper.
             save_dir: directory of the run's checkpoints, seen by every rank.
-            tag: name of this checkpoint, by default ``global_step<step>``.
+            tag: name of this checkpoint, by default ``global_step<step>``, or what the layout says.
             max_num: checkpoints to keep, at least 1; None for no limit.
             max_mem: GB (10^9 bytes) that all checkpoints may take; None for no limit.
             client_state: anything that JSON holds.
-            save_latest: let the file ``latest`` name this checkpoint.
+            save_latest: let the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
             optimizer: by default the one that ``create_optimizer`` made for this model.
             scheduler: by default the one last used with it.
             dataloader: a ResumableLoader, or another loader with ``state_dict``; see `save_checkpoint`.
-            tokenizer: tokenizer or processor to save into ``model/``, by default that of the model's own folder.
+            tokenizer: tokenizer or processor to save beside the model, by default that of the model's own folder.
             ema: averages, or the second model of `moving_average`; by default those last used with this model.
             protect: never let rotation remove it.
             metric: how good it is; rotation never removes the best.
@@ -443,6 +444,7 @@ class TrainingStrategy:
             only_trainable: leave frozen weights out; loading checks that the model has the same ones, or reads them
                 from the folder that they came from.
             meta: JSON for a file ``meta.json`` in the checkpoint.
+            layout: LeRobot's, for checkpoints that its tools open; by default our own.
 
         Returns:
             The checkpoint's directory; in an async save it is there once that has ended.
@@ -477,6 +479,7 @@ class TrainingStrategy:
             async_save=async_save,
             only_trainable=only_trainable,
             meta=meta,
+            layout=layout,
         )
         return str(path)
 
@@ -511,7 +514,7 @@ class TrainingStrategy:
 
         Args:
             model: a prepared model, or its wrapper.
-            load_dir: directory of a run's checkpoints, or one checkpoint.
+            load_dir: directory of a run's checkpoints, or one checkpoint, or LeRobot's link ``last``.
             optimizer: by default the one that ``create_optimizer`` made for this model, if any.
             scheduler: by default the one made for it.
             load_module_strict: names in checkpoint and model must agree in both directions.

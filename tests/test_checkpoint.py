@@ -20,7 +20,7 @@ from torch import nn
 
 import fsdp2_strategy.checkpoint.save as saving
 from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig, list_checkpoints, save_checkpoint
-from fsdp2_strategy.checkpoint import layout, rotation
+from fsdp2_strategy.checkpoint import directory, layout, rotation
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
 from fsdp2_strategy.hf.container import read_header
 
@@ -348,7 +348,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(tmp_path):
 
 
 def names_in(path):
-    layout.finish_removals()
+    directory.finish_removals()
     dist.barrier()
     return sorted(p.name for p in path.iterdir())
 
@@ -459,12 +459,12 @@ def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_p
         (Path, "mkdir"): Path.mkdir,
         (saving, "write_parts"): saving.write_parts,
     }
-    thread, layout.Thread = layout.Thread, AtOnce
+    thread, directory.Thread = directory.Thread, AtOnce
     points, committed_at = 0, None
     while True:
-        directory = tmp_path / f"{points}"
-        strategy.save_ckpt(model, directory, "global_step1", client_state={"saved": 1}, max_num=2)
-        strategy.save_ckpt(model, directory, "global_step2", client_state={"saved": 2}, max_num=2)
+        saves = tmp_path / f"{points}"
+        strategy.save_ckpt(model, saves, "global_step1", client_state={"saved": 1}, max_num=2)
+        strategy.save_ckpt(model, saves, "global_step2", client_state={"saved": 2}, max_num=2)
         countdown = points
 
         def dying(original):
@@ -480,7 +480,7 @@ def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_p
         for (owner, name), original in originals.items():
             setattr(owner, name, dying(original))
         try:
-            strategy.save_ckpt(model, directory, tag, client_state={"saved": 3}, max_num=2)
+            strategy.save_ckpt(model, saves, tag, client_state={"saved": 3}, max_num=2)
             survived = True
         except Killed:
             survived = False
@@ -489,16 +489,16 @@ def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_p
                 setattr(owner, name, original)
         if survived:
             break
-        _, state = strategy.load_ckpt(model, directory)
+        _, state = strategy.load_ckpt(model, saves)
         committed_at = committed_at or (points if state == {"saved": 3} else None)
         assert state == ({"saved": 3} if committed_at is not None else {"saved": 2}), points
-        strategy.save_ckpt(model, directory, "after", client_state={"saved": 4}, max_num=2)
-        assert strategy.load_ckpt(model, directory)[1] == {"saved": 4}
-        assert len(tags(directory)) == 2
-        layout.finish_removals()
-        assert [p.name for p in directory.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
+        strategy.save_ckpt(model, saves, "after", client_state={"saved": 4}, max_num=2)
+        assert strategy.load_ckpt(model, saves)[1] == {"saved": 4}
+        assert len(tags(saves)) == 2
+        directory.finish_removals()
+        assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
         points += 1
-    layout.Thread = thread
+    directory.Thread = thread
     assert points > 15
     assert committed_at is not None
 

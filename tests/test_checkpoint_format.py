@@ -41,7 +41,7 @@ from fsdp2_strategy import (
     load_checkpoint,
     verify_checkpoint,
 )
-from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint import directory, layout, places
 from fsdp2_strategy.checkpoint.opened import _Lists
 from fsdp2_strategy.checkpoint.storage import (
     LocalLoadPlanner,
@@ -414,13 +414,16 @@ def test_verifying_tells_all_that_is_wrong(tmp_path):
     train(strategy, model, optimizer, scheduler, [0], "mlp")
     path = Path(strategy.save_ckpt(model, tmp_path))
     if dist.get_rank() == 0:
-        for name, at in ((WEIGHTS, 20), ("optimizer/optimizer.safetensors", -1), (layout.TRAINER_STATE, 5)):
+        for name, at in ((WEIGHTS, 20), ("optimizer/optimizer.safetensors", -1), (places.TRAINER_STATE, 5)):
             content = bytearray((path / name).read_bytes())
             content[at] ^= 1
             (path / name).write_bytes(content)
         text = "\n".join(verify_checkpoint(path).problems)
-        assert all(name in text for name in (WEIGHTS, "optimizer.safetensors", layout.TRAINER_STATE)), text
+        assert all(name in text for name in (WEIGHTS, "optimizer.safetensors", places.TRAINER_STATE)), text
     dist.barrier()
+
+
+LIST = "checksums/rank00001.json"
 
 
 def damage_a_list(path):
@@ -428,12 +431,12 @@ def damage_a_list(path):
     model, *_ = prepared(strategy, "mlp")
     strategy.save_ckpt(model, path, "tag")
     if dist.get_rank() == 0:
-        damaged = path / "tag" / layout.list_of(1)
+        damaged = path / "tag" / LIST
         damaged.write_bytes(damaged.read_bytes().replace(b"[", b"[ ", 1))
         manifest = layout.read_manifest(path / "tag")
-        manifest["files"][layout.list_of(1)] += 1
-        manifest["digest"] = layout._digest(manifest)
-        layout.write_json(path / "tag" / layout.MANIFEST, manifest)
+        manifest["files"][LIST] += 1
+        manifest["digest"] = layout.digest_of_manifest(manifest)
+        directory.write_json(path / "tag" / places.MANIFEST, manifest)
     dist.barrier()
 
 
@@ -502,20 +505,20 @@ def test_ranks_that_write_into_different_directories_are_told(tmp_path):
     """Two hosts whose disk is not shared: here each rank writes its list somewhere else."""
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
-    original = layout.write_checksums
+    original = directory.write_checksums
 
     def elsewhere(partial, rank, blocks):
         digest = original(partial, rank, blocks)
         if rank == 1:
-            (partial / layout.list_of(rank)).unlink()
+            partial.of_rank(places.CHECKSUMS, rank).unlink()
         return digest
 
-    layout.write_checksums = elsewhere
+    directory.write_checksums = elsewhere
     try:
         with pytest.raises(CheckpointError, match=r"does not see checksums/rank00001\.json.*all hosts share"):
             strategy.save_ckpt(model, tmp_path)
     finally:
-        layout.write_checksums = original
+        directory.write_checksums = original
     assert tags(tmp_path) == []
 
 
@@ -533,10 +536,10 @@ def test_verifying_never_raises_for_damage(tmp_path):
         report = verify_checkpoint(tmp_path)
         assert not report.ok and report.problems
     manifest = {"format": layout.FORMAT, "format_version": layout.FORMAT_VERSION, "files": 3, "checksums": []}
-    layout.write_json(tmp_path / "manifest.json", manifest | {"digest": layout._digest(manifest)})
+    directory.write_json(tmp_path / "manifest.json", manifest | {"digest": layout.digest_of_manifest(manifest)})
     assert not verify_checkpoint(tmp_path).ok
     manifest |= {"sequence": 1, "tag": "x", "step": 1, "protected": False, "metric": None, "higher_is_better": True}
-    layout.write_json(tmp_path / "manifest.json", manifest | {"digest": layout._digest(manifest)})
+    directory.write_json(tmp_path / "manifest.json", manifest | {"digest": layout.digest_of_manifest(manifest)})
     assert "not as it is written" in verify_checkpoint(tmp_path).problems[0]
     assert tags(tmp_path.parent) == []
     assert not verify_checkpoint(tmp_path / "nowhere").ok
@@ -710,12 +713,12 @@ def test_removal_does_not_keep_training_waiting(tmp_path, monkeypatch):
         rmtree(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(layout.shutil, "rmtree", slow)
+        patched.setattr(directory.shutil, "rmtree", slow)
         strategy.save_ckpt(model, tmp_path, "b", max_num=1)
         assert tags(tmp_path) == ["b"]
         assert (tmp_path / ".a.removed").exists()
         waiting.set()
-        layout.finish_removals()
+        directory.finish_removals()
     assert not (tmp_path / ".a.removed").exists()
 
 

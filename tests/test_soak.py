@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, list_checkpoints, verify_checkpoint
-from fsdp2_strategy.checkpoint import layout, save
+from fsdp2_strategy.checkpoint import directory, layout, save
+from fsdp2_strategy.checkpoint.places import TRAINER_STATE
 
 KILLS = int(os.environ.get("SOAK_KILLS", "200"))
 RANKS = 2
@@ -50,7 +51,7 @@ def rank_of_a_round(rank, store, folder, number):
 
         return noted
 
-    layout.commit, layout.remove = noting("commit", layout.commit), noting("rotation", layout.remove)
+    directory.commit, directory.remove = noting("commit", directory.commit), noting("rotation", directory.remove)
     save.write_parts = noting("writing", save.write_parts)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
@@ -63,11 +64,11 @@ def rank_of_a_round(rank, store, folder, number):
     strategy.optimizer_step(optimizer, model)
     of_state = [t for state in optimizer.state.values() for key, t in state.items() if key != "step"]
     tensors = [t.detach().to_local() for t in (*model.parameters(), *of_state)]
-    directory = folder / "checkpoints"
+    saves = folder / "checkpoints"
 
     def load():
         note(phase="load")
-        path, state = strategy.load_ckpt(model, directory)
+        path, state = strategy.load_ckpt(model, saves)
         value = state.get("value", 0)
         assert path is None or all((t == value).all() for t in tensors), f"{path} is no state that was saved"
         note(phase="after load", loaded=value)
@@ -80,7 +81,7 @@ def rank_of_a_round(rank, store, folder, number):
         behind = value % 3 != 0
         note(phase="async save" if behind else "save")
         tag = f"v{value}" if value % 5 else "same"
-        strategy.save_ckpt(model, directory, tag, max_num=2, client_state={"value": value}, async_save=behind)
+        strategy.save_ckpt(model, saves, tag, max_num=2, client_state={"value": value}, async_save=behind)
         for tensor in tensors:
             tensor.fill_(-1)  # what the trainer does next must not reach the files
         if behind:
@@ -133,11 +134,11 @@ def test_random_kills_lose_nothing(tmp_path, capsys):
         assert all(value >= committed for value in loaded), (number, loaded, committed)
         committed = max([committed, *(n["committed"] for notes in of_round for n in notes if "committed" in n)])
         if committed:
-            layout.recover(tmp_path / "checkpoints")  # as the next load does
+            directory.recover(tmp_path / "checkpoints")  # as the next load does
             kept = list_checkpoints(tmp_path / "checkpoints")
             newest = kept[-1]
             assert layout.named_latest(tmp_path / "checkpoints") in [c.tag for c in kept]
-            state = json.loads((newest.path / layout.TRAINER_STATE).read_text())
+            state = json.loads((newest.path / TRAINER_STATE).read_text())
             assert state["client_state"]["value"] >= committed
             assert verify_checkpoint(newest.path).ok
         with contextlib.suppress(FileNotFoundError):

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from fsdp2_strategy.checkpoint import layout
 from fsdp2_strategy.checkpoint.state import check_json, require
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.ranks import rank, world_size
+from fsdp2_strategy.ranks import world_size
 
 _TREE = "tree"
 
@@ -70,11 +69,6 @@ class DataPosition:
             check_json(state, "dataloader")
             return cls(facts={"state": dict(state)}, of_rank=None)
         return cls(facts={"ranks": world_size()}, of_rank=_packed(state))
-
-
-def file_of_rank() -> str:
-    """Return the name of this rank's file in a checkpoint."""
-    return f"{layout.DATA}/rank{rank():05d}.safetensors"
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> None:

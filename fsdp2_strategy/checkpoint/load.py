@@ -17,13 +17,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import background, layout
-from fsdp2_strategy.checkpoint.data import Later, Loader, check_position, file_of_rank, restore_position
+from fsdp2_strategy.checkpoint import background
+from fsdp2_strategy.checkpoint.data import Later, Loader, check_position, restore_position
+from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.frozen import LeftOut
+from fsdp2_strategy.checkpoint.layout import is_last, with_manifest
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.opened import Opened, check_structure, open_checkpoint
 from fsdp2_strategy.checkpoint.parts import match_model
+from fsdp2_strategy.checkpoint.places import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
 from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.state import (
     LoadedCheckpoint,
@@ -71,7 +74,8 @@ def load_checkpoint(
 
     Args:
         model: a sharded model, or its wrapper.
-        load_dir: the directory of a run's checkpoints, of which the newest or ``tag`` is loaded; or one checkpoint.
+        load_dir: the directory of a run's checkpoints, of which the newest or ``tag`` is loaded; or one checkpoint, or
+            the link ``last``. Which layout a checkpoint has is found out.
         tag: name of the checkpoint in ``load_dir``.
         optimizer: gets its state and hyper-parameters back, by parameter name. With it the run goes on, so the random
             state is restored too; a model that is loaded alone leaves it as it is.
@@ -155,7 +159,7 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
         rng, of_rank = _files_of_rank(opened, state, dataloader)
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
-        plan = _plan(into, root, path, state, load_model=load_model, strict=strict)
+        plan = _plan(into, root, opened.places, state, load_model=load_model, strict=strict)
     left_out = LeftOut.from_json(state.get("left_out") if load_model else None)
     others = left_out.find_others(root, path, strict=strict)
     with all_or_none(f"load {path}", DamageError):
@@ -185,7 +189,7 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
                 restore_position(dataloader, state["data"], of_rank)
     log("loaded %s (step %d)", path, state["step"])
     nobody_asked = dataloader is None and not into.data_comes_later and optimizer is not None
-    _tell_what_was_left(path, state, averages=into.ema is None and load_model, data=nobody_asked)
+    _tell_what_was_left(opened.places, state, averages=into.ema is None and load_model, data=nobody_asked)
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
@@ -210,7 +214,7 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
         same_ranks = len(manifest["checksums"]) == world_size()
         opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None)
         opened.check_headers()
-        return opened, opened.read_json(layout.TRAINER_STATE)
+        return opened, opened.read_json(opened.places.state / TRAINER_STATE)
 
 
 def _files_of_rank(
@@ -219,13 +223,14 @@ def _files_of_rank(
     """Return this rank's random state, and its loader's; those of another number of ranks are nobody's."""
     if state["world_size"] != world_size():
         return None, None
-    rng = opened.read(f"{layout.RNG}/rank{rank():05d}.safetensors")
+    rng = opened.read(opened.places.of_rank(RNG, rank()))
     has_file = dataloader is not None and "ranks" in (state.get("data") or {})
-    return rng, opened.read(file_of_rank()) if has_file else None
+    return rng, opened.read(opened.places.of_rank(DATA, rank())) if has_file else None
 
 
-def _tell_what_was_left(path: Path, state: Mapping[str, Any], *, averages: bool, data: bool) -> None:
-    if averages and (path / layout.EMA).is_dir():
+def _tell_what_was_left(places: Places, state: Mapping[str, Any], *, averages: bool, data: bool) -> None:
+    path = places.root
+    if averages and (places.state / EMA).is_dir():
         log("%s holds averages that nobody asked for: pass ema= to go on with them", path, level=logging.WARNING)
     if data and state.get("data"):
         log("%s holds a data position that nobody asked for: pass dataloader=", path, level=logging.WARNING)
@@ -241,7 +246,7 @@ class _Plan:
 
 
 def _plan(
-    into: _Into, root: nn.Module, path: Path, state: Mapping[str, Any], *, load_model: bool, strict: bool
+    into: _Into, root: nn.Module, places: Places, state: Mapping[str, Any], *, load_model: bool, strict: bool
 ) -> _Plan:
     """Compare a checkpoint with what it is loaded into; headers are read, and nothing else.
 
@@ -252,17 +257,17 @@ def _plan(
     report, optimizer = LoadReport(), None
     if load_model:
         left_out = (state.get("left_out") or {}).get("weights", ())
-        of_model, report = match_model(root, path, left_out, strict=strict)
+        of_model, report = match_model(root, places, left_out, strict=strict)
         wanted += of_model
     if into.optimizer is not None:
-        optimizer = _plan_optimizer(into.model, into.optimizer, state["optimizer"], path, strict=strict)
+        optimizer = _plan_optimizer(into.model, into.optimizer, state["optimizer"], places, strict=strict)
         wanted += optimizer.wanted
     if into.ema is not None:
-        wanted += _plan_ema(into.ema, path)
+        wanted += _plan_ema(into.ema, places)
     if into.scheduler is not None:
-        require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", path)
+        require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", places.root)
     if into.dataloader is not None:
-        check_position(into.dataloader, state.get("data"), path)
+        check_position(into.dataloader, state.get("data"), places.root)
     return _Plan(report, optimizer, wanted)
 
 
@@ -277,42 +282,44 @@ class _OptimizerPlan:
 
 
 def _plan_optimizer(
-    model: nn.Module, optimizer: Optimizer, hyper: dict[str, Any] | None, path: Path, *, strict: bool
+    model: nn.Module, optimizer: Optimizer, hyper: dict[str, Any] | None, places: Places, *, strict: bool
 ) -> _OptimizerPlan:
     """Find an optimizer's state in a checkpoint, and make room for it; headers are read, and nothing else.
 
     Raises:
         CheckpointError: there is none, or it does not fit.
     """
-    require(hyper, "optimizer", "load_optimizer_states=False", path)
+    require(hyper, "optimizer", "load_optimizer_states=False", places.root)
     hyper = hyper or {}
     check_optimizer(model, optimizer, hyper, strict=strict)
     settings = settings_by_group(model, optimizer, hyper)
-    stored = stored_in(path / layout.OPTIMIZER)
+    stored = stored_in(places.state / OPTIMIZER)
     described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
     slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
     return _OptimizerPlan(slots, settings, by_name("optimizer", flat, stored))
 
 
-def _plan_ema(ema: Mapping[str, torch.Tensor], path: Path) -> Wanted:
+def _plan_ema(ema: Mapping[str, torch.Tensor], places: Places) -> Wanted:
     """Find averages in a checkpoint.
 
     Raises:
         CheckpointError: there are none, or of other names or shapes.
     """
-    require((path / layout.EMA).is_dir() or None, "ema", "ema=None", path)
-    return by_name("ema", ema, stored_in(path / layout.EMA))
+    require((places.state / EMA).is_dir() or None, "ema", "ema=None", places.root)
+    return by_name("ema", ema, stored_in(places.state / EMA))
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
     """Return the checkpoint meant, and where to fall back on; none where there is none at all."""
-    if tag is None and (load_dir / layout.MANIFEST).exists():
+    if tag is None and is_last(load_dir):
+        load_dir, tag = load_dir.parent, load_dir.readlink().name  # what it names may be moving aside
+    if tag is None and Places.found_in(load_dir).manifest.exists():
         return [load_dir]
     if not load_dir.is_dir():
         return []
     if not is_held_elsewhere(load_dir):  # a run that saves there may be between two steps of a commit
-        layout.recover(load_dir)
-    committed = layout.with_manifest(load_dir)[::-1]
+        recover(load_dir)
+    committed = with_manifest(load_dir)[::-1]
     if tag is None:
         return [c.path for c in committed][: None if fallback else 1]
     tags = [c.tag for c in committed]

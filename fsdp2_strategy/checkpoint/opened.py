@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint import layout
+from fsdp2_strategy.checkpoint.layout import read_manifest
+from fsdp2_strategy.checkpoint.places import CHECKSUMS, Places
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksum import ALGORITHM, Block, Checksums, check, digest_of
 from fsdp2_strategy.hf.container import Entry, read_header
@@ -27,32 +28,31 @@ from fsdp2_strategy.hf.container import Entry, read_header
 class Opened:
     """A checkpoint whose manifest and file lengths fit each other."""
 
-    path: Path
+    places: Places
     manifest: dict[str, Any]
     checksums: Checksums
 
-    def read(self, name: str) -> bytes:
+    def read(self, path: Path) -> bytes:
         """Return a small file, checked.
 
         Raises:
             DamageError: its bytes are not what was written.
         """
-        path = self.path / name
         try:
             content = path.read_bytes()
         except OSError as error:
             raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
         for block in self.checksums.covering(path, 0, len(content)):
-            check(path, block, digest_of(memoryview(content)[block.begin : block.end]), name)
+            check(path, block, digest_of(memoryview(content)[block.begin : block.end]), self.places.name_of(path))
         return content
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, path: Path) -> dict[str, Any]:
         """Return the content of a JSON file, checked.
 
         Raises:
             DamageError: its bytes are not what was written.
         """
-        content: dict[str, Any] = json.loads(self.read(name))
+        content: dict[str, Any] = json.loads(self.read(path))
         return content
 
     def check_headers(self) -> None:
@@ -61,9 +61,10 @@ class Opened:
         Raises:
             DamageError: one is not what was written.
         """
+        of_ranks = self.places.of_ranks
         for name, size in self.manifest["files"].items():
-            path = self.path / name
-            if path.suffix == ".safetensors" and name.split("/")[0] not in layout.OF_RANKS:
+            path = self.places.root / name
+            if path.suffix == ".safetensors" and path.parent not in of_ranks:
                 with path.open("rb") as file:
                     length = 8 + int.from_bytes(file.read(8), "little")
                     file.seek(0)
@@ -89,7 +90,7 @@ def check_structure(path: Path) -> dict[str, Any]:
     Raises:
         DamageError: they do not fit.
     """
-    manifest = layout.read_manifest(path)
+    manifest, places = read_manifest(path), Places.found_in(path)
     try:
         for name, size in manifest["files"].items():
             actual = (path / name).stat().st_size
@@ -100,7 +101,8 @@ def check_structure(path: Path) -> dict[str, Any]:
         for file in path.rglob("*.safetensors"):
             if file.relative_to(path).as_posix() not in manifest["files"]:
                 raise DamageError(f"cannot read {path}: {file} does not belong to it. Remove that file.")
-        if list(manifest["checksums"]) != [layout.list_of(rank) for rank in range(len(manifest["checksums"]))]:
+        lists = [places.of_rank(CHECKSUMS, rank) for rank in range(len(manifest["checksums"]))]
+        if list(manifest["checksums"]) != [places.name_of(path) for path in lists]:
             raise ValueError("the lists of checksums are not one a rank")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(
@@ -124,14 +126,15 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     """
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
-    return Opened(path, manifest, Checksums(_Lists(path, manifest["checksums"], shard_size, rank)))
+    places = Places.found_in(path)
+    return Opened(places, manifest, Checksums(_Lists(places, manifest["checksums"], shard_size, rank)))
 
 
 @dataclass
 class _Lists:
     """Find the lists that hold a range; see [Note: lists]."""
 
-    path: Path
+    places: Places
     digests: Mapping[str, str]
     shard_size: int
     rank: int | None
@@ -181,27 +184,31 @@ class _Lists:
             DamageError: one is not what was written.
         """
         blocks: dict[Path, list[Block]] = {}
-        for name in map(layout.list_of, numbers):
+        for path in (self.places.of_rank(CHECKSUMS, number) for number in numbers):
+            name = self.places.name_of(path)
             try:
-                content = (self.path / name).read_bytes()
+                content = path.read_bytes()
             except OSError as error:
                 raise DamageError(
                     f"cannot read {error.filename}: {error.strerror}. Load another checkpoint."
                 ) from error
             if digest_of(content) != self.digests[name]:
                 raise DamageError(
-                    f"cannot check {self.path}: {name} is not the list of checksums that the manifest means: it is "
-                    "damaged, or the manifest is another checkpoint's. Load another checkpoint."
+                    f"cannot check {self.places.root}: {name} is not the list of checksums that the manifest means: it "
+                    "is damaged, or the manifest is another checkpoint's. Load another checkpoint."
                 )
             try:
                 listed = json.loads(content)
                 for file, of_file in listed["blocks"].items():
-                    blocks.setdefault(self.path / file, []).extend(Block(*block) for block in of_file)
+                    blocks.setdefault(self.places.root / file, []).extend(Block(*block) for block in of_file)
                 algorithm = listed["algorithm"]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DamageError(
-                    f"cannot check {self.path}: {name} is not as it is written ({error!r}). Load another checkpoint."
+                    f"cannot check {self.places.root}: {name} is not as it is written ({error!r}). Load another "
+                    "checkpoint."
                 ) from error
             if algorithm != ALGORITHM:
-                raise DamageError(f"cannot check {self.path}: its checksums are {algorithm}, expected {ALGORITHM}.")
+                raise DamageError(
+                    f"cannot check {self.places.root}: its checksums are {algorithm}, expected {ALGORITHM}."
+                )
         return blocks

@@ -1,18 +1,18 @@
 """Save a checkpoint: write, commit, then rotate.
 
-Input: a sharded model with optimizer and schedule. Output: a committed directory; see [Note: commit] in `layout`. Each
-phase ends alike on all ranks; see [Note: one decision] in `ranks`.
+Input: a sharded model with optimizer and schedule. Output: a committed checkpoint; see [Note: commit] in `directory`.
+Each phase ends alike on all ranks; see [Note: one decision] in `ranks`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,32 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import background, layout
-from fsdp2_strategy.checkpoint.data import DataPosition, Loader, file_of_rank
+from fsdp2_strategy.checkpoint import background, directory
+from fsdp2_strategy.checkpoint.data import DataPosition, Loader
 from fsdp2_strategy.checkpoint.frozen import LeftOut
+from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag, list_checkpoints, named_latest
+from fsdp2_strategy.checkpoint.lerobot import LeRobotLayout
 from fsdp2_strategy.checkpoint.lock import hold, let_go
-from fsdp2_strategy.checkpoint.parts import ModelOnDisk
+from fsdp2_strategy.checkpoint.parts import Beside, ModelOnDisk
+from fsdp2_strategy.checkpoint.places import (
+    CHECKSUMS,
+    DATA,
+    EMA,
+    META,
+    OPTIMIZER,
+    RNG,
+    TRAINER_STATE,
+    TRAINING_STEP,
+    Places,
+)
 from fsdp2_strategy.checkpoint.rng import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
 from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimizer_tensors, prepared
 from fsdp2_strategy.checkpoint.storage import Part, staged, write_parts
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.checksum import blocks_of
+from fsdp2_strategy.hf.adapters import has_adapters
+from fsdp2_strategy.hf.checksum import blocks_of, blocks_of_file
 from fsdp2_strategy.mesh import on_its_ranks
 from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log, rank, to_rank_0, world_size
 from fsdp2_strategy.residency import shard_count
@@ -63,18 +77,20 @@ def save_checkpoint(
     async_save: bool = False,
     only_trainable: bool = False,
     meta: Mapping[str, Any] | None = None,
+    layout: LeRobotLayout | None = None,
 ) -> Path:
     """Save a sharded model and what belongs to it as one committed checkpoint; collective.
 
     Args:
         model: a sharded model, or its wrapper.
         save_dir: directory of all checkpoints of the run, seen by every rank.
-        tag: name of this one; by default ``global_step<step>``. An existing tag is replaced, safely.
+        tag: name of this one; by default ``global_step<step>``, or what the layout says. An existing tag is replaced,
+            safely.
         step: optimizer steps taken.
         optimizer: saved by parameter name.
         scheduler: its state is saved as JSON.
         client_state: anything that JSON holds; rank 0's is kept.
-        tokenizer: tokenizer or processor to save into ``model/``; by default the files of the folder that the model
+        tokenizer: tokenizer or processor to save beside the model; by default the files of the folder that the model
             came from, where that is known.
         ema: averages of parameters by name (``EMA.averages``).
         loss_scale: state of a loss scale, as JSON.
@@ -83,7 +99,7 @@ def save_checkpoint(
         seed: from which a run on another number of ranks derives its random state.
         max_num: checkpoints to keep; older ones go once this one is committed. None for no limit.
         max_mem: GB (10^9 bytes) that all checkpoints may take together; None for no limit.
-        save_latest: let the file ``latest`` name this checkpoint.
+        save_latest: let the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
         protect: never let rotation remove it.
         metric: how good it is; rotation never removes the best of those that have one.
         higher_is_better: what is good of ``metric``.
@@ -94,6 +110,8 @@ def save_checkpoint(
             that ``from_pretrained`` opens. A load compares the frozen weights that it finds in the model with those
             that were left out. See [Note: had again] in `frozen`.
         meta: what other programs look for in ``meta.json``, as JSON.
+        layout: LeRobot's, and what it wants beside the weights; by default our own. A model of peft is then saved as
+            ``only_trainable`` does, with its adapters as peft has them for others to open.
 
     Returns:
         The checkpoint's directory; in an async save it is there once that has ended.
@@ -104,31 +122,39 @@ def save_checkpoint(
     """
     background.wait()
     save_dir = Path(save_dir)
-    tag = f"global_step{step}" if tag is None else tag
+    if tag is None:
+        tag = layout.tag(step) if layout else f"global_step{step}"
     limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better, async_save)
     missing = tuple(given is None for given in (optimizer, scheduler, ema, dataloader))
-    asked = (str(save_dir), tag, step, missing, loss_scale, only_trainable, meta, *limits)
+    of_layout = layout and (layout.batch_size, layout.gather_for_save_pretrained)
+    asked = (str(save_dir), tag, step, missing, loss_scale, only_trainable, meta, of_layout, *limits)
     expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
     agree("save", asked, CheckpointError, expected)
     with all_or_none("save", CheckpointError):
-        layout.check_tag(tag)
+        check_tag(tag, reserved=LAST if layout else LATEST)
         check_limits(max_num, max_mem)
         if metric is not None and not math.isfinite(metric):
             raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
-        if only_trainable and tokenizer is not None:
+        if only_trainable and tokenizer is not None and layout is None:
             raise CheckpointError(
                 "cannot save a tokenizer beside trainable weights alone: expected a folder that from_pretrained opens. "
                 "Leave it out, or save the whole model."
             )
         check_json(meta, "meta")
         root = prepared(model)
+        check_usable(root)
         if async_save:  # what is written later is what it is now
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
-    left_out = LeftOut.of(root) if only_trainable else None
+            layout = copy.deepcopy(layout) if is_rank_0() else layout
+    partial = directory.partial_path(save_dir, tag)
+    places = Places.of_lerobot(partial) if layout else Places.of_ours(partial)
+    left_out = LeftOut.of(root) if only_trainable or (layout and has_adapters(root)) else None
+    on_disk = _lay_out(root, places, layout, left_out)
     with all_or_none("save", CheckpointError):
         state = _collect(
             model,
-            layout.partial_path(save_dir, tag),
+            places,
+            on_disk,
             optimizer=optimizer,
             scheduler=scheduler,
             ema=ema,
@@ -144,9 +170,10 @@ def save_checkpoint(
         )
     if state.data is not None:
         agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
+    training_step = layout and {"step": step, "num_processes": world_size(), "batch_size": layout.batch_size}
     order = _Order(
         state=state,
-        save_dir=save_dir,
+        places=places,
         tag=tag,
         facts={
             "step": step,
@@ -156,17 +183,19 @@ def save_checkpoint(
             "shard_size": state.shard_size,
         },
         tokenizer=tokenizer,
-        meta=layout.as_json(meta) if meta is not None else None,
+        facts_beside={
+            name: directory.as_json(content)
+            for name, content in ((META, meta), (TRAINING_STEP, training_step))
+            if content is not None
+        },
         max_num=max_num,
         max_mem=max_mem,
         save_latest=save_latest,
     )
     if async_save:
         background.staging().begin()
-        parts = staged(state.parts, background.staging().copies_of)
-        on_disk = replace(state.model, parts=parts[: len(state.model.parts)])
-        order = replace(order, state=replace(state, parts=parts, model=on_disk))
-        background.behind(str(save_dir / tag), partial(_carry_out, order))
+        order = replace(order, state=replace(state, parts=staged(state.parts, background.staging().copies_of)))
+        background.behind(str(save_dir / tag), functools.partial(_carry_out, order))
     else:
         _carry_out(order)
     return save_dir / tag
@@ -176,8 +205,8 @@ def save_checkpoint(
 class _State:
     """What is saved."""
 
-    model: ModelOnDisk
     parts: list[Part]
+    beside: Beside
     trainer_state: str
     """As JSON."""
     rng: bytes
@@ -190,21 +219,32 @@ class _Order:
     """What is saved, where, and what goes for it."""
 
     state: _State
-    save_dir: Path
+    places: Places
+    """Of what is written before it is committed."""
     tag: str
     facts: dict[str, Any]
     """Of the manifest."""
     tokenizer: Any
-    meta: str | None
-    """As JSON."""
+    facts_beside: dict[str, str]
+    """Files of JSON, by their names."""
     max_num: int | None
     max_mem: float | None
     save_latest: bool
 
 
+def _lay_out(root: nn.Module, places: Places, lerobot: LeRobotLayout | None, left_out: LeftOut | None) -> ModelOnDisk:
+    """Lay out what a model is on disk; collective."""
+    without = left_out.weights if left_out else None
+    if lerobot is not None:
+        return ModelOnDisk.of_policy(root, places, lerobot, without)
+    with all_or_none("save", CheckpointError):
+        return ModelOnDisk.of(root, places) if without is None else ModelOnDisk.of_trainable(root, places, without)
+
+
 def _collect(
     model: nn.Module,
-    directory: Path,
+    places: Places,
+    on_disk: ModelOnDisk,
     *,
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
@@ -219,21 +259,15 @@ def _collect(
         CheckpointError: something cannot.
     """
     check_json(facts["client_state"], "client_state")
-    root = prepared(model)
-    check_usable(root)
-    if left_out is None:
-        on_disk = ModelOnDisk.of(root, directory)
-    else:
-        on_disk = ModelOnDisk.of_trainable(root, directory, left_out.weights)
     parts = list(on_disk.parts)
     hyper = None
     if optimizer is not None:
         check_usable(optimizer)
-        parts.append(Part.of(directory / layout.OPTIMIZER, optimizer_tensors(model, optimizer), stem=layout.OPTIMIZER))
+        parts.append(Part.of(places.state / OPTIMIZER, optimizer_tensors(model, optimizer), stem=OPTIMIZER))
         hyper = optimizer_hyper(model, optimizer)
         check_json(hyper, "optimizer")
     if ema is not None:
-        parts.append(Part.of(directory / layout.EMA, ema, stem=layout.EMA))
+        parts.append(Part.of(places.state / EMA, ema, stem=EMA))
     schedule = scheduler.state_dict() if scheduler is not None else None
     check_json(schedule, "scheduler")
     data = DataPosition.of(dataloader) if dataloader is not None else None
@@ -245,31 +279,36 @@ def _collect(
         "left_out": left_out.as_json() if left_out else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    text = layout.as_json(trainer_state)
     return _State(
-        model=on_disk, parts=parts, trainer_state=text, rng=rng_content(), data=data, shard_size=shard_count(root)
+        parts=parts,
+        beside=on_disk.beside,
+        trainer_state=directory.as_json(trainer_state),
+        rng=rng_content(),
+        data=data,
+        shard_size=shard_count(prepared(model)),
     )
 
 
 def _carry_out(order: _Order) -> None:
     """Write, commit, rotate; collective, and in an async save behind the trainer."""
-    save_dir, tag = order.save_dir, order.tag
-    with _removed_on_failure(layout.partial_path(save_dir, tag)):
+    tag, save_dir = order.tag, order.places.root.parent
+    final = order.places.moved_to(save_dir / tag)
+    with _removed_on_failure(order.places.root):
         digests = _write(order)
         with all_or_none(f"commit {tag}", CheckpointError):
             if is_rank_0():
-                layout.commit(save_dir, tag, order.facts, digests)
+                directory.commit(order.places, tag, order.facts, digests)
                 if order.save_latest:
-                    layout.point_latest(save_dir, tag)
+                    directory.point_latest(final)
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
-            old = surplus(layout.list_checkpoints(save_dir), max_num=order.max_num, max_mem=order.max_mem)
-            layout.remove(old)
-            if layout.named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
-                layout.point_latest(save_dir, tag)
+            old = surplus(list_checkpoints(save_dir), max_num=order.max_num, max_mem=order.max_mem)
+            if named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
+                directory.point_latest(final)
+            directory.remove(old)
             for gone in old:
                 log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, order.max_num, order.max_mem)
-    log("saved %s", save_dir / tag)
+    log("saved %s", final.root)
 
 
 def _write(order: _Order) -> list[str]:
@@ -278,37 +317,38 @@ def _write(order: _Order) -> list[str]:
     Returns:
         On rank 0, the digests of all ranks' lists of checksums.
     """
-    state, save_dir, tag = order.state, order.save_dir, order.tag
-    directory = layout.partial_path(save_dir, tag)
+    state, places, tag = order.state, order.places, order.tag
+    save_dir = places.root.parent
     with all_or_none(f"save into {save_dir}", CheckpointError):
         if is_rank_0():
-            layout.make_directory(save_dir)
+            directory.make_directory(save_dir)
             hold(save_dir)
-            layout.check_replaceable(save_dir, tag)
-            layout.finish_removals()
-            layout.sweep(save_dir)
+            directory.check_replaceable(save_dir, tag, places)
+            directory.finish_removals()
+            directory.sweep(save_dir)
             check_room(save_dir, sum(part.total_bytes for part in state.parts), order.max_mem)
-            of_ranks = [layout.DATA] if state.data and state.data.of_rank is not None else []
-            for folder in (layout.RNG, layout.CHECKSUMS, *of_ranks):
-                (directory / folder).mkdir(parents=True)
+            of_ranks = [DATA] if state.data and state.data.of_rank is not None else []
+            for folder in (RNG, CHECKSUMS, *of_ranks):
+                (places.state / folder).mkdir(parents=True)
+            if places.is_lerobot:
+                places.model.mkdir()
     with all_or_none(f"write {tag}", CheckpointError):
-        blocks = write_parts(directory, state.parts)
+        blocks = write_parts(places.root, state.parts)
     with all_or_none(f"write what lies beside the tensors of {tag}", CheckpointError):
-        of_rank = {directory / layout.RNG / f"rank{rank():05d}.safetensors": state.rng}
+        of_rank = {places.of_rank(RNG, rank()): state.rng}
         if state.data and state.data.of_rank is not None:
-            of_rank[directory / file_of_rank()] = state.data.of_rank
+            of_rank[places.of_rank(DATA, rank())] = state.data.of_rank
         for path, content in of_rank.items():
-            layout.write_bytes(path, content)
+            directory.write_bytes(path, content)
             blocks[path] = blocks_of(content)
         if is_rank_0():
-            state.model.write_beside(order.tokenizer)
-            layout.write_text(directory / layout.TRAINER_STATE, state.trainer_state)
-            if order.meta is not None:
-                layout.write_text(directory / layout.META, order.meta)
+            state.beside.write(order.tokenizer)
+            for name, text in {TRAINER_STATE: state.trainer_state, **order.facts_beside}.items():
+                directory.write_text(places.state / name, text)
             tensors = {file.path for part in state.parts for file in part.files}
-            beside = set(layout.not_of_ranks(directory)) - tensors
-            blocks |= {path: blocks_of(path.read_bytes()) for path in beside}
-        digest = layout.write_checksums(directory, rank(), blocks)
+            beside = set(directory.not_of_ranks(places)) - tensors
+            blocks |= {path: blocks_of_file(path) for path in beside}
+        digest = directory.write_checksums(places, rank(), blocks)
     return to_rank_0(digest)
 
 
@@ -330,7 +370,7 @@ def end_saving() -> None:
     try:
         background.end()
     finally:
-        layout.finish_removals()
+        directory.finish_removals()
         let_go()
 
 

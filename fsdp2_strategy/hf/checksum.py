@@ -44,6 +44,16 @@ def blocks_of(content: bytes) -> list[Block]:
     return [Block(begin, end, digest_of(view[begin:end])) for begin, end in zip(begins, ends, strict=True) if end]
 
 
+def blocks_of_file(path: Path) -> list[Block]:
+    """Return the blocks of a whole file, a block in memory at a time."""
+    found: list[Block] = []
+    with path.open("rb") as file:
+        while content := file.read(BLOCK_BYTES):
+            begin = found[-1].end if found else 0
+            found.append(Block(begin, begin + len(content), digest_of(content)))
+    return found
+
+
 Lists = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
 """Gives, for a range of a file, lists of blocks that were not given before, those that may cover it first."""
 

@@ -77,7 +77,8 @@ class NewFolder:
                 shutil.copyfile(path, self._output / path.name)
         if self._dtype is not None and (self._output / CONFIG).is_file():
             config = json.loads((self._output / CONFIG).read_text())
-            config["dtype"] = str(self._dtype).removeprefix("torch.")
+            if "dtype" in config or "model_type" in config:  # others, as LeRobot's may be, know no such key
+                config["dtype"] = str(self._dtype).removeprefix("torch.")
             (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if len(self._files) > 1:
             index = json.dumps(index_of(self._files), indent=2)
@@ -99,13 +100,15 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         CheckpointError: the output is not empty, or a file cannot be read.
         DamageError: bytes do not match their checksum.
     """
-    weights = sorted(source.glob("*.safetensors"))
+    weights = sorted(source.glob("model*.safetensors"))
     entries = {name: entry for path in weights for name, entry in read_header(path).items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     with NewFolder(output, described, dtype) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)
+        for path in set(source.glob("*.safetensors")) - set(weights):  # what processors hold, say
+            shutil.copyfile(path, output / path.name)
 
 
 def _copy(reader: Reader, source: Entry, target: Entry) -> None:

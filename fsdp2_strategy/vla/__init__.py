@@ -1,5 +1,6 @@
 """What vision-language-action training adds: groups, schedules, metrics and the strategy that trains by them."""
 
+from fsdp2_strategy.checkpoint import LeRobotLayout
 from fsdp2_strategy.policies import register_policy
 from fsdp2_strategy.schedule import get_constant_schedule_with_freeze_warmup
 from fsdp2_strategy.vla.groups import GROUPS, split_modality_collator, vla_parameter_groups
@@ -10,6 +11,7 @@ from fsdp2_strategy.vla.strategy import VLAFSDPStrategy
 __all__ = [
     "GROUPS",
     "JSONLinesTracker",
+    "LeRobotLayout",
     "MultiGroupLRScheduler",
     "Tracker",
     "VLAFSDPStrategy",
