@@ -1,0 +1,419 @@
+"""Robot policies as they come, tiny but of true shape: how each is built, and a batch and a loss for it.
+
+Input: nothing but a seed. Output: policies of LeRobot's interface (`Policy`) and of transformers', for tests that shard
+them. Forwards draw their noise themselves, as the real ones do; `loss_of` seeds it from the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import safetensors.torch
+import torch
+import transformers
+from models import VOCAB
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma import modeling_gemma
+
+CAMERAS = ("observation.images.front", "observation.images.wrist")
+STATE, ACTION, CHUNK = 3, 4, 5
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy: how it is built, how a batch for it is made, what its loss is, and which actions it takes."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    act: Callable[[nn.Module, Batch], torch.Tensor]
+
+
+@dataclass
+class Config:
+    """What LeRobot calls a policy's configuration: written as ``config.json`` beside the weights."""
+
+    type: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / "config.json").write_text(json.dumps(dataclasses.asdict(self), indent=4))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Config:
+        return cls(**json.loads((Path(folder) / "config.json").read_text()))
+
+
+class Policy(nn.Module):
+    """LeRobot's interface of a policy: the loss of a batch, actions, a folder with configuration and weights.
+
+    Subclasses give ``loss(batch)`` and ``sample(batch)``, a chunk of actions.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[Config]] = Config
+    _fsdp_wrap_modules: ClassVar[list[str] | None] = None
+    _fsdp_forward_methods: ClassVar[tuple[str, ...]] = ("select_action", "predict_action_chunk")
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.config = self.config_class(self.name, options)
+        self.reset()
+
+    def reset(self) -> None:
+        self._queue: deque[torch.Tensor] = deque()
+
+    def get_optim_params(self) -> Any:
+        return self.parameters()
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        loss = self.loss(batch)
+        return loss, {"loss": loss.item()}
+
+    @torch.no_grad()
+    def predict_action_chunk(self, batch: Batch) -> torch.Tensor:
+        self.eval()
+        return self.sample(batch)
+
+    @torch.no_grad()
+    def select_action(self, batch: Batch) -> torch.Tensor:
+        self.eval()
+        if not self._queue:
+            self._queue.extend(self.sample(batch).transpose(0, 1))
+        return self._queue.popleft()
+
+    def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Write configuration and weights; ``state_dict`` holds the weights where this process does not have them."""
+        self.config.save_pretrained(save_directory)
+        file = Path(save_directory) / "model.safetensors"
+        if state_dict is None:
+            safetensors.torch.save_model(self, str(file))
+        else:
+            safetensors.torch.save_file({name: t.contiguous() for name, t in state_dict.items()}, str(file))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, strict: bool = True) -> Policy:
+        policy = cls(**cls.config_class.from_pretrained(folder).options)
+        safetensors.torch.load_model(policy, str(Path(folder) / "model.safetensors"), strict=strict)
+        return policy.eval()
+
+
+# --- pi0: two decoders whose layers run pairwise, through a function ---------------------------------------------
+
+
+def compute_layer_complete(
+    layer_idx: int,
+    inputs_embeds: list[torch.Tensor],
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    paligemma: nn.Module,
+    gemma_expert: nn.Module,
+) -> list[torch.Tensor]:
+    """Run one layer of both decoders with joint attention; the layers' own forward is not called."""
+    models = [paligemma.model.language_model, gemma_expert.model]
+    queries, keys, values = [], [], []
+    for model, hidden in zip(models, inputs_embeds, strict=True):
+        layer = model.layers[layer_idx]
+        normed = layer.input_layernorm(hidden)
+        shape = (*normed.shape[:-1], -1, layer.self_attn.head_dim)
+        queries.append(layer.self_attn.q_proj(normed).view(shape).transpose(1, 2))
+        keys.append(layer.self_attn.k_proj(normed).view(shape).transpose(1, 2))
+        values.append(layer.self_attn.v_proj(normed).view(shape).transpose(1, 2))
+    query, key, value = torch.cat(queries, dim=2), torch.cat(keys, dim=2), torch.cat(values, dim=2)
+    cos, sin = models[0].rotary_emb(query.new_zeros(query.shape[0], query.shape[2], query.shape[-1]), position_ids)
+    query, key = modeling_gemma.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=1)
+    attention = models[0].layers[layer_idx].self_attn
+    attended, _ = modeling_gemma.eager_attention_forward(
+        attention, query, key, value, attention_mask, attention.scaling
+    )
+    attended = attended.reshape(query.shape[0], -1, query.shape[1] * attention.head_dim)
+    outputs, start = [], 0
+    for model, hidden in zip(models, inputs_embeds, strict=True):
+        layer, end = model.layers[layer_idx], start + hidden.shape[1]
+        if attended.dtype != layer.self_attn.o_proj.weight.dtype:
+            attended = attended.to(layer.self_attn.o_proj.weight.dtype)
+        residual = hidden + layer.self_attn.o_proj(attended[:, start:end])
+        normed = layer.post_attention_layernorm(residual.clone())
+        if layer.mlp.up_proj.weight.dtype == torch.bfloat16:
+            normed = normed.to(torch.bfloat16)
+        outputs.append(residual + layer.mlp(normed))
+        start = end
+    return outputs
+
+
+class PaliGemmaWithExpertModel(nn.Module):
+    """A vision and language model and an action expert that attend to each other in each layer."""
+
+    def __init__(self, *, mixed_dtypes: bool = False, freeze_vision_encoder: bool = False) -> None:
+        super().__init__()
+        text = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+        text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": 8, "patch_size": 4, "vision_use_head": False, "projection_dim": 24}
+        config = transformers.PaliGemmaConfig(
+            text_config={**text, "model_type": "gemma"},
+            vision_config={**vision, "model_type": "siglip_vision_model"},
+            projection_dim=24,
+            image_token_id=VOCAB - 1,
+            attn_implementation="eager",
+        )
+        expert = transformers.GemmaConfig(
+            **{**text, "hidden_size": 16, "intermediate_size": 32}, attn_implementation="eager"
+        )
+        self.paligemma = transformers.PaliGemmaForConditionalGeneration(config)
+        self.gemma_expert = transformers.GemmaForCausalLM(expert)
+        self.gemma_expert.model.embed_tokens = None
+        self.gradient_checkpointing = False
+        if mixed_dtypes:
+            self.to_bfloat16_for_selected_params()
+        if freeze_vision_encoder:
+            self.paligemma.model.vision_tower.requires_grad_(False)
+
+    def to_bfloat16_for_selected_params(self) -> None:
+        """Bring all to bf16 but the vision tower, its projector and the norms: two dtypes in each block."""
+        self.to(torch.bfloat16)
+        kept = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_attention_layernorm", "model.norm")
+        for name, parameter in self.named_parameters():
+            if any(part in name for part in kept):
+                parameter.data = parameter.data.to(torch.float32)
+
+    def embed_image(self, image: torch.Tensor) -> torch.Tensor:
+        return self.paligemma.model.get_image_features(image).pooler_output
+
+    def embed_language_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.paligemma.model.language_model.embed_tokens(tokens)
+
+    def forward(
+        self,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        inputs_embeds: list[torch.Tensor | None],
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> tuple[list[torch.Tensor | None], Any]:
+        # The first layer's dtype counts, as it is before that layer runs.
+        dtype = self.paligemma.model.language_model.layers[0].self_attn.q_proj.weight.dtype
+        prefix, suffix = (e.to(dtype) if e is not None and dtype == torch.bfloat16 else e for e in inputs_embeds)
+        options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
+        options["past_key_values"] = past_key_values
+        if suffix is None:
+            output = self.paligemma.model.language_model.forward(inputs_embeds=prefix, **options)
+            return [output.last_hidden_state, None], output.past_key_values
+        if prefix is None:
+            output = self.gemma_expert.model.forward(inputs_embeds=suffix, **options)
+            return [None, output.last_hidden_state], None
+        models = {"paligemma": self.paligemma, "gemma_expert": self.gemma_expert}
+        embeds = [prefix, suffix]
+        for layer_idx in range(self.paligemma.config.text_config.num_hidden_layers):
+            arguments = (layer_idx, embeds, attention_mask, position_ids)
+            if self.gradient_checkpointing and self.training:
+                embeds = checkpoint(
+                    compute_layer_complete, *arguments, use_reentrant=False, preserve_rng_state=False, **models
+                )
+            else:
+                embeds = compute_layer_complete(*arguments, **models)
+        norms = (self.paligemma.model.language_model.norm, self.gemma_expert.model.norm)
+        return [norm(hidden) for norm, hidden in zip(norms, embeds, strict=True)], None
+
+
+class PI0Pytorch(nn.Module):
+    """The flow of pi0: from noise to a chunk of actions, given images, words and a state."""
+
+    num_inference_steps = 3
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.paligemma_with_expert = PaliGemmaWithExpertModel(**options)
+        width = self.paligemma_with_expert.gemma_expert.config.hidden_size
+        self.action_in_proj, self.action_out_proj = nn.Linear(ACTION, width), nn.Linear(width, ACTION)
+        self.state_proj = nn.Linear(STATE, width)
+        self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    def embed_prefix(self, images: list[torch.Tensor], tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        embedded = [self.paligemma_with_expert.embed_image(image) for image in images]
+        masks = [mask.new_ones(e.shape[:2]) for e in embedded]
+        embedded.append(self.paligemma_with_expert.embed_language_tokens(tokens))
+        padding = torch.cat([*masks, mask], dim=1)
+        return torch.cat(embedded, dim=1), padding, torch.zeros_like(padding, dtype=torch.long)
+
+    def embed_suffix(self, state: torch.Tensor, noisy_actions: torch.Tensor, time: torch.Tensor) -> Any:
+        action = self.action_in_proj(noisy_actions)
+        time_embedding = sinusoidal(time, action.shape[-1])[:, None].expand_as(action).to(action.dtype)
+        action = self.action_time_mlp_in(torch.cat([action, time_embedding], dim=2))
+        action = self.action_time_mlp_out(F.silu(action))
+        embedded = torch.cat([self.state_proj(state)[:, None], action], dim=1)
+        # Images and words attend to neither state nor actions, the state not to actions.
+        blocks = torch.tensor([1, 1] + [0] * (CHUNK - 1), device=state.device).expand(len(state), -1)
+        return embedded, torch.ones_like(blocks, dtype=torch.bool), blocks
+
+    def forward(
+        self, images: list[torch.Tensor], tokens: torch.Tensor, mask: torch.Tensor, state: torch.Tensor, actions: Any
+    ) -> torch.Tensor:
+        """Return the loss of each action's each number."""
+        noise, time = torch.randn_like(actions), sample_time(actions)
+        noisy = time[:, None, None] * noise + (1 - time[:, None, None]) * actions
+        prefix, prefix_padding, prefix_blocks = self.embed_prefix(images, tokens, mask)
+        suffix, suffix_padding, suffix_blocks = self.embed_suffix(state, noisy, time)
+        padding = torch.cat([prefix_padding, suffix_padding], dim=1)
+        allowed = block_mask(padding, torch.cat([prefix_blocks, suffix_blocks], dim=1))
+        (_, out), _ = self.paligemma_with_expert(
+            attention_mask=additive(allowed),
+            position_ids=padding.cumsum(dim=1) - 1,
+            inputs_embeds=[prefix, suffix],
+        )
+        velocity = self.action_out_proj(out[:, -CHUNK:].to(self.action_out_proj.weight.dtype))
+        return F.mse_loss(noise - actions, velocity, reduction="none")
+
+    @torch.no_grad()
+    def sample_actions(
+        self, images: list[torch.Tensor], tokens: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        noise = torch.randn(len(state), CHUNK, ACTION, device=state.device)
+        prefix, padding, blocks = self.embed_prefix(images, tokens, mask)
+        _, cache = self.paligemma_with_expert(
+            attention_mask=additive(block_mask(padding, blocks)),
+            position_ids=padding.cumsum(dim=1) - 1,
+            inputs_embeds=[prefix, None],
+            use_cache=True,
+        )
+        step = -1.0 / self.num_inference_steps
+        for i in range(self.num_inference_steps):
+            time = torch.full((len(state),), 1.0 + i * step, device=state.device)
+            noise = noise + step * self.denoise_step(state, padding, cache, noise, time)
+        return noise
+
+    def denoise_step(
+        self, state: torch.Tensor, padding: torch.Tensor, cache: Any, noisy: torch.Tensor, time: torch.Tensor
+    ) -> torch.Tensor:
+        suffix, suffix_padding, suffix_blocks = self.embed_suffix(state, noisy, time)
+        of_prefix = padding[:, None, :].expand(-1, suffix.shape[1], -1)
+        allowed = torch.cat([of_prefix, block_mask(suffix_padding, suffix_blocks)], dim=2)
+        (_, out), _ = self.paligemma_with_expert(
+            attention_mask=additive(allowed),
+            position_ids=padding.sum(dim=1)[:, None] + suffix_padding.cumsum(dim=1) - 1,
+            inputs_embeds=[None, suffix],
+            past_key_values=copy.deepcopy(cache),
+        )
+        return self.action_out_proj(out[:, -CHUNK:].to(self.action_out_proj.weight.dtype))
+
+
+class PI0Policy(Policy):
+    """pi0 as LeRobot has it."""
+
+    name = "pi0"
+
+    def __init__(self, *, gradient_checkpointing: bool = False, **options: Any) -> None:
+        super().__init__(gradient_checkpointing=gradient_checkpointing, **options)
+        self.model = PI0Pytorch(**options)
+        self.model.paligemma_with_expert.gradient_checkpointing = gradient_checkpointing
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return self.model(*self._observation(batch), batch["action"]).mean()
+
+    def sample(self, batch: Batch) -> torch.Tensor:
+        return self.model.sample_actions(*self._observation(batch))
+
+    def _observation(self, batch: Batch) -> Any:
+        words = (batch["observation.language.tokens"], batch["observation.language.attention_mask"])
+        return [batch[camera] for camera in CAMERAS if camera in batch], *words, batch["observation.state"]
+
+
+def sinusoidal(time: torch.Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> torch.Tensor:
+    """Embed times in [0, 1], of shape [batch], as sines and cosines of shape [batch, width]."""
+    fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
+    angle = time[:, None].double() * 2 * math.pi / (min_period * (max_period / min_period) ** fraction)
+    return torch.cat([angle.sin(), angle.cos()], dim=1).to(time.dtype)
+
+
+def sample_time(actions: torch.Tensor) -> torch.Tensor:
+    """Draw a time for each sample, more of them near noise."""
+    time = torch.distributions.Beta(torch.tensor(1.5), torch.tensor(1.0)).sample((len(actions),))
+    return (time * 0.999 + 0.001).to(actions)
+
+
+def block_mask(padding: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Let each token see those of its own block and of blocks before; [batch, length] -> [batch, length, length]."""
+    block = starts.cumsum(dim=1)
+    return (block[:, None, :] <= block[:, :, None]) & padding[:, None, :] & padding[:, :, None]
+
+
+def additive(allowed: torch.Tensor) -> torch.Tensor:
+    """Turn a mask of what is allowed into what is added to scores, with a dimension for the heads."""
+    return torch.where(allowed[:, None], 0.0, -2.3819763e38)
+
+
+# --- batches and losses ------------------------------------------------------------------------------------------
+
+
+def robot_batch(generator: torch.Generator, images: tuple[str, ...] = CAMERAS, size: int = 8, batch: int = 2) -> Batch:
+    """Make what a LeRobot loader gives: cameras, words, a state and a chunk of actions."""
+    made = {camera: torch.rand(batch, 3, size, size, generator=generator) for camera in images}
+    made["observation.state"] = torch.randn(batch, STATE, generator=generator)
+    made["observation.language.tokens"] = torch.randint(3, VOCAB - 1, (batch, 6), generator=generator)
+    mask = torch.ones(batch, 6, dtype=torch.bool)
+    mask[0, 4:] = False
+    made["observation.language.attention_mask"] = mask
+    made["action"] = torch.randn(batch, CHUNK, ACTION, generator=generator)
+    return made | {"seed": torch.randint(1 << 30, (), generator=generator)}
+
+
+def _policy_loss(policy: nn.Module, batch: Batch) -> torch.Tensor:
+    return policy(batch)[0]
+
+
+def _act(policy: nn.Module, batch: Batch) -> torch.Tensor:
+    return policy.predict_action_chunk(batch)
+
+
+def _of_policy(kind: type[Policy], **options: Any) -> Case:
+    return Case(lambda: kind(**options), robot_batch, _policy_loss, _act)
+
+
+CASES: dict[str, Case] = {
+    "pi0": _of_policy(PI0Policy),
+    "pi0_checkpointing": _of_policy(PI0Policy, gradient_checkpointing=True),
+    "pi0_mixed": _of_policy(PI0Policy, mixed_dtypes=True),
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """Build a policy with weights that follow from the seed alone."""
+    torch.manual_seed(seed)
+    model = CASES[name].build()
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.08)
+    return model.train()
+
+
+def batch_of(name: str, step: int, rank: int) -> Batch:
+    """Make the batch of one rank at one step."""
+    return CASES[name].batch(torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of a batch, under the noise that belongs to the batch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(int(batch["seed"]))
+        return CASES[name].loss(model, {key: value for key, value in batch.items() if key != "seed"})
+
+
+def actions_of(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a chunk of actions, under the noise that belongs to the batch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(int(batch["seed"]))
+        return CASES[name].act(model, {key: value for key, value in batch.items() if key != "seed"})
