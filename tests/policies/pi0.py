@@ -1,22 +1,10 @@
-"""Robot policies as they come, tiny but of true shape: how each is built, and a batch and a loss for it.
-
-Input: nothing but a seed. Output: policies of LeRobot's interface (`Policy`) and of transformers', for tests that shard
-them. Forwards draw their noise themselves, as the real ones do; `loss_of` seeds it from the batch.
-"""
+"""pi0 as LeRobot has it: two decoders whose layers run pairwise, through a function of the module."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
-import math
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import safetensors.torch
 import torch
 import transformers
 from models import VOCAB
@@ -25,93 +13,20 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma import modeling_gemma
 
-CAMERAS = ("observation.images.front", "observation.images.wrist")
-STATE, ACTION, CHUNK = 3, 4, 5
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A policy: how it is built, how a batch for it is made, what its loss is, and which actions it takes."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], torch.Tensor]
-    act: Callable[[nn.Module, Batch], torch.Tensor]
-
-
-@dataclass
-class Config:
-    """What LeRobot calls a policy's configuration: written as ``config.json`` beside the weights."""
-
-    type: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        (Path(save_directory) / "config.json").write_text(json.dumps(dataclasses.asdict(self), indent=4))
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Config:
-        return cls(**json.loads((Path(folder) / "config.json").read_text()))
-
-
-class Policy(nn.Module):
-    """LeRobot's interface of a policy: the loss of a batch, actions, a folder with configuration and weights.
-
-    Subclasses give ``loss(batch)`` and ``sample(batch)``, a chunk of actions.
-    """
-
-    name: ClassVar[str]
-    config_class: ClassVar[type[Config]] = Config
-    _fsdp_wrap_modules: ClassVar[list[str] | None] = None
-    _fsdp_forward_methods: ClassVar[tuple[str, ...]] = ("select_action", "predict_action_chunk")
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.config = self.config_class(self.name, options)
-        self.reset()
-
-    def reset(self) -> None:
-        self._queue: deque[torch.Tensor] = deque()
-
-    def get_optim_params(self) -> Any:
-        return self.parameters()
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        loss = self.loss(batch)
-        return loss, {"loss": loss.item()}
-
-    @torch.no_grad()
-    def predict_action_chunk(self, batch: Batch) -> torch.Tensor:
-        self.eval()
-        return self.sample(batch)
-
-    @torch.no_grad()
-    def select_action(self, batch: Batch) -> torch.Tensor:
-        self.eval()
-        if not self._queue:
-            self._queue.extend(self.sample(batch).transpose(0, 1))
-        return self._queue.popleft()
-
-    def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Write configuration and weights; ``state_dict`` holds the weights where this process does not have them."""
-        self.config.save_pretrained(save_directory)
-        file = Path(save_directory) / "model.safetensors"
-        if state_dict is None:
-            safetensors.torch.save_model(self, str(file))
-        else:
-            safetensors.torch.save_file({name: t.contiguous() for name, t in state_dict.items()}, str(file))
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, *, strict: bool = True) -> Policy:
-        policy = cls(**cls.config_class.from_pretrained(folder).options)
-        safetensors.torch.load_model(policy, str(Path(folder) / "model.safetensors"), strict=strict)
-        return policy.eval()
-
-
-# --- pi0: two decoders whose layers run pairwise, through a function ---------------------------------------------
+from policies.base import (
+    ACTION,
+    CHUNK,
+    FRONT,
+    STATE,
+    WRIST,
+    Batch,
+    Policy,
+    additive,
+    block_mask,
+    masked_mean,
+    sample_time,
+    sinusoidal,
+)
 
 
 def compute_layer_complete(
@@ -321,99 +236,11 @@ class PI0Policy(Policy):
         self.model.paligemma_with_expert.gradient_checkpointing = gradient_checkpointing
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        return self.model(*self._observation(batch), batch["action"]).mean()
+        return masked_mean(self.model(*self._observation(batch), batch["action"]), batch)
 
     def sample(self, batch: Batch) -> torch.Tensor:
         return self.model.sample_actions(*self._observation(batch))
 
     def _observation(self, batch: Batch) -> Any:
         words = (batch["observation.language.tokens"], batch["observation.language.attention_mask"])
-        return [batch[camera] for camera in CAMERAS if camera in batch], *words, batch["observation.state"]
-
-
-def sinusoidal(time: torch.Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> torch.Tensor:
-    """Embed times in [0, 1], of shape [batch], as sines and cosines of shape [batch, width]."""
-    fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
-    angle = time[:, None].double() * 2 * math.pi / (min_period * (max_period / min_period) ** fraction)
-    return torch.cat([angle.sin(), angle.cos()], dim=1).to(time.dtype)
-
-
-def sample_time(actions: torch.Tensor) -> torch.Tensor:
-    """Draw a time for each sample, more of them near noise."""
-    time = torch.distributions.Beta(torch.tensor(1.5), torch.tensor(1.0)).sample((len(actions),))
-    return (time * 0.999 + 0.001).to(actions)
-
-
-def block_mask(padding: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Let each token see those of its own block and of blocks before; [batch, length] -> [batch, length, length]."""
-    block = starts.cumsum(dim=1)
-    return (block[:, None, :] <= block[:, :, None]) & padding[:, None, :] & padding[:, :, None]
-
-
-def additive(allowed: torch.Tensor) -> torch.Tensor:
-    """Turn a mask of what is allowed into what is added to scores, with a dimension for the heads."""
-    return torch.where(allowed[:, None], 0.0, -2.3819763e38)
-
-
-# --- batches and losses ------------------------------------------------------------------------------------------
-
-
-def robot_batch(generator: torch.Generator, images: tuple[str, ...] = CAMERAS, size: int = 8, batch: int = 2) -> Batch:
-    """Make what a LeRobot loader gives: cameras, words, a state and a chunk of actions."""
-    made = {camera: torch.rand(batch, 3, size, size, generator=generator) for camera in images}
-    made["observation.state"] = torch.randn(batch, STATE, generator=generator)
-    made["observation.language.tokens"] = torch.randint(3, VOCAB - 1, (batch, 6), generator=generator)
-    mask = torch.ones(batch, 6, dtype=torch.bool)
-    mask[0, 4:] = False
-    made["observation.language.attention_mask"] = mask
-    made["action"] = torch.randn(batch, CHUNK, ACTION, generator=generator)
-    return made | {"seed": torch.randint(1 << 30, (), generator=generator)}
-
-
-def _policy_loss(policy: nn.Module, batch: Batch) -> torch.Tensor:
-    return policy(batch)[0]
-
-
-def _act(policy: nn.Module, batch: Batch) -> torch.Tensor:
-    return policy.predict_action_chunk(batch)
-
-
-def _of_policy(kind: type[Policy], **options: Any) -> Case:
-    return Case(lambda: kind(**options), robot_batch, _policy_loss, _act)
-
-
-CASES: dict[str, Case] = {
-    "pi0": _of_policy(PI0Policy),
-    "pi0_checkpointing": _of_policy(PI0Policy, gradient_checkpointing=True),
-    "pi0_mixed": _of_policy(PI0Policy, mixed_dtypes=True),
-}
-
-
-def build(name: str, seed: int = 0) -> nn.Module:
-    """Build a policy with weights that follow from the seed alone."""
-    torch.manual_seed(seed)
-    model = CASES[name].build()
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.08)
-    return model.train()
-
-
-def batch_of(name: str, step: int, rank: int) -> Batch:
-    """Make the batch of one rank at one step."""
-    return CASES[name].batch(torch.Generator().manual_seed(1000 * step + rank))
-
-
-def loss_of(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of a batch, under the noise that belongs to the batch."""
-    with torch.random.fork_rng():
-        torch.manual_seed(int(batch["seed"]))
-        return CASES[name].loss(model, {key: value for key, value in batch.items() if key != "seed"})
-
-
-def actions_of(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a chunk of actions, under the noise that belongs to the batch."""
-    with torch.random.fork_rng():
-        torch.manual_seed(int(batch["seed"]))
-        return CASES[name].act(model, {key: value for key, value in batch.items() if key != "seed"})
+        return [batch[FRONT], batch[WRIST]], *words, batch["observation.state"]
