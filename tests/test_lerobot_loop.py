@@ -18,6 +18,7 @@ from policies.act import ACTPolicy
 from policies.pi0 import PI0Policy
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.policies import _registered
 from fsdp2_strategy.ranks import from_rank_0
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -168,3 +169,10 @@ def test_noise_differs_between_ranks_and_comes_again(tmp_path):
     assert take_steps(*resumed, 2) == expected
     alike = take_steps(*prepared(seed=3, per_rank=False), 1)
     assert len(set(of_all_ranks(alike[0]))) == 1
+
+
+def test_the_table_of_policies_is_that_of_the_code():
+    page = (DOCS / "coming_from_lerobot.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (yes)? ?\|$", page, flags=re.MULTILINE)
+    shown = {name: (tuple(re.findall(r"`(\w+)`", blocks)), bool(bypassed)) for name, blocks, bypassed in rows}
+    assert shown == {name: (policy.blocks, policy.bypassed) for name, policy in _registered.items()}
