@@ -97,26 +97,29 @@ class BesidePolicy:
     postprocessor: Any
 
     @classmethod
-    def of(cls, policy: nn.Module, given: LeRobotLayout) -> Self:
+    def of(cls, policy: nn.Module, train_config: Any, preprocessor: Any, postprocessor: Any) -> Self:
         """Collect it.
 
         Args:
             policy: without adapters.
-            given: what the trainer gave.
+            train_config: as in `LeRobotLayout`, like the next two.
+            preprocessor: what prepares its inputs.
+            postprocessor: what makes actions of its outputs.
 
         Raises:
+            ConfigError: something cannot be saved.
             CheckpointError: ``train_config`` holds what JSON does not.
         """
+        check_beside(train_config, preprocessor, postprocessor)
         config = None if is_transformers_model(policy) else getattr(policy, "config", None)
-        train_config = given.train_config
         if not hasattr(train_config, "save_pretrained"):
             train_config = _plain(train_config)
             check_json(train_config, "train_config")
         return cls(
             config=copy.deepcopy(config) if hasattr(config, "save_pretrained") else None,
             train_config=train_config,
-            preprocessor=given.preprocessor,
-            postprocessor=given.postprocessor,
+            preprocessor=preprocessor,
+            postprocessor=postprocessor,
         )
 
     def write(self, folder: Path) -> None:

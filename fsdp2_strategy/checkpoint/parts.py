@@ -110,7 +110,7 @@ class ModelOnDisk:
             beside = replace(
                 Beside.of(places.model, copied, regions, folder_of(root)),
                 adapters=adapters,
-                policy=BesidePolicy.of(copied, lerobot),
+                policy=BesidePolicy.of(copied, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
                 whole=whole,
             )
         return cls(parts, beside)

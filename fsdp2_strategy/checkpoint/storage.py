@@ -83,13 +83,13 @@ class Part:
         regions: Mapping[str, Region] | None = None,
         *,
         stem: str = "model",
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int | None = None,
     ) -> Part:
         """Lay out a folder: what is in which file follows from names and full sizes alone."""
         if regions is None:
             regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         regions = dict(sorted(regions.items()))
-        return cls(folder, stem, tensors, regions, files_for(folder, stem, regions, most_bytes))
+        return cls(folder, stem, tensors, regions, files_for(folder, stem, regions, most_bytes or MOST_BYTES))
 
     @cached_property
     def entries(self) -> dict[str, Entry]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 
 _AT_ONCE_BYTES = 64 << 20
-_MOST_BYTES = 5 * 10**9
+MOST_BYTES = 5 * 10**9
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
@@ -35,13 +36,18 @@ class NewFolder:
         output: where it goes: a new folder, or an empty one.
         described: shape and dtype of each tensor.
         dtype: of the floating tensors; by default as they are.
+        most_bytes: of one file.
 
     Raises:
         CheckpointError: the output is not empty.
     """
 
     def __init__(
-        self, output: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None
+        self,
+        output: Path,
+        described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        dtype: torch.dtype | None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         if output.exists() and any(output.iterdir()):
             raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another one.")
@@ -50,7 +56,7 @@ class NewFolder:
             name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
             for name, (shape, stored) in sorted(described.items())
         }
-        self._files = files_for(output, "model", regions, _MOST_BYTES, partial=True)
+        self._files = files_for(output, "model", regions, most_bytes, partial=True)
         self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
         output.mkdir(parents=True, exist_ok=True)
 
@@ -79,7 +85,7 @@ class NewFolder:
             config = json.loads((self._output / CONFIG).read_text())
             if "dtype" in config or "model_type" in config:  # others, as LeRobot's may be, know no such key
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
-            (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+                (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if len(self._files) > 1:
             index = json.dumps(index_of(self._files), indent=2)
             (self._output / "model.safetensors.index.json").write_text(index + "\n")
@@ -88,7 +94,7 @@ class NewFolder:
 
 
 def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums: Checksums | None = None) -> None:
-    """Copy a folder of safetensors files with all that lies beside them; not collective.
+    """Copy a folder of safetensors files with all that lies beside them, one file as one; not collective.
 
     Args:
         source: the folder.
@@ -103,7 +109,8 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     weights = sorted(source.glob("model*.safetensors"))
     entries = {name: entry for path in weights for name, entry in read_header(path).items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
-    with NewFolder(output, described, dtype) as folder, Reader("exporting", checksums) as reader:
+    most_bytes = sys.maxsize if len(weights) == 1 else MOST_BYTES
+    with NewFolder(output, described, dtype, most_bytes) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)

@@ -3,6 +3,7 @@
 from fsdp2_strategy.checkpoint import LeRobotLayout
 from fsdp2_strategy.policies import register_policy
 from fsdp2_strategy.schedule import get_constant_schedule_with_freeze_warmup
+from fsdp2_strategy.vla.export import save_policy
 from fsdp2_strategy.vla.groups import GROUPS, split_modality_collator, vla_parameter_groups
 from fsdp2_strategy.vla.metrics import JSONLinesTracker, Tracker, VLAMetrics, WeightsBiasesTracker
 from fsdp2_strategy.vla.schedule import MultiGroupLRScheduler
@@ -19,6 +20,7 @@ __all__ = [
     "WeightsBiasesTracker",
     "get_constant_schedule_with_freeze_warmup",
     "register_policy",
+    "save_policy",
     "split_modality_collator",
     "vla_parameter_groups",
 ]

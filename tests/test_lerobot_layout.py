@@ -1,0 +1,765 @@
+"""LeRobot's layout of a checkpoint: what others open, what a run goes on from, and the promises of any checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import build
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from pool import processes
+from reference import full, full_parameters
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import fsdp2_strategy.checkpoint.save as saving
+from fsdp2_strategy import (
+    CheckpointError,
+    ConfigError,
+    FSDPV2Strategy,
+    StrategyConfig,
+    list_checkpoints,
+    verify_checkpoint,
+)
+from fsdp2_strategy.checkpoint import directory, storage
+from fsdp2_strategy.checkpoint.state import optimizer_tensors
+from fsdp2_strategy.cli import main
+from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.hf import arrange, copy
+from fsdp2_strategy.vla import LeRobotLayout, save_policy
+
+
+@dataclass
+class PolicyConfig:
+    type: str = "tiny"
+    hidden: int = 16
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "config.json").write_text(json.dumps({"type": self.type, "hidden": self.hidden}))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm, self.inward, self.outward = nn.LayerNorm(hidden), nn.Linear(hidden, 24), nn.Linear(24, hidden)
+
+    def forward(self, x):
+        return x + self.outward(torch.nn.functional.gelu(self.inward(self.norm(x))))
+
+
+class TinyPolicy(nn.Module):
+    """In LeRobot's manner, with tied weights and both kinds of buffers."""
+
+    name = "tiny"
+    config_class = PolicyConfig
+    _fsdp_wrap_modules = ("Block",)
+    calls = ()
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(11, config.hidden)
+        self.model = nn.Sequential(*(Block(config.hidden) for _ in range(2)))
+        self.head = nn.Linear(config.hidden, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.rand(config.hidden))
+        self.register_buffer("angles", torch.rand(3), persistent=False)
+
+    def forward(self, batch):
+        x = self.embed(batch["state"])
+        logits = self.head(self.model(x + self.mean.to(x.dtype))).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["action"].flatten()), {}
+
+    def save_pretrained(self, folder, *, state_dict=None):
+        TinyPolicy.calls += ({name: type(tensor) for name, tensor in state_dict.items()},)
+        self.config.save_pretrained(folder)
+        tied = {name: tensor for name, tensor in state_dict.items() if name != "head.weight"}
+        save_file(tied, Path(folder) / "model.safetensors", {"format": "pt"})
+        (Path(folder) / "README.md").write_text("its own")
+
+
+class Pipeline:
+    def __init__(self, name):
+        self.name, self.mean = name, torch.zeros(3)
+
+    def save_pretrained(self, folder):
+        (Path(folder) / f"{self.name}.json").write_text(json.dumps({"steps": [self.name]}))
+        save_file({"mean": self.mean}, Path(folder) / f"{self.name}_step_0_normalizer.safetensors")
+
+
+def layout_of(**options):
+    given = {"total_steps": 100_000, "batch_size": 8, "train_config": {"seed": 1000}}
+    pipelines = {"preprocessor": Pipeline("policy_preprocessor"), "postprocessor": Pipeline("policy_postprocessor")}
+    return LeRobotLayout(**given | pipelines | options)
+
+
+def start(seed=0, *, policy=None, shard_size=-1, **config):
+    strategy = FSDPV2Strategy(config=StrategyConfig(**{"bf16": False, "max_norm": 1.0, **config}))
+    torch.manual_seed(seed)
+    policy = strategy.prepare_model(policy or TinyPolicy(PolicyConfig()), is_training=True, shard_size=shard_size)
+    optimizer = strategy.create_optimizer(policy, lr=1e-2)
+    strategy.create_scheduler(optimizer, "cosine", num_training_steps=20)
+    return strategy, policy, optimizer
+
+
+def train(strategy, policy, optimizer, steps):
+    """Take steps on a batch that every rank has, so that the number of ranks does not matter."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = {name: torch.randint(0, 11, (2, 4), generator=generator) for name in ("state", "action")}
+        loss, _ = policy(batch)
+        strategy.backward(loss, policy, optimizer)
+        results = strategy.optimizer_step(optimizer, policy)
+        losses.append((loss.item(), results.grad_norm))
+    return losses
+
+
+def full_state(policy, optimizer):
+    return {**full_parameters(policy), **{n: full(t).clone() for n, t in optimizer_tensors(policy, optimizer).items()}}
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert not [n for n in expected if not torch.equal(actual[n], expected[n])]
+
+
+def tags(folder):
+    return [checkpoint.tag for checkpoint in list_checkpoints(folder)]
+
+
+def files_in(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+BESIDE = [
+    "config.json",
+    "policy_postprocessor.json",
+    "policy_postprocessor_step_0_normalizer.safetensors",
+    "policy_preprocessor.json",
+    "policy_preprocessor_step_0_normalizer.safetensors",
+    "train_config.json",
+]
+STATE = [
+    "checksums/rank00000.json",
+    "checksums/rank00001.json",
+    "manifest.json",
+    "optimizer/optimizer.safetensors",
+    "rng/rank00000.safetensors",
+    "rng/rank00001.safetensors",
+    "trainer_state.json",
+    "training_step.json",
+]
+
+
+# --- what is on disk -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_the_layout_is_lerobots_to_the_file_and_its_weights_load_strictly(tmp_path):
+    run = start()
+    train(*run, range(3))
+    path = Path(run[0].save_ckpt(run[1], tmp_path, layout=layout_of()))
+    assert path == tmp_path / "000003"
+    dist.barrier()
+    assert sorted(entry.name for entry in path.iterdir()) == ["pretrained_model", "training_state"]
+    assert files_in(path / "pretrained_model") == sorted([*BESIDE, "model.safetensors"])
+    assert files_in(path / "training_state") == STATE
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".lock", "000003", "last"]
+    assert (tmp_path / "last").is_symlink() and (tmp_path / "last").readlink() == Path("000003")
+    told = json.loads((path / "training_state" / "training_step.json").read_text())
+    assert told == {"step": 3, "num_processes": 2, "batch_size": 8}
+    assert json.loads((path / "pretrained_model" / "train_config.json").read_text()) == {"seed": 1000}
+    assert json.loads((path / "pretrained_model" / "config.json").read_text()) == {"type": "tiny", "hidden": 16}
+    torch.manual_seed(1)
+    robot = TinyPolicy(PolicyConfig())
+    load_model(robot, path / "pretrained_model" / "model.safetensors", strict=True)
+    assert robot.head.weight is robot.embed.weight
+    assert_same(dict(robot.named_parameters()), full_parameters(run[1]))
+    assert torch.equal(robot.mean, run[1].mean)
+    assert "angles" not in load_file(path / "pretrained_model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("total", "step", "name"), [(100, 5, "000005"), (30_000_000, 5, "00000005")])
+def test_names_have_the_digits_of_the_last_step_and_six_at_least(total, step, name):
+    assert LeRobotLayout(total_steps=total, batch_size=1).tag(step) == name
+
+
+@pytest.mark.ranks(2)
+def test_weights_are_one_file_whatever_their_size_and_no_rank_gathers(tmp_path):
+    def never(tensor):
+        raise AssertionError("a tensor is gathered")
+
+    strategy, model, _ = start(policy=build("llama_tied"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(storage, "MOST_BYTES", 1000)
+        patched.setattr(DTensor, "full_tensor", never)
+        patched.setattr(arrange, "whole_of", never)
+        ours = Path(strategy.save_ckpt(model, tmp_path / "ours"))
+        path = Path(strategy.save_ckpt(model, tmp_path / "lerobot", layout=layout_of()))
+    dist.barrier()
+    assert len(list((ours / "model").glob("*.safetensors"))) > 1
+    assert [p.name for p in (path / "pretrained_model").glob("model*")] == ["model.safetensors"]
+    size = (path / "pretrained_model" / "model.safetensors").stat().st_size
+    for rank in range(2):
+        listed = json.loads((path / "training_state" / "checksums" / f"rank{rank:05d}.json").read_text())
+        blocks = listed["blocks"]["pretrained_model/model.safetensors"]
+        assert 0.3 < sum(end - begin for begin, end, _ in blocks) / size < 0.7, "each writes its own part"
+    opened = AutoModelForCausalLM.from_pretrained(path / "pretrained_model")
+    assert_same(dict(opened.named_parameters()), full_parameters(model))
+
+
+class Wrapped(nn.Module):
+    """A policy with one transformers model inside, whose names in the file are the policy's all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.action_head = build("llama"), nn.Linear(32, 3)
+
+
+@pytest.mark.ranks(2)
+def test_a_policy_around_a_transformers_model_is_one_file_under_its_own_names(tmp_path):
+    strategy, policy, _ = start(policy=Wrapped())
+    expected = full_parameters(policy)
+    path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout_of(train_config=None)))
+    dist.barrier()
+    assert "config.json" not in files_in(path / "pretrained_model"), "it has none"
+    torch.manual_seed(1)
+    robot = Wrapped()
+    load_model(robot, path / "pretrained_model" / "model.safetensors", strict=True)
+    assert_same(dict(robot.named_parameters()), expected)
+    other = start(1, policy=Wrapped())
+    other[0].load_ckpt(other[1], tmp_path)
+    assert_same(full_parameters(other[1]), expected)
+
+
+@pytest.mark.ranks(1)
+def test_a_training_configuration_is_an_object_a_mapping_or_a_dataclass(tmp_path):
+    strategy, policy, _ = start()
+
+    class Saves:
+        def save_pretrained(self, folder):
+            (Path(folder) / "train_config.json").write_text('"its own"')
+
+    def told_of(train_config):
+        path = strategy.save_ckpt(policy, tmp_path, layout=layout_of(train_config=train_config))
+        return json.loads((Path(path) / "pretrained_model" / "train_config.json").read_text())
+
+    @dataclass
+    class Plain:
+        steps: int = 3
+        where: Path = Path("x")
+        inner: tuple = ({"a": None},)
+
+    plain = {"steps": 3, "where": "x", "inner": [{"a": None}]}
+    assert told_of(Saves()) == "its own"
+    assert told_of(Plain()) == told_of({"steps": 3, "where": Path("x"), "inner": ({"a": None},)}) == plain
+    save_policy(policy, tmp_path / "robot", train_config=Plain())
+    assert json.loads((tmp_path / "robot" / "train_config.json").read_text()) == plain
+    with pytest.raises(CheckpointError, match=r"train_config\['device'\] is a device"):
+        strategy.save_ckpt(policy, tmp_path, layout=layout_of(train_config={"device": torch.device("cpu")}))
+
+
+# --- what a run goes on from -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"only_trainable": True}], ids=str)
+def test_a_run_resumes_to_the_bit(tmp_path, options):
+    def begin(seed):
+        torch.manual_seed(0)
+        policy = TinyPolicy(PolicyConfig())
+        policy.model[0].requires_grad_(not options)
+        run = start(seed, policy=policy)
+        loader = ResumableLoader(list(range(12)), 4)
+        average = run[0]._ema(run[1], start(policy=TinyPolicy(PolicyConfig()))[1])
+        return run, loader, average
+
+    run, loader, average = begin(0)
+    position = iter(loader)
+    next(position)
+    train(*run, range(2))
+    saved = run[0].save_ckpt(
+        run[1], tmp_path, dataloader=loader, ema=average, client_state={"a": 1}, layout=layout_of(), **options
+    )
+    expected, rest = train(*run, range(2, 5)), [b.tolist() for b in position]
+    averages = {n: full(t).clone() for n, t in average.averages.items()}
+    dist.barrier()
+    assert (Path(saved) / "pretrained_model" / "model.safetensors").exists() != bool(options)
+    assert (Path(saved) / "pretrained_model" / "config.json").exists()
+
+    run, loader, average = begin(1)
+    with torch.no_grad():
+        for value in average.averages.values():
+            value.zero_()
+    path, state = run[0].load_ckpt(run[1], tmp_path / "last", dataloader=loader, ema=average)
+    assert path == saved and state == {"a": 1} and run[0].global_step(run[1]) == 2
+    assert [b.tolist() for b in loader] == rest
+    assert_same({n: full(t) for n, t in average.averages.items()}, averages)
+    assert train(*run, range(2, 5)) == expected
+    assert run[0].load_ckpt(run[1], saved)[0] == run[0].load_ckpt(run[1], tmp_path)[0] == saved
+
+
+def save_for_any(path):
+    run = start()
+    train(*run, range(2))
+    run[0].save_ckpt(run[1], path, layout=layout_of())
+    state = full_state(*run[1:])
+    if dist.get_rank() == 0:
+        torch.save(state, path / "state")
+
+
+def load_on_any(path):
+    run = start(1)
+    run[0].load_ckpt(run[1], path)
+    assert_same(full_state(*run[1:]), torch.load(path / "state"))
+
+
+def test_another_number_of_ranks_loads_the_same_state(tmp_path, run_on):
+    run_on(2, save_for_any, path=tmp_path)
+    run_on(1, load_on_any, path=tmp_path)
+    run_on(3, load_on_any, path=tmp_path)
+
+
+# --- commits, rotation, both layouts ---------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What a SIGKILL looks like from inside: nothing after it runs."""
+
+
+class AtOnce:
+    """A thread that does its work when it is started."""
+
+    def __init__(self, target, args, name):
+        self.start = lambda: target(*args)
+
+    def join(self):
+        pass
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("tag", [None, "000002"], ids=["new tag", "same tag"])
+def test_a_crash_at_any_step_on_disk_leaves_last_loadable(tmp_path, tag):
+    run = start(policy=nn.Linear(2, 2))
+    strategy, policy, _ = run
+    originals = {
+        (os, "fsync"): os.fsync,
+        (shutil, "rmtree"): shutil.rmtree,
+        (Path, "rename"): Path.rename,
+        (Path, "replace"): Path.replace,
+        (Path, "write_bytes"): Path.write_bytes,
+        (Path, "mkdir"): Path.mkdir,
+        (Path, "symlink_to"): Path.symlink_to,
+        (Path, "unlink"): Path.unlink,
+        (saving, "write_parts"): saving.write_parts,
+    }
+    thread, directory.Thread = directory.Thread, AtOnce
+
+    def save(saves, step, tag=None):
+        strategy._run(policy).steps = step
+        strategy.save_ckpt(policy, saves, tag, client_state={"saved": step}, max_num=2, layout=layout_of())
+
+    save(tmp_path / "before", 1)
+    save(tmp_path / "before", 2)
+    points, committed_at = 0, None
+    while True:
+        saves = tmp_path / f"{points}"
+        shutil.copytree(tmp_path / "before", saves, symlinks=True)
+        countdown = points
+
+        def dying(original):
+            def call(*args, **kwargs):
+                nonlocal countdown
+                if countdown == 0:
+                    raise Killed
+                countdown -= 1
+                return original(*args, **kwargs)
+
+            return call
+
+        for (owner, name), original in originals.items():
+            setattr(owner, name, dying(original))
+        try:
+            save(saves, 3, tag)
+            survived = True
+        except Killed:
+            survived = False
+        finally:
+            for (owner, name), original in originals.items():
+                setattr(owner, name, original)
+        if survived:
+            break
+        named = strategy.load_ckpt(policy, saves / "last")[1]["saved"]
+        newest = strategy.load_ckpt(policy, saves)[1]["saved"]
+        committed_at = committed_at or (points if newest == 3 else None)
+        assert newest == (3 if committed_at is not None else 2), points
+        assert named in (2, newest) and named <= newest, "a link is a hint: it may be one behind"
+        save(saves, 4)
+        assert strategy.load_ckpt(policy, saves / "last")[1] == {"saved": 4}
+        assert len(tags(saves)) == 2
+        assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
+        points += 1
+    directory.Thread = thread
+    assert committed_at and points > 20
+
+
+def save_for_ever(folder):
+    strategy = FSDPV2Strategy(bf16=False)
+    policy = strategy.prepare_model(nn.Linear(1024, 1024), is_training=True)
+    for step in range(1, 1_000_000):
+        strategy._run(policy).steps = step
+        strategy.save_ckpt(policy, folder, max_num=2, layout=layout_of(), async_save=step % 2 == 0)
+
+
+def test_a_run_that_is_killed_while_it_saves_leaves_a_last_that_is_whole(tmp_path):
+    run = processes.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
+    run.start()
+    deadline = time.monotonic() + 60
+    while len(list_checkpoints(tmp_path)) < 2 or not list(tmp_path.glob(".*.partial")):
+        assert run.is_alive() and time.monotonic() < deadline
+    run.kill()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL
+    assert verify_checkpoint(tmp_path / "last").ok
+    assert all(verify_checkpoint(c.path).ok for c in list_checkpoints(tmp_path))
+
+
+@pytest.mark.ranks(2)
+def test_rotation_keeps_the_newest_and_last_names_it(tmp_path):
+    strategy, policy, _ = start(policy=nn.Linear(4, 4))
+    for step in range(1, 5):
+        strategy._run(policy).steps = step
+        strategy.save_ckpt(policy, tmp_path, max_num=2, save_latest=step != 4, layout=layout_of())
+        dist.barrier()
+    assert tags(tmp_path) == ["000003", "000004"]
+    assert (tmp_path / "last").readlink() == Path("000003"), "as asked"
+    strategy.save_ckpt(policy, tmp_path, "000005", max_num=1, save_latest=False, layout=layout_of())
+    dist.barrier()
+    assert (tmp_path / "last").readlink() == Path("000005"), "what it named is gone"
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_may_hold_checkpoints_of_both_layouts(tmp_path):
+    run = start()
+    strategy, policy, optimizer = run
+    states = {}
+    for step, layout in enumerate((None, layout_of(), None, layout_of()), start=1):
+        train(*run, [step])
+        path = strategy.save_ckpt(policy, tmp_path, max_num=None, layout=layout)
+        states[Path(path).name] = full_state(policy, optimizer)
+        dist.barrier()
+        pointers = {name for name in ("last", "latest") if os.path.lexists(tmp_path / name)}
+        assert pointers == ({"last"} if layout else {"latest"}), "one names the newest, and none an older one"
+        dist.barrier()
+    assert tags(tmp_path) == list(states) == ["global_step1", "000002", "global_step3", "000004"]
+    assert strategy.load_ckpt(policy, tmp_path)[0] == str(tmp_path / "000004")
+    for tag, state in states.items():
+        strategy.load_ckpt(policy, tmp_path, tag=tag)
+        assert_same(full_state(policy, optimizer), state)
+    assert all(verify_checkpoint(c.path).ok for c in list_checkpoints(tmp_path))
+    if dist.get_rank() == 0:
+        (tmp_path / "000004" / "training_state" / "optimizer" / "optimizer.safetensors").unlink()
+    dist.barrier()
+    assert strategy.load_ckpt(policy, tmp_path, fallback=True)[0] == str(tmp_path / "global_step3")
+    strategy.save_ckpt(policy, tmp_path, "000002", max_num=2)
+    dist.barrier()
+    assert tags(tmp_path) == ["global_step3", "000002"] and (tmp_path / "000002" / "model").is_dir()
+
+
+@pytest.mark.ranks(2)
+def test_what_we_did_not_make_is_never_touched(tmp_path):
+    strategy, policy, _ = start(policy=nn.Linear(4, 4))
+    if dist.get_rank() == 0:
+        for name in ("pretrained_model", "training_state"):
+            (tmp_path / "000000" / name).mkdir(parents=True)
+        (tmp_path / "000000" / "training_state" / "optimizer_param_groups.json").write_text("{}")
+        (tmp_path / "000001" / "pretrained_model").mkdir(parents=True)
+        (tmp_path / "run2" / "last").mkdir(parents=True)
+    dist.barrier()
+    for tag in ("000000", "000001"):
+        with pytest.raises(CheckpointError, match="is no checkpoint of ours"):
+            strategy.save_ckpt(policy, tmp_path, tag, layout=layout_of())
+    with pytest.raises(CheckpointError, match="last exists and is no link"):
+        strategy.save_ckpt(policy, tmp_path / "run2", layout=layout_of())
+    with pytest.raises(CheckpointError, match="tag is 'last'"):
+        strategy.save_ckpt(policy, tmp_path, "last", layout=layout_of())
+    strategy.save_ckpt(policy, tmp_path, "a", layout=layout_of())
+    with pytest.raises(CheckpointError, match="last exists and is no checkpoint of ours"):
+        strategy.save_ckpt(policy, tmp_path, "last")
+    assert strategy.load_ckpt(policy, tmp_path / "last")[0] == str(tmp_path / "a")
+
+
+# --- behind the trainer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("gather", [False, True])
+def test_an_async_save_is_the_moment_of_the_call(tmp_path, gather):
+    run = start()
+    strategy, policy, _ = run
+    train(*run, range(2))
+    expected = full_parameters(policy)
+    layout = layout_of(train_config={"seeds": [1]}, gather_for_save_pretrained=gather)
+    opened = threading.Event()
+    write = saving.write_parts
+
+    def held(*args):
+        assert opened.wait(60)
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "write_parts", held)
+        path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout, async_save=True))
+        policy.config.hidden = 99
+        layout.train_config["seeds"].append(2)
+        layout.preprocessor.mean += 1
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.zero_()
+            policy.mean.zero_()
+        opened.set()
+        strategy.wait_for_checkpoint()
+    dist.barrier()
+    folder = path / "pretrained_model"
+    assert json.loads((folder / "config.json").read_text())["hidden"] == 16
+    assert json.loads((folder / "train_config.json").read_text()) == {"seeds": [1]}
+    assert not load_file(folder / "policy_preprocessor_step_0_normalizer.safetensors")["mean"].any()
+    robot = TinyPolicy(PolicyConfig())
+    load_model(robot, folder / "model.safetensors", strict=True)
+    assert_same(dict(robot.named_parameters()), expected)
+    assert robot.mean.any()
+    strategy.load_ckpt(policy, tmp_path)
+    assert_same(full_parameters(policy), expected)
+
+
+# --- a policy that writes itself -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shard_size", [pytest.param(-1, marks=pytest.mark.ranks(3)), pytest.param(2, marks=pytest.mark.ranks(4))]
+)
+def test_a_policy_that_insists_writes_itself_from_all_values_on_rank_0(tmp_path, shard_size):
+    run = start(shard_size=shard_size)
+    strategy, policy, optimizer = run
+    train(*run, range(2))
+    TinyPolicy.calls = ()
+    path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout_of(gather_for_save_pretrained=True)))
+    expected = full_state(policy, optimizer)
+    called = dict.fromkeys(policy.state_dict(), torch.Tensor) if dist.get_rank() == 0 else None
+    assert TinyPolicy.calls == ((called,) if called else ()), "once, on rank 0, with every name and no shard"
+    dist.barrier()
+    assert files_in(path / "pretrained_model") == sorted([*BESIDE, "README.md", "model.safetensors"])
+    robot = TinyPolicy(PolicyConfig())
+    load_model(robot, path / "pretrained_model" / "model.safetensors", strict=True)
+    assert_same(dict(robot.named_parameters()), full_parameters(policy))
+    manifest = json.loads((path / "training_state" / "manifest.json").read_text())
+    assert {"pretrained_model/README.md", "training_state/model/model.safetensors"} <= manifest["files"].keys()
+    assert verify_checkpoint(path).ok
+    again = start(1, shard_size=shard_size)
+    again[0].load_ckpt(again[1], tmp_path)
+    assert_same(full_state(*again[1:]), expected)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with (path / "pretrained_model" / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+    dist.barrier()
+    assert [p for p in verify_checkpoint(path).problems if "pretrained_model/model.safetensors" in p]
+
+
+@pytest.mark.ranks(2)
+def test_a_policy_that_fails_to_write_itself_fails_on_every_rank_and_commits_nothing(tmp_path):
+    strategy, policy, _ = start()
+    insisting = layout_of(gather_for_save_pretrained=True)
+
+    def fails(self, folder, *, state_dict):
+        (Path(folder) / "half").write_text("of it")
+        raise RuntimeError("no room on the robot")
+
+    strategy.save_ckpt(policy, tmp_path, "first", layout=insisting)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TinyPolicy, "save_pretrained", fails)
+        with pytest.raises(CheckpointError, match="rank 0: RuntimeError: no room on the robot"):
+            strategy.save_ckpt(policy, tmp_path, "second", layout=insisting)
+    dist.barrier()
+    assert tags(tmp_path) == ["first"] and not list(tmp_path.glob(".*.partial"))
+    assert (tmp_path / "last").readlink() == Path("first")
+    model = start(policy=nn.Linear(4, 4))[1]
+    with pytest.raises(CheckpointError, match="cannot save Linear by its own save_pretrained: it has none"):
+        strategy.save_ckpt(model, tmp_path, layout=insisting)
+    adapted = start(policy=get_peft_model(TinyPolicy(PolicyConfig()), LoraConfig(target_modules=["inward"])))[1]
+    with pytest.raises(CheckpointError, match="it has adapters, expected none"):
+        strategy.save_ckpt(adapted, tmp_path, layout=insisting)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def with_adapters(kind, base):
+    config = LoraConfig(r=2, target_modules=["inward", "outward"], modules_to_save=[], init_lora_weights=False)
+    return get_peft_model(base, config) if kind == "around" else inject_adapter_in_model(config, base)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["around", "injected"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_policy_with_adapters_is_saved_as_peft_does_and_resumes_to_the_bit(tmp_path, kind, async_save):
+    def begin(seed):
+        torch.manual_seed(0)
+        base = TinyPolicy(PolicyConfig())
+        torch.manual_seed(seed)
+        policy = with_adapters(kind, base)
+        if kind == "injected":
+            for name, parameter in policy.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+        return start(policy=policy)
+
+    run = begin(0)
+    train(*run, range(2))
+    path = Path(run[0].save_ckpt(run[1], tmp_path, layout=layout_of(), async_save=async_save))
+    trained = full_parameters(run[1])
+    expected = train(*run, range(2, 4))
+    run[0].wait_for_checkpoint()
+    dist.barrier()
+    assert files_in(path / "pretrained_model") == sorted([*BESIDE, "adapter_config.json", "adapter_model.safetensors"])
+    assert (path / "training_state" / "trainable" / "model.safetensors").exists()
+    torch.manual_seed(0)
+    base = TinyPolicy(PolicyConfig())
+    robot = PeftModel.from_pretrained(base, path / "pretrained_model")
+    names = {n.removeprefix("base_model.model."): p for n, p in robot.named_parameters()}
+    assert_same(names, {n.removeprefix("base_model.model."): p for n, p in trained.items()})
+    again = begin(1)
+    again[0].load_ckpt(again[1], tmp_path)
+    assert train(*again, range(2, 4)) == expected
+    assert verify_checkpoint(path).ok
+
+
+# --- a folder for a robot --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_robots_folder_holds_the_masters_or_the_dtype_that_was_asked_for(tmp_path, dtype):
+    run = start(bf16=True)
+    train(*run, range(2))
+    pipelines = {"preprocessor": Pipeline("policy_preprocessor"), "postprocessor": Pipeline("policy_postprocessor")}
+    save_policy(run[1], tmp_path, **pipelines, train_config={"seed": 1000}, dtype=dtype)
+    masters = full_parameters(run[1])
+    dist.barrier()
+    assert files_in(tmp_path) == sorted([*BESIDE, "model.safetensors"])
+    robot = TinyPolicy(PolicyConfig()).to(dtype or torch.float32)
+    load_model(robot, tmp_path / "model.safetensors", strict=True)
+    assert all(t.dtype == torch.float32 for t in masters.values())
+    assert_same(dict(robot.named_parameters()), {n: t.to(dtype or t.dtype) for n, t in masters.items()})
+
+
+@pytest.mark.ranks(2)
+def test_a_robots_folder_of_a_policy_with_adapters_holds_these_alone(tmp_path):
+    torch.manual_seed(0)
+    run = start(policy=with_adapters("around", TinyPolicy(PolicyConfig())))
+    save_policy(run[1], tmp_path)
+    trained = full_parameters(run[1])
+    dist.barrier()
+    assert files_in(tmp_path) == ["adapter_config.json", "adapter_model.safetensors", "config.json"]
+    torch.manual_seed(0)
+    robot = PeftModel.from_pretrained(TinyPolicy(PolicyConfig()), tmp_path)
+    assert_same(dict(robot.named_parameters()), trained)
+
+
+# --- damage, the command line, refusals ------------------------------------------------------------------------------
+
+
+def save_for_the_command_line(path):
+    run = start()
+    train(*run, range(1))
+    run[0].save_ckpt(run[1], path, layout=layout_of())
+    run[0].save_ckpt(run[1], path, "global_step1")
+    run[0].close()
+
+
+def test_the_command_line_lists_verifies_and_exports(tmp_path, run_on):
+    run_on(2, save_for_the_command_line, path=tmp_path / "run")
+
+    def told(*arguments):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            status = main([str(argument) for argument in arguments])
+        return status, said.getvalue()
+
+    status, listed = told("ls", tmp_path / "run")
+    assert status == 0 and [line.split()[1] for line in listed.splitlines()] == ["000001", "global_step1"]
+    assert told("verify", tmp_path / "run") == (
+        0,
+        f"{tmp_path}/run/000001: ok\n{tmp_path}/run/global_step1: ok\n",
+    )
+    saved = tmp_path / "run" / "000001" / "pretrained_model"
+    for dtype in (None, "bfloat16"):
+        output = tmp_path / f"robot {dtype}"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(copy, "MOST_BYTES", 1000)
+            assert told("export", saved.parent, output, *(["--dtype", dtype] if dtype else []))[0] == 0
+        assert files_in(output) == files_in(saved)
+        expected = load_file(saved / "model.safetensors")
+        expected = {name: tensor.to(getattr(torch, dtype or "float32")) for name, tensor in expected.items()}
+        assert_same(load_file(output / "model.safetensors"), expected)
+        assert (output / "config.json").read_text() == (saved / "config.json").read_text()
+    for name in ("model.safetensors", "policy_preprocessor.json"):
+        content = (saved / name).read_bytes()
+        (saved / name).write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        status, said = told("verify", saved.parent)
+        assert status == 1 and f"pretrained_model/{name}" in said
+        (saved / name).write_bytes(content)
+    assert verify_checkpoint(saved.parent).ok
+
+
+@pytest.mark.ranks(2)
+def test_a_flipped_byte_is_found_when_it_is_read(tmp_path):
+    strategy, policy, _ = start()
+    path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout_of()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with (path / "pretrained_model" / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            [last] = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last ^ 1]))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"pretrained_model/model\.safetensors have the checksum"):
+        strategy.load_ckpt(policy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_steps": 0}, "total_steps is 0, expected a whole number"),
+        ({"batch_size": 2.0}, "batch_size is 2.0, expected a whole number"),
+        ({"preprocessor": "pre"}, "preprocessor is a str, expected an object with save_pretrained"),
+        ({"postprocessor": 1}, "postprocessor is a int, expected an object with save_pretrained"),
+        ({"train_config": 3}, "train_config is a int, expected an object with save_pretrained, a mapping"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_said(options, message):
+    with pytest.raises(ConfigError, match=message):
+        layout_of(**options)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_give_different_layouts_are_refused(tmp_path):
+    strategy, policy, _ = start(policy=nn.Linear(4, 4))
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
+        strategy.save_ckpt(policy, tmp_path, "a", layout=layout_of(batch_size=1 + dist.get_rank()))
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
+        strategy.save_ckpt(policy, tmp_path, "a", layout=layout_of() if dist.get_rank() else None)
