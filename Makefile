@@ -42,6 +42,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/lerobot.py
 	$(BIN)/python benchmarks/vla.py
+	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/logprob.py
 
 format: .venv/installed

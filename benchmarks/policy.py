@@ -1,0 +1,260 @@
+"""Saving and resuming a robot's policy in LeRobot's layout, against LeRobot's way of it.
+
+    python benchmarks/policy.py [--rounds 5] [--hidden 1024] [--layers 17] [--ranks 2] [--where disk tmpfs]
+                                [--disk DIR] [--tmpfs DIR]
+
+A policy of equal blocks, 8.4 million parameters each at a width of 1024, with fp32 AdamW state. LeRobot's way under
+FSDP2: every parameter and its state is gathered, rank 0 holds them all and writes `model.safetensors` and a flattened
+`optimizer_state.safetensors`; to resume, every rank reads both files whole. Ours: `save_ckpt` with `LeRobotLayout`, in
+front of the trainer, and behind it, where "save" is what the call takes, and "end" what is left to wait for.
+
+A turn saves (files are forced to disk by all contestants), drops them from the page cache where they are on a disk, and
+loads them; values of all weights and of their state are set to zero in between and compared. Bytes are those of the
+files, and what all ranks read: files that are mapped count in full, for the kernel does not count them. Peak memory is
+each rank's above what it held before; memory that is kept from one save to the next shows in the first alone, which
+stands in brackets. Writes policy.json, prints tables.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import (
+    attempt,
+    become_rank,
+    circumstances,
+    drop_from_cache,
+    error_of,
+    finish,
+    force_to_disk,
+    in_turns,
+    local_of,
+    merge,
+    on_ranks,
+    ratio,
+    spread,
+    summary,
+    turn,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.vla import LeRobotLayout
+
+GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+PHASES = ("save", "end", "load")
+LAYOUT = LeRobotLayout(total_steps=100_000, batch_size=8, train_config={"seed": 1000})
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outward(torch.nn.functional.gelu(self.inward(x)))
+
+
+class Policy(nn.Module):
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Block(hidden) for _ in range(layers)))
+        self.register_buffer("mean", torch.zeros(hidden))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+        return self.model(batch["observation.state"] - self.mean).float().square().mean(), {}
+
+
+@dataclass
+class Run:
+    strategy: FSDPV2Strategy
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def start(cls, hidden: int, layers: int) -> "Run":
+        """Take one step, so that there is optimizer state."""
+        strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=("Block",)))
+        torch.manual_seed(0)
+        policy = strategy.prepare_model(Policy(hidden, layers), is_training=True)
+        optimizer = strategy.create_optimizer(policy, lr=1e-4)
+        loss, _ = policy({"observation.state": torch.ones(4, hidden, device=strategy.device)})
+        strategy.backward(loss, policy, optimizer)
+        strategy.optimizer_step(optimizer, policy)
+        return cls(strategy, policy, optimizer)
+
+    def witnesses(self) -> list[torch.Tensor]:
+        """Return a few values of each weight and of its state, where they are now."""
+        state = [slots["exp_avg_sq"] for slots in self.optimizer.state.values()]
+        return [local_of(tensor.detach()).reshape(-1)[:4] for tensor in (*self.policy.parameters(), *state)]
+
+
+# --- LeRobot's way ----------------------------------------------------------------------------------------------------
+
+
+def save_as_lerobot(run: Run, folder: Path) -> None:
+    """Gather on rank 0, and write a file of weights and one of optimizer state."""
+    weights = get_model_state_dict(run.policy, options=GATHERED)
+    state = get_optimizer_state_dict(run.policy, run.optimizer, options=GATHERED)
+    if dist.get_rank() == 0:
+        pretrained, training = folder / "000001" / "pretrained_model", folder / "000001" / "training_state"
+        for each in (pretrained, training):
+            each.mkdir(parents=True)
+        save_file(weights, pretrained / "model.safetensors")
+        flat = {f"{name}/{key}": tensor for name, slots in state["state"].items() for key, tensor in slots.items()}
+        save_file(flat, training / "optimizer_state.safetensors")
+        (training / "optimizer_param_groups.json").write_text(json.dumps(state["param_groups"]))
+        (training / "training_step.json").write_text(json.dumps({"step": 1}))
+        force_to_disk(folder)
+        (folder / "last").symlink_to("000001")
+
+
+def load_as_lerobot(run: Run, folder: Path) -> None:
+    """Let every rank read both files whole."""
+    weights = load_file(folder / "last" / "pretrained_model" / "model.safetensors")
+    set_model_state_dict(run.policy, weights, options=WHOLE)
+    del weights
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load_file(folder / "last" / "training_state" / "optimizer_state.safetensors").items():
+        name, slot = key.rsplit("/", 1)
+        state.setdefault(name, {})[slot] = tensor
+    groups = json.loads((folder / "last" / "training_state" / "optimizer_param_groups.json").read_text())
+    whole = {"state": state, "param_groups": groups}
+    set_optimizer_state_dict(run.policy, run.optimizer, whole, options=WHOLE)
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contestant:
+    save: Callable[[Run, Path], object]
+    load: Callable[[Run, Path], object] = lambda run, folder: run.strategy.load_ckpt(run.policy, folder / "last")
+    end: Callable[[Run], object] = lambda run: run.strategy.wait_for_checkpoint()
+    turns: dict[str, list] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    maps_files: bool = False
+    file_bytes: int = 0
+
+
+def contestants() -> dict[str, Contestant]:
+    return {
+        "ours": Contestant(lambda run, folder: run.strategy.save_ckpt(run.policy, folder, layout=LAYOUT)),
+        "ours, behind the trainer": Contestant(
+            lambda run, folder: run.strategy.save_ckpt(run.policy, folder, layout=LAYOUT, async_save=True)
+        ),
+        "LeRobot's way": Contestant(save_as_lerobot, load_as_lerobot, maps_files=True),
+    }
+
+
+def take_turn(run: Run, one: Contestant, options: dict) -> None:
+    folder = Path(options["dir"]) / "checkpoints"
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    one.turns["save"].append(attempt(lambda: turn(lambda: one.save(run, folder))))
+    one.turns["end"].append(attempt(lambda: turn(lambda: one.end(run))))
+    one.file_bytes = sum(path.stat().st_size for path in folder.glob("0*/**/*") if path.is_file())
+    if options["cold"]:
+        drop_from_cache(folder)
+        dist.barrier()
+    before = [values.clone() for values in run.witnesses()]
+    for values in run.witnesses():
+        values.zero_()
+    one.turns["load"].append(attempt(lambda: turn(lambda: one.load(run, folder))))
+    assert all(map(torch.equal, run.witnesses(), before)) or error_of(one.turns["load"]), "values are lost"
+
+
+def measure(rank: int, options: dict) -> None:
+    become_rank(rank, options["ranks"], options["store"])
+    run = Run.start(options["hidden"], options["layers"])
+    all_of_them = contestants()
+    for name in all_of_them:  # once beforehand: threads, groups and slabs are made
+        take_turn(run, all_of_them[name], options)
+    first = {name: peaks_of(one.turns["save"]) for name, one in all_of_them.items()}
+    for one in all_of_them.values():
+        one.turns = {phase: [] for phase in PHASES}
+    for name in in_turns(list(all_of_them), options["rounds"]):
+        take_turn(run, all_of_them[name], options)
+    result: dict = {"parameters": sum(p.numel() for p in run.policy.parameters())}
+    for name, one in all_of_them.items():
+        phases = {phase: summary(taken) | peaks_of(taken) for phase, taken in one.turns.items()}
+        if one.maps_files:
+            phases["load"]["read_bytes"] = one.file_bytes * options["ranks"]
+        result[name] = {**phases, "file_bytes": one.file_bytes, "first_save": first[name]}
+    run.strategy.close()
+    finish(rank, options, result)
+
+
+def peaks_of(turns: list[list[dict]]) -> dict:
+    """Return each rank's peak memory above what it held before, the median of its turns."""
+    if error_of(turns):
+        return {}
+    ranks = range(len(turns[0]))
+    return {"peak_bytes_of_ranks": [statistics.median(taken[rank]["peak_bytes"] for taken in turns) for rank in ranks]}
+
+
+def tell(where: str, result: dict) -> None:
+    saving = "save, s | / ours | end, s | peak of ranks, MB | files, MB"
+    print(f"\n| {where} | {saving} | load, s | / ours | peak of ranks, MB | read, MB |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, of in result.items():
+        if name == "parameters":
+            continue
+        if failed := next((of[phase]["error"] for phase in PHASES if "error" in of[phase]), None):
+            print(f"| {name} | {failed} |")
+            continue
+        cells = []
+        for phase, moved in (("save", of["file_bytes"]), ("load", of["load"]["read_bytes"])):
+            over, low, high = ratio(of[phase]["seconds"], result["ours"][phase]["seconds"])
+            cells += [spread(of[phase]["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
+            cells += [spread(of["end"]["seconds"])] if phase == "save" else []
+            first = f" ({in_megabytes(of['first_save'])})" if phase == "save" else ""
+            cells += [in_megabytes(of[phase]) + first, f"{moved / 1e6:.0f}"]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def in_megabytes(of: dict) -> str:
+    return " / ".join(f"{peak / 1e6:.0f}" for peak in of["peak_bytes_of_ranks"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=17)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--where", nargs="+", default=["tmpfs", "disk"], choices=["tmpfs", "disk"])
+    parser.add_argument("--disk", type=Path, default=Path("runs/policy"))
+    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/policy"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    for where in args.where:
+        place = (args.disk if where == "disk" else args.tmpfs).absolute()
+        sizes = {"hidden": args.hidden, "layers": args.layers, "ranks": args.ranks, "rounds": args.rounds}
+        try:
+            result = on_ranks(measure, {**sizes, "dir": str(place), "cold": where == "disk"})
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        tell(where, result)
+        entry = {**circumstances(), **sizes, "where": where, **result}
+        merge(args.out / "policy.json", entry, ("where", "hidden", "layers", "ranks", "hardware"))
+    print(f"\nwrote {args.out / 'policy.json'} ({result['parameters'] / 1e6:.0f} M parameters)")
+
+
+if __name__ == "__main__":
+    main()
