@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.errors import StepError, some
 from fsdp2_strategy.modality import has_gradient
 from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import from_rank_0, group_in_use
@@ -54,8 +54,12 @@ def _gather(watch: _Watch, name: str, group: Any, unshard: Callable[..., None], 
 
 
 def _reduce(watch: _Watch, name: str, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    if group.reduce_grads and any(map(has_gradient, group.fsdp_params)):
-        watch.meet(f"reduces {name}")
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    lacking = [p._param_fqn for p in trained if not has_gradient(p)]
+    if group.reduce_grads and len(lacking) < len(trained):
+        # What ranks reduce together has to be the same.
+        without = f" without {some(lacking, 'gradient')}" if lacking else ""
+        watch.meet(f"reduces {name}{without}")
     reduce(*unused)
 
 
@@ -94,7 +98,8 @@ class _Watch:
             each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(notes))
             raise StepError(
                 f"cannot go on: the ranks run different units: {each}, expected the same on each. Look at what differs "
-                "between their batches; for images on some ranks only there is mixed_mm_data."
+                "between their batches; for images on some ranks only there is mixed_mm_data, and a head runs where "
+                "there are no labels, too, its loss times zero."
             )
         if turn > 1:  # everyone has read what was said two turns ago
             self._store.delete_key(f"{turn - 2}/{self._rank}")
