@@ -49,7 +49,7 @@ from fsdp2_strategy.residency import (
     remember_wrapper,
     unwrap_model,
 )
-from fsdp2_strategy.walk import Walk
+from fsdp2_strategy.walk import Walk, is_cache
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -404,7 +404,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_cache(value: Any) -> Any:
     """Leave out a key-value cache of transformers: the recomputation would append to it again."""
-    return None if hasattr(value, "get_seq_length") else value
+    return None if is_cache(value) else value
 
 
 def _compile(plan: ShardPlan, backend: str) -> None:

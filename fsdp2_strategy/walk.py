@@ -10,6 +10,10 @@ and left open until the walk goes on to a unit of the same list, or the pass of 
 pass what its modules put out gathers it again, as a unit's outputs do, and the input of the first module that ran says
 when its gradients are complete; where that input has no gradient, the end of the backward pass does. A function that
 runs again in backward, under activation checkpointing, finds the unit as backward has gathered it.
+
+[Note: side outputs] A block that fills a cache gives out more than what it returns: in transformers' pi0 the action
+expert attends to the keys and values of the language model, whose last block has no other gradient. So the modules
+within a block that is given a cache gather it for backward as well.
 """
 
 from __future__ import annotations
@@ -144,7 +148,8 @@ class Walk:
 
     def _after(self, around: Sequence[_Unit], _module: nn.Module, _args: Any, output: Any) -> None:
         for unit in around:
-            if unit.is_open and not unit.is_running and torch.is_grad_enabled():
+            walked = unit.is_open and not unit.is_running
+            if (walked or unit.fills_cache) and torch.is_grad_enabled():
                 unit.gather_for_gradients_of(output)
 
     def _walk_into(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> _Call:
@@ -182,16 +187,19 @@ class _Unit:
         """The list that it stands in: of those there one is open at a time."""
         self.is_running = False
         self.is_open = False
+        self.fills_cache = False
+        """Whether it runs with a cache; see [Note: side outputs]."""
         self.handles = [
-            module.register_forward_pre_hook(self._begin),
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
             module.register_forward_hook(self._end, always_call=True),
         ]
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_running = True
+        self.fills_cache = any(map(is_cache, (*args, *kwargs.values())))
 
     def _end(self, *_: object) -> None:
-        self.is_running = False
+        self.is_running = self.fills_cache = False
 
     @property
     def _state(self) -> Any:
@@ -231,6 +239,11 @@ class _Unit:
         for group in groups_of(state):
             group.unshard()
             group.wait_for_unshard()
+
+
+def is_cache(value: object) -> bool:
+    """Say whether a value is a key-value cache of transformers."""
+    return hasattr(value, "get_seq_length")
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
