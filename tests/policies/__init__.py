@@ -19,7 +19,7 @@ from policies.act import ACTPolicy
 from policies.base import ACTION, CHUNK, STATE, Batch, Config, Policy, robot_batch
 from policies.diffusion import DiffusionPolicy
 from policies.dit import GrootPolicy, MultiTaskDiTPolicy, XVLAPolicy
-from policies.pi0 import PI0Policy
+from policies.pi0 import KEPT_IN_FP32, PI0Policy
 from policies.smolvla import SmolVLAPolicy
 from policies.vlm import BackbonePolicy, backbone_batch
 
@@ -84,7 +84,10 @@ CASES: dict[str, Case] = {
     ),
     "pi0": Case(build=PI0Policy),
     "pi0_recomputed": Case(build=lambda: PI0Policy(gradient_checkpointing=True)),
-    "pi0_mixed": Case(build=lambda: PI0Policy(mixed_dtypes=True)),
+    "pi0_mixed": Case(
+        build=lambda: PI0Policy(mixed_dtypes=True),
+        config={"bf16": True, "keep_fp32": [*KEPT_IN_FP32, "action_", "state_proj"]},
+    ),
     "smolvla": Case(build=SmolVLAPolicy),
     "smolvla_whole": Case(build=lambda: SmolVLAPolicy(train_expert_only=False)),
     "act": Case(build=ACTPolicy, config={"block_class_names": ACTPolicy._fsdp_wrap_modules}),
@@ -93,6 +96,9 @@ CASES: dict[str, Case] = {
     "xvla": Case(build=XVLAPolicy, config={"block_class_names": ["TransformerBlock", "BartEncoderLayer"]}),
     "multi_task_dit": Case(build=MultiTaskDiTPolicy, config={"block_class_names": ["TransformerBlock"]}),
     "backbone": Case(build=BackbonePolicy, batch=backbone_batch),
+    "backbone_mixed": Case(
+        build=BackbonePolicy, batch=backbone_batch, config={"bf16": True, "keep_fp32": ["vision_tower"]}
+    ),
 }
 
 

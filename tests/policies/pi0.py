@@ -28,6 +28,12 @@ from policies.base import (
     sinusoidal,
 )
 
+Cameras = list[tuple[torch.Tensor, torch.Tensor]]
+"""Images of each camera, and in which samples there are any."""
+
+KEPT_IN_FP32 = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_attention_layernorm", "model.norm")
+"""What the mixed form of the backbone and the expert keeps."""
+
 
 def compute_layer_complete(
     layer_idx: int,
@@ -100,13 +106,13 @@ class PaliGemmaWithExpertModel(nn.Module):
     def to_bfloat16_for_selected_params(self) -> None:
         """Bring all to bf16 but the vision tower, its projector and the norms: two dtypes in each block."""
         self.to(torch.bfloat16)
-        kept = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_attention_layernorm", "model.norm")
         for name, parameter in self.named_parameters():
-            if any(part in name for part in kept):
+            if any(part in name for part in KEPT_IN_FP32):
                 parameter.data = parameter.data.to(torch.float32)
 
     def embed_image(self, image: torch.Tensor) -> torch.Tensor:
-        return self.paligemma.model.get_image_features(image).pooler_output
+        # The tower may be fp32 beside bf16.
+        return self.paligemma.model.get_image_features(image.float()).pooler_output.to(image.dtype)
 
     def embed_language_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.paligemma.model.language_model.embed_tokens(tokens)
@@ -157,15 +163,18 @@ class PI0Pytorch(nn.Module):
         self.state_proj = nn.Linear(STATE, width)
         self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
 
-    def embed_prefix(self, images: list[torch.Tensor], tokens: torch.Tensor, mask: torch.Tensor) -> Any:
-        embedded = [self.paligemma_with_expert.embed_image(image) for image in images]
-        masks = [mask.new_ones(e.shape[:2]) for e in embedded]
+    def embed_prefix(self, cameras: Cameras, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        embedded = [self.paligemma_with_expert.embed_image(image) for image, _ in cameras]
+        masks = [
+            seen[:, None].to(mask.dtype).expand(e.shape[:2]) for e, (_, seen) in zip(embedded, cameras, strict=True)
+        ]
         embedded.append(self.paligemma_with_expert.embed_language_tokens(tokens))
         padding = torch.cat([*masks, mask], dim=1)
         return torch.cat(embedded, dim=1), padding, torch.zeros_like(padding, dtype=torch.long)
 
     def embed_suffix(self, state: torch.Tensor, noisy_actions: torch.Tensor, time: torch.Tensor) -> Any:
         action = self.action_in_proj(noisy_actions)
+        state = state.to(self.state_proj.weight.dtype)
         time_embedding = sinusoidal(time, action.shape[-1])[:, None].expand_as(action).to(action.dtype)
         action = self.action_time_mlp_in(torch.cat([action, time_embedding], dim=2))
         action = self.action_time_mlp_out(F.silu(action))
@@ -175,12 +184,13 @@ class PI0Pytorch(nn.Module):
         return embedded, torch.ones_like(blocks, dtype=torch.bool), blocks
 
     def forward(
-        self, images: list[torch.Tensor], tokens: torch.Tensor, mask: torch.Tensor, state: torch.Tensor, actions: Any
+        self, cameras: Cameras, tokens: torch.Tensor, mask: torch.Tensor, state: torch.Tensor, actions: Any
     ) -> torch.Tensor:
         """Return the loss of each action's each number."""
-        noise, time = torch.randn_like(actions), sample_time(actions)
+        # In fp32 whatever else is not, and so must be the projections that they meet.
+        noise, time = torch.randn(actions.shape), sample_time(actions.float())
         noisy = time[:, None, None] * noise + (1 - time[:, None, None]) * actions
-        prefix, prefix_padding, prefix_blocks = self.embed_prefix(images, tokens, mask)
+        prefix, prefix_padding, prefix_blocks = self.embed_prefix(cameras, tokens, mask)
         suffix, suffix_padding, suffix_blocks = self.embed_suffix(state, noisy, time)
         padding = torch.cat([prefix_padding, suffix_padding], dim=1)
         allowed = block_mask(padding, torch.cat([prefix_blocks, suffix_blocks], dim=1))
@@ -194,10 +204,10 @@ class PI0Pytorch(nn.Module):
 
     @torch.no_grad()
     def sample_actions(
-        self, images: list[torch.Tensor], tokens: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
+        self, cameras: Cameras, tokens: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
         noise = torch.randn(len(state), CHUNK, ACTION, device=state.device)
-        prefix, padding, blocks = self.embed_prefix(images, tokens, mask)
+        prefix, padding, blocks = self.embed_prefix(cameras, tokens, mask)
         _, cache = self.paligemma_with_expert(
             attention_mask=additive(block_mask(padding, blocks)),
             position_ids=padding.cumsum(dim=1) - 1,
@@ -242,5 +252,8 @@ class PI0Policy(Policy):
         return self.model.sample_actions(*self._observation(batch))
 
     def _observation(self, batch: Batch) -> Any:
-        words = (batch["observation.language.tokens"], batch["observation.language.attention_mask"])
-        return [batch[FRONT], batch[WRIST]], *words, batch["observation.state"]
+        """Return what the model takes; a camera that a batch lacks is black, and nothing looks at it."""
+        words, state = batch["observation.language.tokens"], batch["observation.state"]
+        black = state.new_full((len(state), 3, 8, 8), -1.0)
+        cameras = [(batch.get(name, black), words.new_full((len(state),), name in batch)) for name in (FRONT, WRIST)]
+        return cameras, words, batch["observation.language.attention_mask"], state

@@ -87,7 +87,7 @@ class BackbonePolicy(Policy):
 
     def sample(self, batch: Batch) -> torch.Tensor:
         condition, state = self._hidden(batch)[:, -1], batch["observation.state"]
-        x = torch.randn(len(state), CHUNK, ACTION)
+        x = torch.randn(len(state), CHUNK, ACTION).to(condition.dtype)
         for i in range(3):
             x = x - self.action_model(condition, state, x, torch.full((len(x),), 1.0 - i / 3)) / 3
         return x
@@ -101,8 +101,8 @@ class BackbonePolicy(Policy):
     def _action_loss(self, condition: torch.Tensor, batch: Batch) -> torch.Tensor:
         labelled = "action" in batch
         actions = batch["action"] if labelled else condition.new_zeros(len(condition), CHUNK, ACTION)
-        noise, time = torch.randn_like(actions), sample_time(actions)
-        noisy = time[:, None, None] * noise + (1 - time[:, None, None]) * actions
+        noise, time = torch.randn_like(actions), sample_time(actions.float())
+        noisy = (time[:, None, None] * noise + (1 - time[:, None, None]) * actions).to(actions.dtype)
         velocity = self.action_model(condition, batch["observation.state"], noisy, time)
         if not labelled:
             return velocity.sum() * 0.0

@@ -1,0 +1,324 @@
+"""Robot policies train as they do unsharded, go on to the bit where they were, and come out as their own classes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from policies import CASES, actions_of, backbone_batch, batch_of, build, loss_of
+from policies.base import FRONT, WRIST
+from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters, same_on_all_ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, build_optimizer
+from fsdp2_strategy.names import matches
+
+WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3)]
+STEPS = 3
+# Where a gradient is zero but for rounding, Adam makes a step of it; this keeps the step as small as the rounding.
+OPTIONS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
+
+
+class MixedPrecision(nn.Module):
+    """The arithmetic of bf16 beside fp32, unsharded: fp32 masters, and a copy of each in its own dtype for a forward.
+
+    Args:
+        model: the policy.
+        keep_fp32: patterns of what is computed in fp32.
+        units: the names of the sharded one's units, and the dtypes of their inputs and outputs (None: as they come).
+    """
+
+    def __init__(self, model, keep_fp32, units):
+        super().__init__()
+        self.inner = copy.deepcopy(model).float()
+        self.keep_fp32 = tuple(keep_fp32)
+        for name, (of_inputs, of_outputs) in units.items():
+            module = self.inner.get_submodule(name)
+            module.register_forward_pre_hook(partial(_cast_inputs, of_inputs), with_kwargs=True)
+            module.register_forward_hook(partial(_cast_outputs, of_outputs))
+
+    def forward(self, batch):
+        parameters = self.inner.named_parameters()
+        low = {n: p if matches(n, self.keep_fp32) else p.to(torch.bfloat16) for n, p in parameters}
+        return torch.func.functional_call(self.inner, low, (batch,))
+
+
+def _cast_inputs(dtype, _module, args, kwargs):
+    return cast((args, kwargs), dtype)
+
+
+def _cast_outputs(dtype, _module, _args, output):
+    return cast(output, dtype) if dtype else output
+
+
+def cast(tree, dtype):
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def strategy_for(name, **config):
+    return FSDPV2Strategy(config=StrategyConfig(**{"bf16": False, "max_norm": 1.0, **CASES[name].config, **config}))
+
+
+def unsharded_for(name, plain, model):
+    """Return the reference of a sharded policy, from a plain copy: in fp32, or in the dtypes that its case asks for."""
+    config = CASES[name].config
+    if config.get("bf16"):
+        units = {n: m._get_fsdp_state()._mp_policy for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+        units = {name: (policy.param_dtype, policy.output_dtype) for name, policy in units.items()}
+        plain = MixedPrecision(plain, config["keep_fp32"], units)
+    return Unsharded(plain, lambda m, b: loss_of(name, m, b), max_norm=1.0, **OPTIONS)
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("inner."): tensor for name, tensor in tensors.items()}
+
+
+def names_of_units(model):
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def take_steps(strategy, name, model, optimizer, steps):
+    """Train on this rank's batches; return its losses and the norms."""
+    found = []
+    for step in steps:
+        loss = loss_of(name, model, batch_of(name, step, dist.get_rank()))
+        strategy.backward(loss, model, optimizer)
+        found.append((loss.item(), strategy.optimizer_step(optimizer, model).grad_norm))
+    return found
+
+
+def step_beside(unsharded, strategy, name, model, optimizer, batches, what=""):
+    """Take one step sharded and unsharded, on one batch a rank, and compare loss, gradients, norm and parameters."""
+    expected, expected_norm = unsharded.step(batches)
+    loss = loss_of(name, model, batches[dist.get_rank()])
+    assert loss.item() == pytest.approx(expected[dist.get_rank()], rel=1e-5), what
+    strategy.backward(loss, model, optimizer)
+    assert_close(full_grads(model), without_prefix(unsharded.grads), 1e-5, f"{what} gradient")
+    result = strategy.optimizer_step(optimizer, model)
+    assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)
+    assert same_on_all_ranks(result.grad_norm)
+    assert_parameters_close(full_parameters(model), without_prefix(full_parameters(unsharded.model)), 2e-4)
+
+
+def steps_beside(unsharded, strategy, name, model, optimizer, steps):
+    """Take steps on each rank's batches, and compare as `step_beside` does."""
+    for step in steps:
+        batches = [batch_of(name, step, rank) for rank in range(dist.get_world_size())]
+        step_beside(unsharded, strategy, name, model, optimizer, batches, f"step {step}")
+
+
+def assert_resumes_to_the_bit(strategy, name, model, optimizer, other, other_optimizer, folder, steps=(3, 4)):
+    """Save, load into another model, and go on with both."""
+    strategy.save_ckpt(model, folder)
+    strategy.load_ckpt(other, folder)
+    for _ in range(2):
+        saved, loaded = full_parameters(model), full_parameters(other)
+        assert all(torch.equal(saved[n], loaded[n]) for n in saved)
+        went_on = take_steps(strategy, name, model, optimizer, steps)
+        assert take_steps(strategy, name, other, other_optimizer, steps) == went_on
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_policy_trains_with_parity_and_resumes_to_the_bit(world, name, tmp_path):
+    model = build(name)
+    strategy = strategy_for(name)
+    plain = copy.deepcopy(model)
+    strategy.prepare_model(model, is_training=True)
+    assert len(names_of_units(model)) > 2, "blocks were found"
+    unsharded = unsharded_for(name, plain, model)
+    optimizer = strategy.create_optimizer(model, **OPTIONS)
+    steps_beside(unsharded, strategy, name, model, optimizer, range(STEPS))
+    other = strategy.prepare_model(build(name, seed=7), is_training=True)
+    assert_resumes_to_the_bit(
+        strategy, name, model, optimizer, other, strategy.create_optimizer(other, lr=0.5), tmp_path
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_policy_comes_out_as_its_own_class_and_takes_the_same_actions(world, name, tmp_path):
+    model = build(name)
+    strategy = strategy_for(name)
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, **OPTIONS)
+    take_steps(strategy, name, model, optimizer, (0,))
+    expected = full_parameters(model)
+    strategy.save_model(model, None, tmp_path)
+    plain = loaded_as_its_class(name, tmp_path)
+    assert all(torch.equal(p, expected[n].to(p.dtype)) for n, p in plain.named_parameters())
+    model.eval()
+    batch = batch_of(name, 9, dist.get_rank())
+    tolerance = 2e-2 if strategy.config.bf16 else 1e-5
+    actions = actions_of(name, model, batch).float()
+    torch.testing.assert_close(actions, actions_of(name, plain, batch), rtol=tolerance, atol=tolerance)
+    model.train()
+    assert take_steps(strategy, name, model, optimizer, (1,))[0][1] > 0, "training goes on"
+
+
+def loaded_as_its_class(name, folder):
+    """Load an export the way that its unsharded class is loaded."""
+    fresh = build(name, seed=7).eval()
+    if hasattr(type(fresh), "_no_split_modules"):
+        return type(fresh).from_pretrained(folder).eval()
+    missing, unexpected = safetensors.torch.load_model(fresh, str(folder / "model.safetensors"), strict=True)
+    assert not missing
+    assert not unexpected
+    return fresh
+
+
+# --- a tower that is frozen and in fp32 beside bf16, later unfrozen ------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["waits", "made anew", "added"])
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_an_fp32_tower_beside_bf16_is_unfrozen_midway_and_has_masters(world, way, tmp_path):
+    """The optimizer knows the tower from the start and waits, or is made anew, or gets another group."""
+    name = "backbone_mixed"
+    strategy = strategy_for(name)
+
+    def towers():
+        return model.backbone.model.vision_tower, unsharded.model.inner.backbone.model.vision_tower
+
+    model = build(name)
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        one.backbone.model.vision_tower.requires_grad_(way == "waits")
+    strategy.prepare_model(model, is_training=True)
+    unsharded = unsharded_for(name, plain, model)
+    optimizer = strategy.create_optimizer(model, **OPTIONS)
+    for tower in towers():
+        tower.requires_grad_(False)
+    frozen = {n: t for n, t in full_parameters(model).items() if "vision_tower" in n}
+    steps_beside(unsharded, strategy, name, model, optimizer, range(2))
+    now = full_parameters(model)
+    assert all(torch.equal(now[n], t) for n, t in frozen.items())
+
+    for tower in towers():
+        tower.requires_grad_(True)
+    assert {p.dtype for p in towers()[0].parameters()} == {torch.float32}
+    if way == "made anew":
+        optimizer = strategy.create_optimizer(model, **OPTIONS)
+        unsharded.optimizer = build_optimizer(unsharded.model, **OPTIONS)
+    elif way == "added":
+        for tower, one in zip(towers(), (optimizer, unsharded.optimizer), strict=True):
+            one.add_param_group(group_of(tower))
+    steps_beside(unsharded, strategy, name, model, optimizer, range(2, 4))
+    now = full_parameters(model)
+    assert not any(torch.equal(now[n], t) for n, t in frozen.items())
+
+    other = build(name, seed=7)
+    tower = other.backbone.model.vision_tower.requires_grad_(way != "added")
+    strategy.prepare_model(other, is_training=True)
+    other_optimizer = strategy.create_optimizer(other, lr=0.5)
+    if way == "added":
+        other_optimizer.add_param_group(group_of(tower.requires_grad_(True)))
+    assert_resumes_to_the_bit(strategy, name, model, optimizer, other, other_optimizer, tmp_path)
+
+
+def group_of(tower):
+    return {"params": list(tower.parameters()), "name": "tower", "lr": 1e-4, "weight_decay": 0.0}
+
+
+# --- batches that lack images, or labels of actions, on some ranks -------------------------------------------------
+
+
+def at(step, rank, world):
+    """Say whether a rank's batch has something at a step: on one rank, on all, on none, on all others."""
+    return [rank == 0, True, False, rank != 0 or world == 1][step % 4]
+
+
+def train_on(name, batches_at, *, unlabelled="mask", **config):
+    """Train four steps beside the reference on what ``batches_at(step)`` gives each rank."""
+    model = build(name)
+    model.unlabelled = unlabelled
+    strategy = strategy_for(name, debug_divergence_seconds=20, **config)
+    plain = copy.deepcopy(model)
+    strategy.prepare_model(model, is_training=True)
+    unsharded = unsharded_for(name, plain, model)
+    optimizer = strategy.create_optimizer(model, **OPTIONS)
+    for step in range(4):
+        step_beside(unsharded, strategy, name, model, optimizer, batches_at(step), f"step {step}")
+
+
+def backbone_batches(step, **lacking):
+    """Make a batch for each rank; ``lacking`` says of what some ranks have none."""
+    world = dist.get_world_size()
+    return [
+        backbone_batch(
+            torch.Generator().manual_seed(1000 * step + rank),
+            **{what: not lacks or at(step, rank, world) for what, lacks in lacking.items()},
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["root", "dummy", "replicate"])
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_images_on_some_ranks_only_change_no_number(world, policy):
+    train_on("backbone", lambda step: backbone_batches(step, images=True), mixed_mm_data=policy)
+
+
+@pytest.mark.parametrize(
+    "blocks", [(), ("FlowBlock", "GemmaDecoderLayer", "SiglipEncoderLayer")], ids=["root", "units"]
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_head_that_runs_without_labels_too_and_counts_for_nothing_keeps_ranks_in_step(world, blocks):
+    train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=blocks)
+
+
+@pytest.mark.ranks(2)
+def test_neither_images_nor_labels_need_be_on_every_rank():
+    train_on("backbone", lambda step: backbone_batches(step, actions=True, images=True), mixed_mm_data="root")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        (
+            ("FlowBlock", "GemmaDecoderLayer"),
+            "rank 0 gathers action_model.blocks.0, rank 1 is through with its forward",
+        ),
+        (
+            (),
+            r"rank 1 reduces the root unit without 23 gradients \(action_model.enter.weight, .*a head runs where there",
+        ),
+    ],
+    ids=["units", "root"],
+)
+def test_a_head_that_some_ranks_skip_is_named(blocks, expected):
+    with pytest.raises(StepError, match=expected):
+        train_on(
+            "backbone", lambda step: backbone_batches(step, actions=True), unlabelled="skip", block_class_names=blocks
+        )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["pi0", "smolvla", "act", "diffusion"])
+def test_actions_that_are_all_padding_on_a_rank_keep_it_in_step(name):
+    def batches(step):
+        made = [batch_of(name, step, rank) for rank in range(2)]
+        for rank, batch in enumerate(made):
+            batch["action_is_pad"] |= not at(step, rank, 2)
+        return made
+
+    train_on(name, batches)
+
+
+@pytest.mark.ranks(2)
+def test_cameras_that_a_rank_lacks_are_black_and_masked():
+    def batches(step):
+        made = [batch_of("pi0", step, rank) for rank in range(2)]
+        return [
+            {name: value for name, value in batch.items() if at(step, rank, 2) or name not in (FRONT, WRIST)}
+            for rank, batch in enumerate(made)
+        ]
+
+    train_on("pi0", batches)
