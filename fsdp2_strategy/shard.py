@@ -9,7 +9,7 @@ first -> prefetch order -> entry points.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy.blocks import has_forward, modules_of_class
 from fsdp2_strategy.config import MixedData
@@ -42,6 +41,7 @@ from fsdp2_strategy.modality import (
 )
 from fsdp2_strategy.plan import Precision, ShardPlan, Unit, plan_units
 from fsdp2_strategy.ranks import agree, all_or_none, control_device, current_device, group_in_use, log
+from fsdp2_strategy.recompute import recompute_activations
 from fsdp2_strategy.residency import (
     average_gradient,
     is_sharded,
@@ -49,7 +49,7 @@ from fsdp2_strategy.residency import (
     remember_wrapper,
     unwrap_model,
 )
-from fsdp2_strategy.walk import Walk, is_cache
+from fsdp2_strategy.walk import Walk
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -141,7 +141,7 @@ def shard_model(
         for note in plan.notes:
             log("%s: look at: %s", name, note)
         _cast(plan)
-        _checkpoint_activations(recomputed)
+        recompute_activations(root, recomputed)
         if compile_blocks:
             _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
         _prepare_edges(plan)
@@ -375,36 +375,6 @@ def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.M
     # A block within another is recomputed with it.
     inner = {module for block in blocks for module in block.modules() if module is not block}
     return {name: module for module, name in blocks.items() if module not in inner}
-
-
-def _checkpoint_activations(modules: Mapping[str, nn.Module]) -> None:
-    """Recompute the activations of these modules in backward, with their random state.
-
-    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are. A module
-    whose gradient checkpointing is switched on already is left to it.
-    """
-    for module in modules.values():
-        if not getattr(module, "gradient_checkpointing", False):
-            module.forward = _checkpointed(module.forward)
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        args = tuple(map(_without_cache, args))
-        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-        if "use_cache" in kwargs:
-            kwargs["use_cache"] = False
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-
-    return checkpointed
-
-
-def _without_cache(value: Any) -> Any:
-    """Leave out a key-value cache of transformers: the recomputation would append to it again."""
-    return None if is_cache(value) else value
 
 
 def _compile(plan: ShardPlan, backend: str) -> None:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.ranks import log
+from fsdp2_strategy.recompute import is_cache
 from fsdp2_strategy.residency import groups_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -239,11 +240,6 @@ class _Unit:
         for group in groups_of(state):
             group.unshard()
             group.wait_for_unshard()
-
-
-def is_cache(value: object) -> bool:
-    """Say whether a value is a key-value cache of transformers."""
-    return hasattr(value, "get_seq_length")
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,14 @@ def loaded_as_its_class(name, folder):
     return fresh
 
 
+@pytest.mark.ranks(2)
+def test_recomputed_decoders_of_which_one_reads_the_others_cache_change_no_number():
+    def batches(step):
+        return [batch_of("pi0_of_transformers", step, rank) for rank in range(2)]
+
+    train_on("pi0_of_transformers", batches, activation_checkpointing=["GemmaDecoderLayer"])
+
+
 # --- a tower that is frozen and in fp32 beside bf16, later unfrozen ------------------------------------------------
 
 
@@ -234,10 +242,14 @@ def at(step, rank, world):
     return [rank == 0, True, False, rank != 0 or world == 1][step % 4]
 
 
-def train_on(name, batches_at, *, unlabelled="mask", **config):
+def _runs_the_head_always(model):
+    model.unlabelled = "mask"
+
+
+def train_on(name, batches_at, prepare=lambda model: None, **config):
     """Train four steps beside the reference on what ``batches_at(step)`` gives each rank."""
     model = build(name)
-    model.unlabelled = unlabelled
+    prepare(model)
     strategy = strategy_for(name, debug_divergence_seconds=20, **config)
     plain = copy.deepcopy(model)
     strategy.prepare_model(model, is_training=True)
@@ -270,12 +282,18 @@ def test_images_on_some_ranks_only_change_no_number(world, policy):
 )
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_head_that_runs_without_labels_too_and_counts_for_nothing_keeps_ranks_in_step(world, blocks):
-    train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=blocks)
+    def batches(step):
+        return backbone_batches(step, actions=True)
+
+    train_on("backbone", batches, _runs_the_head_always, block_class_names=blocks)
 
 
 @pytest.mark.ranks(2)
 def test_neither_images_nor_labels_need_be_on_every_rank():
-    train_on("backbone", lambda step: backbone_batches(step, actions=True, images=True), mixed_mm_data="root")
+    def batches(step):
+        return backbone_batches(step, actions=True, images=True)
+
+    train_on("backbone", batches, _runs_the_head_always, mixed_mm_data="root")
 
 
 @pytest.mark.ranks(2)
@@ -295,9 +313,7 @@ def test_neither_images_nor_labels_need_be_on_every_rank():
 )
 def test_a_head_that_some_ranks_skip_is_named(blocks, expected):
     with pytest.raises(StepError, match=expected):
-        train_on(
-            "backbone", lambda step: backbone_batches(step, actions=True), unlabelled="skip", block_class_names=blocks
-        )
+        train_on("backbone", lambda step: backbone_batches(step, actions=True), block_class_names=blocks)
 
 
 @pytest.mark.ranks(2)
