@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,9 @@ class StrategyConfig:
     grad_sync: GradSync = "defer_all_reduce"
     """What accumulation communicates before its last micro-batch: the reduce-scatter, nothing ("last"), or all."""
 
+    ignored_modules: tuple[str, ...] = ()
+    """Regular expressions for whole dotted module names: what they hold is not sharded, each rank holds it whole."""
+
     shard_size: ShardSize = -1
     """Ranks that a parameter is split over; -1: all; "auto": all in training, else the fewest that the model needs."""
 
@@ -99,11 +103,12 @@ class StrategyConfig:
     """Time after which a collective that a rank never joins is given up, for a process group that we start."""
 
     def __post_init__(self) -> None:
-        if self.activation_checkpointing is False:
-            object.__setattr__(self, "activation_checkpointing", ())
-        for name in ("keep_fp32", "block_class_names", "activation_checkpointing", "forward_methods"):
-            if name != "activation_checkpointing" or self.activation_checkpointing is not True:
-                object.__setattr__(self, name, _names(name, getattr(self, name)))
+        recompute = self.activation_checkpointing
+        if recompute is not True:
+            names = () if recompute is False else _names("activation_checkpointing", recompute)
+            object.__setattr__(self, "activation_checkpointing", names)
+        for name in ("keep_fp32", "ignored_modules", "block_class_names", "forward_methods"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
         if isinstance(self.mixed_mm_data, bool):  # as trainers say it
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
         for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
@@ -120,6 +125,7 @@ class StrategyConfig:
             value = getattr(self, name)
             fits = value is None or (_is_int(value) and value >= least)
             _check(name, value, fits, f"a whole number of at least {least}, or nothing")
+        _check_expressions("ignored_modules", self.ignored_modules)
         size, reshard = self.shard_size, self.reshard_after_forward
         fits = size == "auto" or (_is_int(size) and (size == -1 or size >= 1))
         _check("shard_size", size, fits, "a whole number of at least 1, -1 or auto")
@@ -218,6 +224,17 @@ def _real(field: str, value: object) -> float:
     fix = "YAML reads 1e-3 as text: write 1.0e-3." if isinstance(value, str) else ""
     _check(field, value, math.isfinite(number), "a finite number", fix)
     return float(number)
+
+
+def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
+    for expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ConfigError(
+                f"cannot configure: {field} has {expression!r}, expected regular expressions: {error}. Escape what is "
+                "meant as it stands."
+            ) from error
 
 
 def _names(field: str, value: object) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def explain(
     reduce_in_full_precision: bool = True,
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
+    ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
     run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
@@ -52,7 +53,8 @@ def explain(
         keep_fp32: name patterns of parameters kept in fp32.
         reduce_in_full_precision: sum gradients over the ranks in fp32.
         class_names: class names of the blocks; found by themselves where empty.
-        min_unit_params: fewest parameters of a size-based unit.
+        min_unit_params: make units of the modules that hold so many parameters.
+        ignored_modules: regular expressions for the names of modules that each rank holds whole.
         mixed_mm_data: what ranks without images do where others have some.
         run: calls the model as training does, on a batch where the model lies (``lambda model: model(batch)``): then
             units are named whose own forward that bypasses. It runs without gradients, and the random state stays.
@@ -71,7 +73,14 @@ def explain(
         keep_fp32=tuple(keep_fp32),
         reduce_in_full_precision=reduce_in_full_precision,
     )
-    plan = plan_units(model, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data)
+    plan = plan_units(
+        model,
+        precision,
+        class_names,
+        min_unit_params=min_unit_params,
+        ignored_modules=ignored_modules,
+        mixed_mm_data=mixed_mm_data,
+    )
     if run is not None:
         known = [note for note in plan.notes if "is bypassed" not in note]  # what is seen says more than what is known
         found = bypassed_units(plan.model, plan.names, run)
@@ -103,8 +112,9 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
         f"{'unit':<44} {'kind':<10} {'stored':<10} {'compute':<9} {'parameters':>15} {'gathered':>10}",
     ]
     held = Counter[str]()
-    for group in _alike(plan.units):
+    for group in _alike([*plan.units, *plan.ignored]):
         first = group[0]
+        whole = first.kind in ("tower", "ignored")
         stored = "+".join(sorted({_short(plan.stored_dtype(first, p)) for p in first.parameters.values()}))
         count = sum(p.numel() for p in first.parameters.values())
         name = first.name or "(root)"
@@ -114,7 +124,7 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
         dtype = _short(first.compute_dtype)
         lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
         for unit in group:
-            held.update(_held_bytes(plan, unit, 1 if unit.kind == "tower" else shard_size))
+            held.update(_held_bytes(plan, unit, 1 if whole else shard_size))
     for name, parameter in plan.replicated.items():
         lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
     lines += ["", *_totals(plan, held)]
@@ -144,8 +154,8 @@ def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
     """Return the bytes of the rank that holds most of the unit."""
     held = Counter[str]()
     for parameter in unit.parameters.values():
-        rows = math.ceil(parameter.shape[0] / shard_size)
-        count = rows * math.prod(parameter.shape[1:])
+        rows, *rest = parameter.shape or (1,)
+        count = math.ceil(rows / shard_size) * math.prod(rest)
         size = count * plan.stored_dtype(unit, parameter).itemsize
         held["parameters"] += size
         if plan.precision.is_training and parameter.requires_grad:

@@ -14,6 +14,11 @@ takes what is left. A plan keeps three invariants:
   3. Only what runs becomes a unit: a module with a forward of its own; or one without, where it holds no parameters
      but those of modules within, which gather it when they run ([Note: bypassed units] in `walk`).
 
+[Note: ignored] An ignored module is no part of this: its parameters stay plain tensors, whole on every rank, wherever
+they are used from. It is computed with as it is stored, for no gather casts it: in fp32 where any of it is trained or
+kept in fp32, else in the compute dtype. As with a unit, what goes into its forward is cast to that, and what comes out
+to what is computed in around it.
+
 [Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
 its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
 space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
@@ -27,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +43,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp2_strategy.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
 from fsdp2_strategy.config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
+from fsdp2_strategy.ignored import find_ignored
 from fsdp2_strategy.modality import Tower, find_tower
 from fsdp2_strategy.names import clean, matches
 from fsdp2_strategy.policies import ENTRY_POINTS, Policy, policy_of
@@ -75,6 +81,14 @@ class Precision:
             return self.half
         return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
 
+    def whole_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+        """Return the dtype of a module that is not sharded, in which it is stored and computed with."""
+        floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
+        dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]
+        if self.is_training and any(p.requires_grad for p in floating.values()):
+            dtypes.append(torch.float32)
+        return max(dtypes, key=lambda d: d.itemsize, default=self.half or torch.float32)
+
     def reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the gradients of a unit are summed over the ranks."""
         return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
@@ -97,7 +111,7 @@ class Unit:
     name: str
     """Dotted name of the module; empty for the root."""
     kind: str
-    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root."""
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root; or that it is ignored."""
     module: nn.Module
     depth: int
     """How deep it stands; a unit is sharded before those around it."""
@@ -105,7 +119,7 @@ class Unit:
     """The parameters that belong to it, under their first names."""
     compute_dtype: torch.dtype
     parent_dtype: torch.dtype | None = None
-    """Compute dtype around it, where it was split off for its own: its outputs are cast to it."""
+    """Compute dtype around it, where that is another: its outputs are cast to it."""
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs]."""
     stays_gathered: bool = False
@@ -123,6 +137,8 @@ class ShardPlan:
     units: list[Unit] = field(default_factory=list)
     replicated: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that cannot be split (0-d): each rank holds them whole, their gradients are averaged."""
+    ignored: list[Unit] = field(default_factory=list)
+    """Modules that no unit is made of, and whose parameters each rank holds whole; see [Note: ignored]."""
     tower: Tower | None = None
     """What only ranks with images run, where ranks may be without."""
     mixed_mm_data: MixedData | None = None
@@ -154,7 +170,7 @@ class ShardPlan:
         def facts(parameters: dict[str, nn.Parameter]) -> list[object]:
             return [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in parameters.items()]
 
-        units = [(u.name, u.kind, u.compute_dtype, facts(u.parameters)) for u in self.units]
+        units = [(u.name, u.kind, u.compute_dtype, facts(u.parameters)) for u in (*self.units, *self.ignored)]
         return [self.precision, self.mixed_mm_data, units, facts(self.replicated)]
 
 
@@ -164,25 +180,29 @@ def plan_units(
     class_names: Sequence[str] = (),
     *,
     min_unit_params: int | None = None,
+    ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
 ) -> ShardPlan:
     """Decide which modules of ``model`` become units; reads only, not collective.
 
     Raises:
-        ShardError: a class name or a ``keep_fp32`` pattern matches nothing, the model has no parameters, or what not
-            every rank runs would have to be split.
+        ShardError: a class name or a pattern matches nothing, no parameter is to be sharded, an ignored module shares
+            one with another that is not, or what not every rank runs would have to be split.
     """
     model = unwrap_model(model)
     blocks = choose_blocks(model, class_names, min_unit_params)
-    tree = _Tree(model)
+    tree = _Tree(model, find_ignored(model, ignored_modules))
     if not tree.parameters:
-        raise ShardError(f"nothing to shard: {type(model).__name__} has no parameters. Prepare a model that has some.")
+        what = "no parameter that is not ignored" if tree.ignored else "no parameters"
+        raise ShardError(f"nothing to shard: {type(model).__name__} has {what}. Prepare a model that has some.")
+    _check_apart(tree)
     plan = ShardPlan(model=model, precision=precision, source=blocks.source, mixed_mm_data=mixed_mm_data)
-    kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree.paths}
+    kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree}
     vocabulary = vocabulary_modules(model, blocks.modules)
-    kinds |= {m: kind for m, kind in vocabulary.items() if m in tree.paths and not tree.inside(m, kinds)}
+    kinds |= {m: kind for m, kind in vocabulary.items() if m in tree and not tree.inside(m, kinds)}
     tower = find_tower(model) if mixed_mm_data else None
     if tower and mixed_mm_data != "dummy":
+        _check_ignored(tower, tree.ignored, alone=mixed_mm_data == "replicate")
         _join_tower(tower, kinds, alone=mixed_mm_data == "replicate")
     _settle_shared(tree, kinds)
     compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
@@ -205,27 +225,31 @@ def plan_units(
         for module in tree.order(kinds)
         if module in claimed
     ]
+    plan.ignored = list(_ignored_units(tree, precision, {module: compute_dtypes[module] for module in claimed}))
     plan.tower = tower
     plan.policy = policy_of(model)
     plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
     plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
     plan.notes = list(_doubts(plan))
-    _check_patterns(tree, precision.keep_fp32)
+    _check_patterns(tree, precision.keep_fp32, [name for unit in plan.ignored for name in unit.parameters])
     return plan
 
 
 class _Tree:
-    """Index a model's modules by all the places where they stand; what is sharded already is left out."""
+    """Index a model's modules by all the places where they stand, without what is sharded already or is ignored."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Collection[nn.Module]) -> None:
         self.model = model
+        self.ignored = dict.fromkeys(ignored)
+        """Modules that are left alone: their own places are known, nothing within them is."""
         self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
         """For each module, the chains of modules from the root down to it."""
         self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
         self._walk(model, ())
+        self.ignored = {module: None for module in ignored if module in self.paths}
         self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
         self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-        for module in self.paths:
+        for module in filter(self.__contains__, self.paths):
             for parameter in module.parameters(recurse=False):
                 self.owners[parameter].append(module)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -235,9 +259,13 @@ class _Tree:
 
     def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
         self.paths[module].append((*above, module))
-        for child in module.children():
+        for child in module.children() if module not in self.ignored else ():
             if not isinstance(child, FSDPModule):
                 self._walk(child, (*above, module))
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Say whether the module can be a unit, as far as its place goes."""
+        return module in self.paths and module not in self.ignored
 
     def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
         """Say whether the module stands in one of the units, at every place where it stands."""
@@ -282,6 +310,33 @@ class _Tree:
     def order(self, units: Container[nn.Module]) -> list[nn.Module]:
         """Return the units in module order, the root last."""
         return [m for m in self.names if m in units and m is not self.model] + [self.model]
+
+
+def _check_apart(tree: _Tree) -> None:
+    for module in tree.ignored:
+        for parameter in module.parameters():
+            if parameter in tree.owners:
+                other = tree.names[tree.owners[parameter][0]] or "the root"
+                raise ShardError(
+                    f"cannot ignore {tree.names[module]}: {' = '.join(tree.all_names[parameter])} is tied, and "
+                    f"{other}, which uses it, too, is not ignored, expected all or none. Ignore what has any of its "
+                    "names."
+                )
+
+
+def _check_ignored(tower: Tower, ignored: Collection[nn.Module], *, alone: bool) -> None:
+    for module in set(tower.runs_for_images()).intersection(ignored):
+        if any(p.requires_grad for p in module.parameters()):
+            raise ShardError(
+                f"cannot train {type(module).__name__} where ranks may be without images: it is ignored, so that ranks "
+                "with images would wait for the others' gradients, expected it to be frozen or sharded. Use "
+                "mixed_mm_data='dummy', or leave it out of ignored_modules."
+            )
+        if alone and tower.module in module.modules():
+            raise ShardError(
+                f"cannot replicate {tower.name}: it is ignored, and so whole on every rank anyway, expected one of "
+                "both. Use mixed_mm_data='root'."
+            )
 
 
 def _join_tower(tower: Tower, kinds: dict[nn.Module, str], *, alone: bool) -> None:
@@ -396,13 +451,42 @@ def _widest_pure(tree: _Tree, owner: nn.Module, unit: nn.Module, wanted: dict[nn
     return owner
 
 
-def _check_patterns(tree: _Tree, patterns: Sequence[str]) -> None:
+def _ignored_units(tree: _Tree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
+    """Return how ignored modules are held, from the compute dtypes of the units around; see [Note: ignored]."""
+    names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
+    held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
+    dtypes = {module: precision.whole_dtype(parameters) for module, parameters in held.items()}
+    while wider := {  # a parameter that several of them share has one dtype
+        module: dtypes[other]
+        for module, other in itertools.permutations(held, 2)
+        if held[module].keys() & held[other].keys() and dtypes[module].itemsize < dtypes[other].itemsize
+    }:
+        dtypes |= wider
+    casts = precision.half is not None or precision.is_training
+    for module, parameters in held.items():
+        unit = next(m for m in reversed(tree.paths[module][0]) if m in around or m is tree.model)
+        outside = around.get(unit, precision.half or dtypes[module])
+        pure = outside == dtypes[module]
+        yield Unit(
+            name=tree.names[module],
+            kind="ignored",
+            module=module,
+            depth=tree.depth(module),
+            parameters=parameters,
+            compute_dtype=dtypes[module],
+            parent_dtype=None if pure else outside,
+            cast_inputs="none" if not casts else tree.cast_inputs(module, "ignored") if pure else "all",
+        )
+
+
+def _check_patterns(tree: _Tree, patterns: Sequence[str], ignored: Sequence[str]) -> None:
+    names = [*ignored, *itertools.chain.from_iterable(tree.all_names.values())]
     for pattern in patterns:
-        if not any(matches(name, (pattern,)) for names in tree.all_names.values() for name in names):
+        if not any(matches(name, (pattern,)) for name in names):
             raise ShardError(
                 f"cannot keep in fp32: the pattern {pattern!r} matches no parameter of {type(tree.model).__name__}. "
                 f"Its parameters begin with {', '.join(itertools.islice(tree.parameters, 3))}."
-                f"{did_you_mean(pattern, tree.parameters)}"
+                f"{did_you_mean(pattern, names)}"
             )
 
 
@@ -410,12 +494,15 @@ def _doubts(plan: ShardPlan) -> Iterator[str]:
     """Say what looks wrong in a plan."""
     root = plan.units[-1] if plan.units[-1].kind == "root" else None
     total = sum(p.numel() for u in plan.units for p in u.parameters.values())
+    ignored = sum(p.numel() for u in plan.ignored for p in u.parameters.values())
     in_root = sum(p.numel() for p in root.parameters.values()) if root else 0
     tied = {names[0] for names in plan.ties}
     if len(plan.units) == 1:
         yield "the root is the only unit: the whole model is gathered at once. Name its blocks by class."
     elif root and in_root * 4 > total and not tied.intersection(root.parameters):
         yield f"the root unit holds {in_root / total:.0%} of the parameters, gathered through the whole step."
+    if ignored * 4 > total + ignored:
+        yield f"ignored modules hold {ignored / (total + ignored):.0%} of the parameters, whole on every rank."
     if plan.mixed_mm_data and plan.tower is None:
         yield "no vision tower: mixed_mm_data has nothing to say."
     if plan.precision.is_training and not any(p.requires_grad for p in plan.model.parameters()):

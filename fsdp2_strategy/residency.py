@@ -262,8 +262,11 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 def average_gradient(parameter: nn.Parameter) -> None:
     """Let a parameter that every rank holds whole add the same averaged gradient everywhere.
 
-    So accumulation over micro-batches needs no further care. Those ranks are the group in use now.
+    So accumulation over micro-batches needs no further care. Those ranks are the group in use now. One that can have no
+    gradient is left alone.
     """
+    if not parameter.is_floating_point():
+        return
     group = group_in_use()  # a backward pass may run on threads that know none
 
     def average(grad: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from fsdp2_strategy.divergence import watch_units
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.fingerprint import remember_as_built
 from fsdp2_strategy.hf.twin import keep_recorded_outputs
+from fsdp2_strategy.ignored import cast_inputs, cast_outputs
 from fsdp2_strategy.mesh import build_mesh, on_ranks_of
 from fsdp2_strategy.modality import (
     keep_graph,
@@ -68,6 +69,7 @@ def shard_model(
     reduce_in_full_precision: bool = True,
     class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
+    ignored_modules: Sequence[str] = (),
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
     prefetch_depth: int | None = None,
@@ -92,7 +94,10 @@ def shard_model(
             masters (`FSDPadaptOptimizer`).
         reduce_in_full_precision: sum gradients over the ranks in fp32; else in the dtype that is computed in.
         class_names: class names of the blocks; see `find_blocks` for what happens without.
-        min_unit_params: fewest parameters of a size-based unit.
+        min_unit_params: make units of the modules that hold so many parameters; see `find_blocks`.
+        ignored_modules: regular expressions for whole dotted names of modules whose parameters stay whole on every
+            rank, as plain tensors; their gradients are averaged one by one, so a backward pass uses each on all ranks
+            or on none.
         reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
             backward; an int frees all but what a group of that many ranks needs to gather them again.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
@@ -109,8 +114,8 @@ def shard_model(
         ``model`` itself.
 
     Raises:
-        ShardError: a class name or pattern matches nothing, ``reshard_after_forward`` does not divide the shard size,
-            or the ranks hold different models.
+        ShardError: a class name or pattern matches nothing, an ignored module is tied to one that is not,
+            ``reshard_after_forward`` does not divide the shard size, or the ranks hold different models.
     """
     root = unwrap_model(model)
     if is_sharded(root):
@@ -133,7 +138,12 @@ def shard_model(
                 reduce_in_full_precision=reduce_in_full_precision,
             )
             plan = plan_units(
-                root, precision, class_names, min_unit_params=min_unit_params, mixed_mm_data=mixed_mm_data
+                root,
+                precision,
+                class_names,
+                min_unit_params=min_unit_params,
+                ignored_modules=ignored_modules,
+                mixed_mm_data=mixed_mm_data,
             )
             recomputed = _recomputed(plan, activation_checkpointing) if is_training else {}
         _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
@@ -239,9 +249,15 @@ def _reduce_to_fp32(group: Any) -> None:
 
 
 def _prepare_edges(plan: ShardPlan) -> None:
-    """Hang on each unit what its inputs and outputs need, ahead of FSDP2's hooks."""
-    for unit in plan.units:
-        unit.module.register_forward_hook(_own_outputs)
+    """Hang on each unit what its inputs and outputs need, ahead of FSDP2's hooks, and on what has none of those."""
+    for unit in plan.ignored:
+        if unit.cast_inputs == "all":
+            cast_inputs(unit.module, unit.compute_dtype)
+        if unit.parent_dtype is not None:
+            cast_outputs(unit.module, unit.parent_dtype)
+    for module in dict.fromkeys((*(unit.module for unit in plan.units), plan.model)):
+        module.register_forward_hook(_own_outputs)
+    for unit in (*plan.units, *plan.ignored):
         if unit.cast_inputs == "first":
             unit.module.register_forward_pre_hook(_cast_first(unit.compute_dtype), with_kwargs=True)
 
@@ -319,7 +335,8 @@ def _agree(plan: ShardPlan, options: object) -> None:
         "from the same configuration."
     )
     agree(f"shard {type(plan.model).__name__}", (plan.signature(), options), ShardError, expected)
-    planned = plan.replicated | {name: p for unit in plan.units for name, p in unit.parameters.items()}
+    units = (*plan.units, *plan.ignored)
+    planned = plan.replicated | {name: p for unit in units for name, p in unit.parameters.items()}
     parameters = {name: p for name, p in planned.items() if not p.is_meta}
     samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
     extremes = torch.stack([samples, -samples])
@@ -350,14 +367,18 @@ def _cast(plan: ShardPlan) -> None:
 
 
 def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Keep 0-d parameters whole on every rank and average their gradients; return them."""
+    """Keep 0-d parameters, and those of ignored modules, whole on every rank, average their gradients; return them."""
+    dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
         if plan.precision.is_training and parameter.requires_grad:
             dtype = torch.promote_types(dtype, torch.float32)  # computed with as it is, wherever masters are kept
-        parameter.data = parameter.data.to(current_device() if not parameter.is_meta else "meta", dtype)
+        dtypes[parameter] = dtype
+    for parameter, dtype in dtypes.items():
+        device = parameter.device if parameter.is_meta else current_device()
+        parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         average_gradient(parameter)
-    return set(plan.replicated.values())
+    return set(dtypes)
 
 
 def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:

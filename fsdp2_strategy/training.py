@@ -222,6 +222,7 @@ class TrainingStrategy:
             reduce_in_full_precision=config.reduce_in_full_precision,
             class_names=config.block_class_names,
             min_unit_params=config.min_unit_params,
+            ignored_modules=config.ignored_modules,
             reshard_after_forward=reshard,
             cpu_offload=config.cpu_offload,
             prefetch_depth=config.prefetch_depth,

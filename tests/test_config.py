@@ -35,6 +35,7 @@ def test_defaults_are_valid_and_frozen():
         ("block_class_names", [3], "list of names"),
         ("compile_blocks", 3, "backend"),
         ("prefetch_depth", 0, "at least 1"),
+        ("ignored_modules", "vision", r"ignored_modules: \[vision\]"),
         ("shard_size", 0, "-1 or auto"),
         ("shard_size", "all", "-1 or auto"),
         ("shard_size", True, "-1 or auto"),
@@ -84,6 +85,11 @@ def test_a_trainers_namespace_keeps_its_own_keys():
     args.max_norm = "high"
     with pytest.raises(ConfigError, match="max_norm is 'high'"):
         StrategyConfig.from_args(args)
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ConfigError, match=r"ignored_modules has 'vision\(', expected regular expressions: missing \)"):
+        StrategyConfig(ignored_modules=["vision("])
 
 
 def test_no_activation_checkpointing_has_one_form():

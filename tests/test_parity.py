@@ -57,6 +57,37 @@ def test_float64_training_equals_the_unsharded_model(world, name):
     train_beside_reference(name, dtype=torch.float64, max_norm=0.5, tolerances=(1e-10, 1e-10))
 
 
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        ("llama", [r"model\.layers\.0\.mlp", r".*_layernorm"]),
+        ("llama_tied", [r"model\.embed_tokens", "lm_head"]),
+        ("shared_blocks", [r"blocks\..*\.inner"]),
+        ("unet", ["down1", "middle"]),
+    ],
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_ignored_trains_as_if_it_were_sharded(world, name, ignored):
+    train_beside_reference(
+        name, dtype=torch.float64, accumulation=2, max_norm=0.5, ignored_modules=ignored, tolerances=(1e-10, 1e-10)
+    )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mode", ["defer_all_reduce", "last", "every"])
+def test_what_is_ignored_is_accumulated_in_every_mode(mode):
+    train_beside_reference(
+        "llama",
+        dtype=torch.float64,
+        shard_size=2,
+        accumulation=3,
+        max_norm=0.5,
+        grad_sync=mode,
+        ignored_modules=[r"model\.layers\.1"],
+        tolerances=(1e-10, 1e-10),
+    )
+
+
 @pytest.mark.parametrize("name", ["mixtral", "bert", "t5"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_float32_training_equals_the_unsharded_model(world, name):
@@ -102,6 +133,8 @@ def test_reshard_after_forward_changes_no_number(reshard):
         {"compile_blocks": "aot_eager"},
         {"compile_blocks": "aot_eager", "activation_checkpointing": ["LlamaDecoderLayer"]},
         {"block_class_names": ["LlamaMLP", "LlamaAttention"]},
+        {"min_unit_params": 3000, "activation_checkpointing": True},
+        {"ignored_modules": [".*mlp"], "activation_checkpointing": True, "cpu_offload": True},
     ],
     ids=str,
 )
