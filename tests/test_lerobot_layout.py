@@ -23,7 +23,7 @@ from reference import full, full_parameters
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdp2_strategy.checkpoint.save as saving
 from fsdp2_strategy import (
@@ -89,6 +89,7 @@ class TinyPolicy(nn.Module):
         tied = {name: tensor for name, tensor in state_dict.items() if name != "head.weight"}
         save_file(tied, Path(folder) / "model.safetensors", {"format": "pt"})
         (Path(folder) / "README.md").write_text("its own")
+        (Path(folder) / "config.json").write_text(json.dumps({"hidden": self.config.hidden}))
 
 
 class Pipeline:
@@ -198,11 +199,12 @@ def test_names_have_the_digits_of_the_last_step_and_six_at_least(total, step, na
     assert LeRobotLayout(total_steps=total, batch_size=1).tag(step) == name
 
 
+def never(tensor):
+    raise AssertionError("every rank holds a whole tensor")
+
+
 @pytest.mark.ranks(2)
 def test_weights_are_one_file_whatever_their_size_and_no_rank_gathers(tmp_path):
-    def never(tensor):
-        raise AssertionError("a tensor is gathered")
-
     strategy, model, _ = start(policy=build("llama_tied"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(storage, "MOST_BYTES", 1000)
@@ -535,7 +537,9 @@ def test_an_async_save_is_the_moment_of_the_call(tmp_path, gather):
         strategy.wait_for_checkpoint()
     dist.barrier()
     folder = path / "pretrained_model"
-    assert json.loads((folder / "config.json").read_text())["hidden"] == 16
+    assert json.loads((folder / "config.json").read_text()) == (
+        {"hidden": 16} if gather else {"type": "tiny", "hidden": 16}
+    )
     assert json.loads((folder / "train_config.json").read_text()) == {"seeds": [1]}
     assert not load_file(folder / "policy_preprocessor_step_0_normalizer.safetensors")["mean"].any()
     robot = TinyPolicy(PolicyConfig())
@@ -557,12 +561,15 @@ def test_a_policy_that_insists_writes_itself_from_all_values_on_rank_0(tmp_path,
     strategy, policy, optimizer = run
     train(*run, range(2))
     TinyPolicy.calls = ()
-    path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout_of(gather_for_save_pretrained=True)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DTensor, "full_tensor", never)
+        path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout_of(gather_for_save_pretrained=True)))
     expected = full_state(policy, optimizer)
     called = dict.fromkeys(policy.state_dict(), torch.Tensor) if dist.get_rank() == 0 else None
     assert TinyPolicy.calls == ((called,) if called else ()), "once, on rank 0, with every name and no shard"
     dist.barrier()
     assert files_in(path / "pretrained_model") == sorted([*BESIDE, "README.md", "model.safetensors"])
+    assert (path / "pretrained_model" / "config.json").read_text() == '{"hidden": 16}'
     robot = TinyPolicy(PolicyConfig())
     load_model(robot, path / "pretrained_model" / "model.safetensors", strict=True)
     assert_same(dict(robot.named_parameters()), full_parameters(policy))
@@ -646,6 +653,22 @@ def test_a_policy_with_adapters_is_saved_as_peft_does_and_resumes_to_the_bit(tmp
     again[0].load_ckpt(again[1], tmp_path)
     assert train(*again, range(2, 4)) == expected
     assert verify_checkpoint(path).ok
+
+
+@pytest.mark.ranks(2)
+def test_a_transformers_policy_with_adapters_has_its_configuration_beside_them(tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    strategy, policy, _ = start(policy=get_peft_model(build("llama"), config))
+    path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout_of(train_config=None)))
+    folder, expected = path / "pretrained_model", full_parameters(policy)
+    dist.barrier()
+    assert {"config.json", "adapter_config.json", "adapter_model.safetensors"} <= set(files_in(folder))
+    assert not (folder / "model.safetensors").exists()
+    assert AutoConfig.from_pretrained(folder).hidden_size == 32
+    assert_same(dict(PeftModel.from_pretrained(build("llama"), folder).named_parameters()), expected)
+    policy.base_model.model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"it trains .*lm_head\.weight\) as well, expected nothing else"):
+        strategy.save_ckpt(policy, tmp_path, layout=layout_of())
 
 
 # --- a folder for a robot --------------------------------------------------------------------------------------------

@@ -140,17 +140,22 @@ class Beside:
                 setattr(copied, name, copy.deepcopy(getattr(copied, name)))
         return cls(folder, copied, regions, source)
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the weights that the policy writes itself."""
+        return sum(parameter.nbytes for parameter in self.whole.parameters()) if self.whole is not None else 0
+
     def write(self, tokenizer: Any) -> None:
         """Write what ``from_pretrained`` reads: configuration, and tokenizer where there is one; one rank calls it."""
-        if self.whole is not None:
-            save_by_itself(self.whole, self.folder)
-        elif self.copied is not None:
+        if self.copied is not None:
             write_configuration(self.folder, self.copied, self.regions)
         if self.adapters is not None:
             for adapter in self.adapters.regions:
                 self.adapters.write_configuration(adapter, self.adapters.folder_of(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
+        if self.whole is not None:  # after ours, for its own configuration is to stand
+            save_by_itself(self.whole, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
         elif self.source is not None:

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -326,7 +325,8 @@ def _write(order: _Order) -> list[str]:
             directory.check_replaceable(save_dir, tag, places)
             directory.finish_removals()
             directory.sweep(save_dir)
-            check_room(save_dir, sum(part.total_bytes for part in state.parts), order.max_mem)
+            needed_bytes = sum(part.total_bytes for part in state.parts) + state.beside.total_bytes
+            check_room(save_dir, needed_bytes, order.max_mem)
             of_ranks = [DATA] if state.data and state.data.of_rank is not None else []
             for folder in (RNG, CHECKSUMS, *of_ranks):
                 (places.state / folder).mkdir(parents=True)
@@ -381,5 +381,6 @@ def _removed_on_failure(partial: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         if is_rank_0():
-            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                directory.delete(partial)
         raise

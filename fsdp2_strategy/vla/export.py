@@ -47,8 +47,7 @@ def save_policy(
         dtype: of the floating parameters in the files; by default that of the shards: after training the fp32 masters.
 
     Raises:
-        ConfigError: an object cannot be saved.
-        CheckpointError: on every rank: see `save_model`.
+        CheckpointError: on every rank: an object cannot be saved, or see `save_model`.
     """
     folder, adapted = Path(output_dir), has_adapters(policy)
     with all_or_none("export a policy", CheckpointError):
