@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
-from fsdp2_strategy.compat import known_values
+from fsdp2_strategy.accelerate_file import fields_of
+from fsdp2_strategy.compat import known_values, read_mapping
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
@@ -165,20 +164,24 @@ class StrategyConfig:
         Raises:
             ConfigError: the file is missing or no YAML mapping, a key is no field, or a value is not valid.
         """
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration: {path}: {error.strerror}. Check the path.") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"cannot read the configuration: {path} is no YAML: {error}") from error
-        if content is None:
-            return cls()
-        if not isinstance(content, Mapping):
-            raise ConfigError(
-                f"cannot read the configuration: {path} holds a {type(content).__name__}, expected a mapping. "
-                "Write one 'field: value' a line."
-            )
-        return cls.from_mapping(content)
+        return cls.from_mapping(read_mapping(path))
+
+    @classmethod
+    def from_accelerate(cls, path: str | Path) -> StrategyConfig:
+        """Build a configuration from the file that ``accelerate config`` writes, YAML or JSON.
+
+        What it asks for that has another name here, or needs none, is logged once, on rank 0: as a warning where it is
+        done otherwise. docs/coming_from_accelerate.md has every key.
+
+        Raises:
+            ConfigError: the file is missing or broken, a key is unknown, or a value cannot be read or asks for what is
+                not done here.
+
+        Example:
+            >>> config = StrategyConfig.from_accelerate("docs/examples/fsdp.yaml")  # doctest: +SKIP
+            >>> config = config.replace(max_norm=1.0, train_batch_size=64)  # doctest: +SKIP
+        """
+        return cls(**fields_of(path))
 
     @classmethod
     def from_args(cls, args: object) -> StrategyConfig:

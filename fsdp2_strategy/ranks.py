@@ -223,8 +223,8 @@ def show_log() -> None:
 
 
 def log(message: str, *args: object, level: int = logging.INFO) -> None:
-    """Log once for all ranks, on rank 0."""
-    if is_rank_0():
+    """Log once for all ranks, on rank 0, also before there is a process group."""
+    if is_rank_0() and (dist.is_initialized() or os.environ.get("RANK", "0") == "0"):
         logger.log(level, message, *args)
 
 

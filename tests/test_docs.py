@@ -28,7 +28,16 @@ def snippets(page):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     "page",
-    ["quickstart.md", "weights.md", "data.md", "vla.md", "lerobot.md", "multi_node.md", "coming_from_lerobot.md"],
+    [
+        "quickstart.md",
+        "weights.md",
+        "data.md",
+        "vla.md",
+        "lerobot.md",
+        "multi_node.md",
+        "coming_from_lerobot.md",
+        "coming_from_accelerate.md",
+    ],
 )
 def test_the_code_of_a_page_runs(page, tmp_path):
     os.chdir(tmp_path)
