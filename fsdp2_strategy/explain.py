@@ -83,7 +83,7 @@ def explain(
     )
     if run is not None:
         known = [note for note in plan.notes if "is bypassed" not in note]  # what is seen says more than what is known
-        found = bypassed_units(plan.model, plan.names, run)
+        found = bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
         plan.notes = [*known, bypassed(some(found, "unit"))] if found else known
     world_size = world_size or ranks.world_size()
     if shard_size == "auto":

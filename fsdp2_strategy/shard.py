@@ -157,7 +157,8 @@ def shard_model(
         _prepare_edges(plan)
         compiled = [unit.module for unit in plan.units if compile_blocks and _is_compiled(unit)]
         casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
-        walk = Walk(root, plan.names, casts=casts, left_alone=compiled)
+        ignored = [unit.module for unit in plan.ignored]
+        walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored)
         _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
         for group in parameter_groups(root) if is_training else ():
             _settle_gradient_dtypes(group)

@@ -45,6 +45,7 @@ class Walk:
         units: its units and their names; the root may be among them.
         casts: units that cast their inputs, and to what; of one that is walked through, each module within does.
         left_alone: units whose own forward is sure to run.
+        ignored: modules that need nothing gathered, whatever unit they stand in.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Walk:
         *,
         casts: Mapping[nn.Module, torch.dtype],
         left_alone: Iterable[nn.Module] = (),
+        ignored: Iterable[nn.Module] = (),
     ) -> None:
         self._root: Any = root
         self._name = type(root).__name__  # FSDP2 renames it
@@ -64,7 +66,7 @@ class Walk:
         """Units that were walked through, until the log has named them."""
         units = {module: name for module, name in units.items() if module is not root}
         self._units = list(units)
-        for module, around in _units_around(root, units, left_alone).items():
+        for module, around in _units_around(root, units, left_alone, ignored).items():
             module.register_forward_pre_hook(functools.partial(self._before, around), with_kwargs=True)
             if around:
                 module.register_forward_hook(functools.partial(self._after, around))
@@ -247,10 +249,10 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _units_around(
-    root: nn.Module, units: Mapping[nn.Module, str], left_alone: Iterable[nn.Module]
+    root: nn.Module, units: Mapping[nn.Module, str], left_alone: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> dict[nn.Module, list[_Unit]]:
     """Return for each module with parameters the units around it in every place where it stands, the root aside."""
-    alone = set(left_alone)
+    alone, apart = set(left_alone), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
 
@@ -268,26 +270,34 @@ def _units_around(
             made[module] = made.get(module) or _Unit(module, units[module], lane)
             inner = [*outer, made[module]]
         for child in module.children():
-            visit(child, module, inner)
+            if child not in apart:
+                visit(child, module, inner)
 
     visit(root, None, [])
     return {module: found for module, found in around.items() if any(True for _ in module.parameters(recurse=False))}
 
 
-def bypassed_units(root: nn.Module, units: Mapping[nn.Module, str], run: Callable[[nn.Module], object]) -> list[str]:
+def bypassed_units(
+    root: nn.Module,
+    units: Mapping[nn.Module, str],
+    run: Callable[[nn.Module], object],
+    *,
+    ignored: Iterable[nn.Module] = (),
+) -> list[str]:
     """Run an unsharded model, and return the names of units whose own forward did not run while modules within did.
 
     Args:
         root: the model; its hooks are as before afterwards.
         units: its units and their names.
         run: calls the model as its trainer does.
+        ignored: modules that need nothing gathered.
     """
     found: dict[str, None] = {}
 
     def before(around: Sequence[_Unit], *_: object) -> None:
         found.update((unit.name, None) for unit in around if not unit.is_running)
 
-    around = _units_around(root, {module: name for module, name in units.items() if module is not root}, ())
+    around = _units_around(root, {module: name for module, name in units.items() if module is not root}, (), ignored)
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
     handles += [handle for outer in around.values() for unit in outer for handle in unit.handles]
     try:

@@ -13,6 +13,8 @@ from models import batch_of, build, loss_of, next_token_loss, tokens
 from reference import assert_close, full_grads, full_parameters, same_on_all_ranks
 from test_checkpoint import assert_same, full_state
 from test_shard import MixedPrecision
+from test_walk import build as paired
+from test_walk import train_beside_reference
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -278,6 +280,23 @@ def test_a_tower_that_not_every_rank_runs_is_not_trained_where_it_is_ignored():
         batch = {"input_ids": ids, "labels": ids}
     strategy.backward(frozen(**batch).loss, frozen, optimizer)
     assert strategy.optimizer_step(optimizer, frozen).stepped
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_ignored_within_a_unit_that_is_walked_through_is_left_to_itself(recompute):
+    ignored = [r".*\.norm", r"left\.1", r"right\.2\.(inward|outward)"]
+    train_beside_reference(paired(recompute=recompute), ignored_modules=ignored)
+
+    model = paired(recompute=recompute).float()
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=True, ignored_modules=(r".*\.norm", r"left\.0\.inward")))
+    strategy.prepare_model(model, is_training=True)
+    seen = []
+    for module in (model.right[1].norm, model.left[0].inward):
+        module.register_forward_hook(lambda m, a, output: seen.append((a[0].dtype, m.weight.dtype, output.dtype)))
+    strategy.backward(model(torch.ones(4, 12)).float().square().mean(), model)
+    assert set(seen) == {(torch.float32, torch.float32, torch.bfloat16)}
+    assert same_on_all_ranks(model.right[1].norm.weight.grad.tolist())
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
