@@ -1,6 +1,6 @@
 # make test   everything that CI runs        make demo   the main job, killed and resumed
 # make lint   the static checks alone        make grpo   reinforcement learning, killed and resumed
-# make bench  the benchmarks
+# make bench  the benchmarks               make robot  a robot that learns, killed and resumed
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
@@ -9,7 +9,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test demo grpo lint bench format clean
+.PHONY: test demo grpo robot lint bench format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -31,6 +31,9 @@ demo: .venv/installed
 
 grpo: .venv/installed
 	$(BIN)/python docs/examples/grpo.py
+
+robot: .venv/installed
+	$(BIN)/python docs/examples/robot.py
 
 bench: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[bench]'

@@ -1,0 +1,164 @@
+"""A robot that learns: two ranks train a policy on demonstrations, one is killed, and the robot does its task at last.
+
+    python docs/examples/robot.py
+
+It runs train_vla.py under torchrun on two ranks, kills one of them by SIGKILL in the middle, and lets torchrun start
+both again. It fails unless each step that was taken twice has the same losses, to the last bit, and the robot does what
+it could not do at first. Then it opens the saved policy alone, in this process, lets it act on tables that nobody
+has shown it, and draws the pictures of docs/vla.md: success and loss over the steps, and the robot at work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from flow_vla import FlowVLA, Processor
+from table import SIZE, Tables
+from train_vla import UNSEEN, drive
+
+EXAMPLES = Path(__file__).parent
+SHOWN = range(2 * UNSEEN, 2 * UNSEEN + 8)  # tables of the moving picture
+LOSS, STEP, SECONDS = "VLA Train/Loss", "VLA Train/Step", "VLA Train/Step Time"
+
+
+def run(args: argparse.Namespace, options: Sequence[str]) -> dict[str, float]:
+    """Train and kill, compare, and watch; return what was seen.
+
+    Args:
+        args: of this program.
+        options: further ones of train_vla.py.
+    """
+    began = time.monotonic()
+    shutil.rmtree(args.run_dir, ignore_errors=True)
+    kill_after = args.steps // 2 + args.save_interval // 2
+    process = launch(args, options)
+    kill = kill_one(process, args.run_dir, kill_after)
+    print(f"--- SIGKILL to rank 1 after step {kill} ---", flush=True)
+    if process.wait():
+        raise SystemExit("the run did not go on after it was killed")
+
+    losses, successes = read(args.run_dir / "vla.jsonl"), read(args.run_dir / "success.jsonl")
+    again = len(losses) - args.steps
+    if again <= 0 or not (same_twice(losses, STEP) and same_twice(successes, "step")):
+        raise SystemExit(f"the run that went on differs from itself, or ran no step twice ({again})")
+    draw(losses, successes, kill, args.picture)
+    rate = show(args.run_dir / "policy", args.moving_picture)
+    seen = {"before": successes[0]["success"], "after": successes[-1]["success"], "alone": rate, "again": again}
+    print(
+        "success {before:.0%} -> {after:.0%} in {steps} steps, of the saved policy alone {alone:.0%} of {shown}; "
+        "{again} steps ran twice, with the same losses to the last bit; {seconds:.0f} s".format(
+            **seen, steps=args.steps, shown=len(SHOWN), seconds=time.monotonic() - began
+        )
+    )
+    return seen
+
+
+# --- training, killed ------------------------------------------------------------------------------------------------
+
+
+def launch(args: argparse.Namespace, options: Sequence[str]) -> subprocess.Popen:
+    """Start the trainer on two ranks, as a user would."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", str(EXAMPLES / "train_vla.py"), "--run-dir", str(args.run_dir)]
+    command += ["--steps", str(args.steps), "--save-interval", str(args.save_interval), *options]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+
+def kill_one(process: subprocess.Popen, run_dir: Path, step: int) -> int:
+    """Send SIGKILL to rank 1 once ``step`` is through; return the last step that was logged."""
+    while not any(record[STEP] >= step for record in read(run_dir / "vla.jsonl")[-1:]):
+        if process.poll() is not None:
+            raise SystemExit("the run ended before it could be killed")
+        time.sleep(0.05)
+    os.kill(int((run_dir / "rank1.pid").read_text()), signal.SIGKILL)
+    return read(run_dir / "vla.jsonl")[-1][STEP]
+
+
+def read(log: Path) -> list[dict[str, float]]:
+    """Read what a run has logged so far; a step that was run again appears again."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def same_twice(records: list[dict[str, float]], key: str) -> bool:
+    """Say whether all records of a step are alike, but for the time that it took."""
+    first: dict[float, dict[str, float]] = {}
+    without_time = [{name: value for name, value in record.items() if name != SECONDS} for record in records]
+    return all(record == first.setdefault(record[key], record) for record in without_time)
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw(losses: list[dict[str, float]], successes: list[dict[str, float]], kill: int, picture: Path) -> None:
+    """Draw success and loss over the steps, and the kill."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(2, figsize=(8, 4.6), layout="constrained", sharex=True, height_ratios=(3, 2))
+    panels[0].plot([e["step"] for e in successes], [e["success"] for e in successes], "o-", color="#1f6fb4")
+    panels[0].set_ylabel("tables done")
+    panels[0].set_ylim(0, 1)
+    panels[0].set_title("A robot that learns, killed and resumed", fontsize=11, loc="left")
+    last = {record[STEP]: record[LOSS] for record in losses}
+    window = max(1, len(last) // 100)
+    smooth = np.convolve(list(last.values()), np.ones(window) / window, mode="valid")
+    panels[1].plot(list(last), list(last.values()), color="#c9c9c9", linewidth=1)
+    panels[1].plot(list(last)[window - 1 :], smooth, color="#d1495b", linewidth=1.8)
+    panels[1].set_ylabel("loss")
+    panels[1].set_ylim(bottom=0)
+    panels[1].set_xlabel("step")
+    for axes in panels:
+        axes.axvline(kill, color="#333333", linewidth=1, linestyle=":")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].annotate("SIGKILL", (kill, 0), textcoords="offset points", xytext=(5, 6), fontsize=9)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130, metadata={"Software": None})
+
+
+def show(folder: Path, moving_picture: Path, scale: int = 3, columns: int = 4) -> float:
+    """Let a saved policy act, film it, and return how many of the tables it has done."""
+    from PIL import Image, ImageDraw
+
+    policy, processor = FlowVLA.from_pretrained(folder), Processor.from_pretrained(folder)
+    film: list[np.ndarray] = []  # of (tables, SIZE, SIZE, 3)
+    done = drive(policy, processor, SHOWN, noise_seed=0, watch=lambda tables: film.append(tables.images()))
+    side, line = scale * SIZE, 14  # of a table, and what stands below it
+    frames = []
+    for images in film:
+        frame = Image.new("RGB", (columns * (side + 4), -(-len(SHOWN) // columns) * (side + line)), "white")
+        for i, (image, text) in enumerate(zip(images, Tables(SHOWN).instructions, strict=True)):
+            corner = (i % columns * (side + 4), i // columns * (side + line))
+            frame.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), corner)
+            ImageDraw.Draw(frame).text((corner[0] + 2, corner[1] + side + 1), text, "black")
+        frames.append(frame.quantize(32))
+    moving_picture.parent.mkdir(parents=True, exist_ok=True)
+    frames[0].save(moving_picture, save_all=True, append_images=frames[1:], duration=150, loop=0, optimize=True)
+    return float(done.mean())
+
+
+def arguments(command_line: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/robot"))
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--save-interval", type=int, default=100)
+    parser.add_argument("--picture", type=Path, default=EXAMPLES.parent / "images" / "robot.png")
+    parser.add_argument("--moving-picture", type=Path, default=EXAMPLES.parent / "images" / "robot.gif")
+    parser.epilog = "Other options are those of train_vla.py."
+    return parser.parse_known_args(command_line)
+
+
+if __name__ == "__main__":
+    run(*arguments())
