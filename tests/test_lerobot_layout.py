@@ -473,6 +473,7 @@ def test_a_directory_may_hold_checkpoints_of_both_layouts(tmp_path):
         strategy.load_ckpt(policy, tmp_path, tag=tag)
         assert_same(full_state(policy, optimizer), state)
     assert all(verify_checkpoint(c.path).ok for c in list_checkpoints(tmp_path))
+    dist.barrier()
     if dist.get_rank() == 0:
         (tmp_path / "000004" / "training_state" / "optimizer" / "optimizer.safetensors").unlink()
     dist.barrier()
