@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -113,13 +113,16 @@ class Blocks(NamedTuple):
     modules: dict[str, nn.Module]
 
 
-def choose_blocks(model: nn.Module, class_names: Sequence[str], min_unit_params: int | None) -> Blocks:
-    """Do what `find_blocks` promises, and say where the blocks come from."""
+def choose_blocks(
+    model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
+) -> Blocks:
+    """Do what `find_blocks` promises, beside what is ignored, and say where the blocks come from."""
+    apart = {inner for module in ignored for inner in module.modules()}
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
         return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
     if min_unit_params is not None:
-        return _of_size(model, min_unit_params)
+        return _of_size(model, min_unit_params, apart)
     policy = policy_of(model)
     known = policy.blocks if policy else None
     if policy and known and policy.declared:
@@ -134,15 +137,15 @@ def choose_blocks(model: nn.Module, class_names: Sequence[str], min_unit_params:
             whose = f"what is known of {policy.name}" if policy and known else "the model's own list"
             names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
             return Blocks("block", f"from {whose}: {names}", modules)
-        if modules := _largest_module_lists(model):
+        if modules := _largest_module_lists(model, apart):
             parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
             return Blocks("block", f"the repeated layers of {parents}", modules)
-    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)))
+    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), apart)
 
 
-def _of_size(model: nn.Module, least: int) -> Blocks:
+def _of_size(model: nn.Module, least: int, apart: Container[nn.Module]) -> Blocks:
     modules: dict[str, nn.Module] = {}
-    _pack_by_size("", model, least, modules)
+    _pack_by_size("", model, least, apart, modules)
     return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
 
 
@@ -180,12 +183,14 @@ def can_be_unit(module: nn.Module) -> bool:
     return has_forward(module) and not isinstance(module, nn.Sequential)
 
 
-def _largest_module_lists(model: nn.Module) -> dict[str, nn.Module]:
+def _largest_module_lists(model: nn.Module, left_out: Container[nn.Module]) -> dict[str, nn.Module]:
     """Return the entries of the largest repeating ModuleList, and of others apart from it with a tenth of the model."""
     sizes = {
         (name, module): parameter_count(module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and max(Counter(type(m) for m in module).values(), default=0) > 1
+        if isinstance(module, nn.ModuleList)
+        and module not in left_out
+        and max(Counter(type(m) for m in module).values(), default=0) > 1
     }
     blocks: dict[str, nn.Module] = {}
     total = parameter_count(model)
@@ -197,14 +202,18 @@ def _largest_module_lists(model: nn.Module) -> dict[str, nn.Module]:
     return {name: blocks[name] for name in order if name in blocks and parameter_count(blocks[name])}
 
 
-def _pack_by_size(name: str, module: nn.Module, least: int, blocks: dict[str, nn.Module]) -> int:
+def _pack_by_size(
+    name: str, module: nn.Module, least: int, apart: Container[nn.Module], blocks: dict[str, nn.Module]
+) -> int:
     """Choose modules bottom-up as soon as they hold ``least`` parameters; return how many are left to the parent."""
+    if module in apart:
+        return 0
     left = sum(p.numel() for p in module.parameters(recurse=False))
     if isinstance(module, _OPAQUE):
         left = parameter_count(module)
     else:
         for child_name, child in module.named_children():
-            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, blocks)
+            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, apart, blocks)
     if name and left >= least and can_be_unit(module):
         blocks[name] = module
         return 0

@@ -190,8 +190,9 @@ def plan_units(
             one with another that is not, or what not every rank runs would have to be split.
     """
     model = unwrap_model(model)
-    blocks = choose_blocks(model, class_names, min_unit_params)
-    tree = _Tree(model, find_ignored(model, ignored_modules))
+    ignored = find_ignored(model, ignored_modules)
+    blocks = choose_blocks(model, class_names, min_unit_params, ignored)
+    tree = _Tree(model, ignored)
     if not tree.parameters:
         what = "no parameter that is not ignored" if tree.ignored else "no parameters"
         raise ShardError(f"nothing to shard: {type(model).__name__} has {what}. Prepare a model that has some.")

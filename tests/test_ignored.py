@@ -56,6 +56,17 @@ def test_no_unit_is_made_of_or_inside_an_ignored_module():
     assert sorted(held) == sorted(n for n, _ in build("llama").named_parameters())
 
 
+def test_blocks_are_found_beside_what_is_ignored():
+    large = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(3))})
+    model = nn.ModuleDict({"vision": large, "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(2))})
+    assert [unit.name for unit in plan_of(model, "vision").units] == ["layers.0", "layers.1"]
+    model = nn.ModuleDict({"vision": large, "first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
+    plan = plan_units(
+        model, Precision(bf16=True, is_training=True), min_unit_params=72, ignored_modules=[r"vision\.layers\.\d"]
+    )
+    assert [unit.name for unit in plan.units] == ["first", "second"]
+
+
 def test_a_pattern_matches_whole_names_and_one_that_matches_nothing_or_all_is_refused():
     with pytest.raises(ShardError, match=r"the pattern 'layers' matches no module of LlamaForCausalLM, .* begin with"):
         plan_of(build("llama"), "layers")
