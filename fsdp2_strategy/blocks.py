@@ -117,12 +117,12 @@ def choose_blocks(
     model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
 ) -> Blocks:
     """Do what `find_blocks` promises, beside what is ignored, and say where the blocks come from."""
-    apart = {inner for module in ignored for inner in module.modules()}
+    left_out = {inner for module in ignored for inner in module.modules()}
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
         return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
     if min_unit_params is not None:
-        return _of_size(model, min_unit_params, apart)
+        return _of_size(model, min_unit_params, left_out)
     policy = policy_of(model)
     known = policy.blocks if policy else None
     if policy and known and policy.declared:
@@ -137,15 +137,15 @@ def choose_blocks(
             whose = f"what is known of {policy.name}" if policy and known else "the model's own list"
             names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
             return Blocks("block", f"from {whose}: {names}", modules)
-        if modules := _largest_module_lists(model, apart):
+        if modules := _largest_module_lists(model, left_out):
             parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
             return Blocks("block", f"the repeated layers of {parents}", modules)
-    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), apart)
+    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), left_out)
 
 
-def _of_size(model: nn.Module, least: int, apart: Container[nn.Module]) -> Blocks:
+def _of_size(model: nn.Module, least: int, left_out: Container[nn.Module]) -> Blocks:
     modules: dict[str, nn.Module] = {}
-    _pack_by_size("", model, least, apart, modules)
+    _pack_by_size("", model, least, left_out, modules)
     return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
 
 
@@ -203,17 +203,17 @@ def _largest_module_lists(model: nn.Module, left_out: Container[nn.Module]) -> d
 
 
 def _pack_by_size(
-    name: str, module: nn.Module, least: int, apart: Container[nn.Module], blocks: dict[str, nn.Module]
+    name: str, module: nn.Module, least: int, left_out: Container[nn.Module], blocks: dict[str, nn.Module]
 ) -> int:
     """Choose modules bottom-up as soon as they hold ``least`` parameters; return how many are left to the parent."""
-    if module in apart:
+    if module in left_out:
         return 0
     left = sum(p.numel() for p in module.parameters(recurse=False))
     if isinstance(module, _OPAQUE):
         left = parameter_count(module)
     else:
         for child_name, child in module.named_children():
-            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, apart, blocks)
+            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, left_out, blocks)
     if name and left >= least and can_be_unit(module):
         blocks[name] = module
         return 0

@@ -305,6 +305,30 @@ def test_json_is_read_by_its_suffix_and_a_missing_file_is_said(tmp_path):
         StrategyConfig.from_accelerate(tmp_path / "binary.yaml")
 
 
+def test_files_that_accelerate_itself_writes_are_read(tmp_path):
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    keys = {"fsdp_version": 2, "fsdp_offload_params": True, "fsdp_reshard_after_forward": False}
+
+    def config():
+        return config_args.ClusterConfig(
+            compute_environment="LOCAL_MACHINE",
+            distributed_type="FSDP",
+            mixed_precision="bf16",
+            use_cpu=False,
+            debug=False,
+            num_processes=2,
+            fsdp_config=dict(keys),
+            dynamo_config={"dynamo_backend": "EAGER"},
+        )
+
+    expected = StrategyConfig(cpu_offload=True, reshard_after_forward=False, compile_blocks="eager")
+    config().to_yaml_file(tmp_path / "default_config.yaml")
+    config().to_json_file(tmp_path / "default_config.json")
+    for name in ("default_config.yaml", "default_config.json"):
+        assert StrategyConfig.from_accelerate(tmp_path / name) == expected
+        assert config_args.load_config_from_file(str(tmp_path / name)).fsdp_config == keys
+
+
 def test_a_cpu_is_not_promised_beside_an_accelerator(tmp_path, monkeypatch):
     path = written(tmp_path, {**FSDP, "use_cpu": True})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
