@@ -189,7 +189,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: t
     heads = query.shape[2] // key.shape[2]
     key, of_value = (x.repeat_interleave(heads, dim=2) for x in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) / math.sqrt(query.shape[-1])
-    weights = scores.masked_fill(~mask[:, None], torch.finfo(torch.float32).min).softmax(dim=-1).to(value.dtype)
+    weights = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1).to(value.dtype)
     return torch.einsum("bhqk,bkhd->bqhd", weights, of_value).flatten(2)
 
 
