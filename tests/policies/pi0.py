@@ -200,7 +200,8 @@ class PI0Pytorch(nn.Module):
             inputs_embeds=[prefix, suffix],
         )
         velocity = self.action_out_proj(out[:, -CHUNK:].to(self.action_out_proj.weight.dtype))
-        return F.mse_loss(noise - actions, velocity, reduction="none")
+        # Torch 2.11 has no gradient of errors between two dtypes.
+        return F.mse_loss(noise - actions, velocity.to(noise.dtype), reduction="none")
 
     @torch.no_grad()
     def sample_actions(
