@@ -14,6 +14,9 @@ runs again in backward, under activation checkpointing, finds the unit as backwa
 [Note: side outputs] A block that fills a cache gives out more than what it returns: in transformers' pi0 the action
 expert attends to the keys and values of the language model, whose last block has no other gradient. So the modules
 within a block that is given a cache gather it for backward as well.
+
+[Note: fp32 among half] Policies make noise, times and tables of their own, in fp32, which a projection in half
+precision would refuse. Modules that want one dtype get it, whatever comes; where autocast is on, it decides.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.ranks import log
@@ -35,6 +38,9 @@ from fsdp2_strategy.recompute import is_cache
 from fsdp2_strategy.residency import groups_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Modules that refuse inputs of another dtype than their parameters have.
+_ONE_DTYPE = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class Walk:
@@ -60,6 +66,7 @@ class Walk:
         self._root: Any = root
         self._name = type(root).__name__  # FSDP2 renames it
         self._casts = casts
+        self._in_half = any(dtype.itemsize < torch.float32.itemsize for dtype in casts.values())
         self._depth = 0
         self._open: list[_Unit] = []
         self._seen: set[str] | None = set()
@@ -145,9 +152,11 @@ class Walk:
                 self._check_entered(module)
                 continue
             changed = args, kwargs = self._walk_into(unit, module, args, kwargs)
-        if around and not (inner := around[-1]).is_running and (dtype := self._casts.get(inner.module)):
-            changed = tree_map_only(torch.Tensor, functools.partial(_cast, dtype), (args, kwargs))
-        return changed
+        if around and not around[-1].is_running:
+            dtype = self._casts.get(around[-1].module)
+        else:
+            dtype = _dtype_wanted(module) if self._in_half else None
+        return changed if dtype is None else _cast(dtype, args, kwargs) or changed
 
     def _after(self, around: Sequence[_Unit], _module: nn.Module, _args: Any, output: Any) -> None:
         for unit in around:
@@ -244,8 +253,24 @@ class _Unit:
             group.wait_for_unshard()
 
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that a module's inputs need; see [Note: fp32 among half]."""
+    if not isinstance(module, _ONE_DTYPE):
+        return None
+    parameter = next(p for p in module._parameters.values() if p is not None)
+    return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
+
+
+def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """Return inputs whose floating tensors have one dtype, None where they have it."""
+
+    def differs(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
+
+    if not any(map(differs, args)) and not any(map(differs, kwargs.values())):
+        return None
+    named = {name: value.to(dtype) if differs(value) else value for name, value in kwargs.items()}
+    return tuple(value.to(dtype) if differs(value) else value for value in args), named
 
 
 def _units_around(
