@@ -112,9 +112,11 @@ class FlowVLA(nn.Module):
         backbone: a PaliGemma.
     """
 
+    _fsdp_forward_methods = ("select_action", "predict_action_chunk")  # as LeRobot's policies say it
+
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone, self.config = backbone, backbone.config
         told = WIDTH + len(STATE) + 1 + 2 * WAVES  # what the words have seen, the state and the time
         self.told = nn.Sequential(nn.Linear(told, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
         self.inward, self.outward = nn.Linear(len(ACTION), WIDTH), nn.Linear(WIDTH, len(ACTION))
@@ -131,7 +133,7 @@ class FlowVLA(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: Path) -> Self:
         """Load a policy that was saved, with all that its folder holds and nothing else."""
-        policy = cls(transformers.PaliGemmaModel(transformers.PaliGemmaConfig.from_pretrained(folder / "backbone")))
+        policy = cls(transformers.PaliGemmaModel(transformers.PaliGemmaConfig.from_pretrained(folder)))
         load_model(policy, folder / "model.safetensors")
         return policy.eval()
 

@@ -28,9 +28,9 @@ from table import ACTION, FPS, LIMIT, SIZE, STATE, Tables, demonstrate
 from fsdp2_strategy import StrategyConfig, init_on_meta
 from fsdp2_strategy.collect import all_reduce
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.errors import CheckpointError, DataError
+from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.ranks import all_or_none
-from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics
+from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, save_policy
 from fsdp2_strategy.vla.lerobot import LeRobotDataset
 from fsdp2_strategy.vla.lerobot.generate import DatasetWriter
 
@@ -139,10 +139,7 @@ def train(args: argparse.Namespace) -> int:
             loader = ResumableLoader(data, args.batch_size, seed=args.seed, pool=64, collate_fn=processor.collate)
             if not learn(strategy, args, loader, processor):
                 return 128 + signal.SIGTERM
-        strategy.save_model(vla, processor, args.run_dir / "policy")
-        with all_or_none("describe the policy", CheckpointError):
-            if strategy.is_rank_0():
-                vla.backbone.config.save_pretrained(args.run_dir / "policy" / "backbone")
+        save_policy(vla, args.run_dir / "policy", preprocessor=processor)
     return 0
 
 
@@ -166,7 +163,7 @@ def strategy_for(vla: FlowVLA, args: argparse.Namespace) -> VLAFSDPStrategy:
         enable_gradient_checkpointing=False,
         enable_mixed_precision_training=args.bf16,
         reduce_in_full_precision=True,
-        config=StrategyConfig(seed=args.seed, forward_methods=("select_action", "predict_action_chunk")),
+        config=StrategyConfig(seed=args.seed),
     )
 
 
