@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from flow_vla import CAMERA, CHUNK, EXECUTED, FlowBlock, FlowVLA, Processor, make_backbone
 from table import LIFT, LIMIT, ON_PAD, PADS, PUCKS, REACH, Tables, demonstrate, expert
-from train_vla import UNSEEN, drive, open_demonstrations, write_demonstrations
+from train_vla import UNSEEN, drive, open_demonstrations, trials, write_demonstrations
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 
@@ -189,13 +189,16 @@ def test_a_sharded_policy_acts_as_the_whole_one_each_rank_on_its_own_tables(tmp_
 
 @pytest.mark.timeout(1200)
 def test_a_robot_learns_its_task_though_a_rank_is_killed(tmp_path):
-    """It is the program of docs/vla.md, made small: about a minute on two cores that have nothing else to do."""
+    """It is the program of docs/vla.md, made small: under two minutes on two cores that have nothing else to do."""
     command = ["--run-dir", str(tmp_path / "run"), "--picture", str(tmp_path / "robot.png")]
     command += ["--moving-picture", str(tmp_path / "robot.gif")]
-    command += ["--steps", "600", "--episodes", "300", "--eval-interval", "300", "--eval-episodes", "256"]
+    command += ["--steps", "900", "--episodes", "400", "--eval-interval", "450", "--eval-episodes", "256"]
     seen = robot.run(*robot.arguments(command))
-    assert seen["before"] <= 0.02 and seen["after"] >= 0.07  # a quarter of the way to what the program reaches
+    assert seen["before"] <= 0.01 and seen["after"] >= 0.06  # 15 of 256 tables; by chance it is one in 200
     assert seen["again"] > 0
     evaluations = [json.loads(line) for line in (tmp_path / "run" / "success.jsonl").read_text().splitlines()]
-    assert {e["step"] for e in evaluations} == {0, 300, 600} and {e["episodes"] for e in evaluations} == {256}
+    assert {e["step"] for e in evaluations} == {0, 450, 900} and {e["episodes"] for e in evaluations} == {256}
+    policy, processor = (of.from_pretrained(tmp_path / "run" / "policy") for of in (FlowVLA, Processor))
+    done = [drive(policy, processor, *trials(256, 42, 900, rank, 2)).mean() for rank in range(2)]
+    assert np.mean(done) == pytest.approx(seen["after"], abs=0.03), "the folder alone acts as the sharded policy did"
     assert (tmp_path / "robot.gif").read_bytes()[:3] == b"GIF" and (tmp_path / "robot.png").exists()

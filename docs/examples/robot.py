@@ -51,6 +51,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> dict[str, float]:
     again = len(losses) - args.steps
     if again <= 0 or not (same_twice(losses, STEP) and same_twice(successes, "step")):
         raise SystemExit(f"the run that went on differs from itself, or ran no step twice ({again})")
+    if successes[-1]["success"] <= successes[0]["success"]:
+        raise SystemExit("the robot has learned nothing")
     draw(losses, successes, kill, args.picture)
     rate = show(args.run_dir / "policy", args.moving_picture)
     seen = {"before": successes[0]["success"], "after": successes[-1]["success"], "alone": rate, "again": again}
@@ -118,7 +120,7 @@ def draw(losses: list[dict[str, float]], successes: list[dict[str, float]], kill
     panels[1].plot(list(last), list(last.values()), color="#c9c9c9", linewidth=1)
     panels[1].plot(list(last)[window - 1 :], smooth, color="#d1495b", linewidth=1.8)
     panels[1].set_ylabel("loss")
-    panels[1].set_ylim(bottom=0)
+    panels[1].set_ylim(0, 1.2 * smooth.max())
     panels[1].set_xlabel("step")
     for axes in panels:
         axes.axvline(kill, color="#333333", linewidth=1, linestyle=":")
@@ -152,7 +154,7 @@ def show(folder: Path, moving_picture: Path, scale: int = 3, columns: int = 4) -
 def arguments(command_line: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/robot"))
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--save-interval", type=int, default=100)
     parser.add_argument("--picture", type=Path, default=EXAMPLES.parent / "images" / "robot.png")
     parser.add_argument("--moving-picture", type=Path, default=EXAMPLES.parent / "images" / "robot.gif")

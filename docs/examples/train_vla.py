@@ -106,12 +106,16 @@ def drive(
 
 def evaluate(strategy: VLAFSDPStrategy, processor: Processor, episodes: int, seed: int) -> dict[str, float]:
     """Let the sharded policy act, each rank on tables of its own; collective, and the same on every rank."""
-    rank, ranks = strategy.get_rank(), strategy.world_size
     step = strategy.global_step(strategy.vla)
-    of_rank = range(UNSEEN + rank, UNSEEN + episodes // ranks * ranks, ranks)
-    done = drive(strategy.vla, processor, of_rank, noise_seed=hash((seed, step, rank)) % 2**63)
+    own = trials(episodes, seed, step, strategy.get_rank(), strategy.world_size)
+    done = drive(strategy.vla, processor, *own)
     total = all_reduce({"done": int(done.sum()), "episodes": len(done)}, "sum")
     return {"step": step, "success": total["done"] / total["episodes"], "episodes": total["episodes"]}
+
+
+def trials(episodes: int, seed: int, step: int, rank: int, ranks: int) -> tuple[range, int]:
+    """Return the tables that a rank tries at a step, and the seed of its noise."""
+    return range(UNSEEN + rank, UNSEEN + episodes // ranks * ranks, ranks), (seed * 1_000_003 + step) * 1_009 + rank
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -200,13 +204,13 @@ def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs/vla"))
-    add("--episodes", type=int, default=400, help="demonstrations; they are made once")
-    add("--steps", type=int, default=4000)
+    add("--episodes", type=int, default=500, help="demonstrations; they are made once")
+    add("--steps", type=int, default=2500)
     add("--batch-size", type=int, default=64, help="samples of a step over all ranks")
     add("--backbone-learning-rate", type=float, default=2e-3)
     add("--action-model-learning-rate", type=float, default=2e-3)
     add("--save-interval", type=int, default=100)
-    add("--eval-interval", type=int, default=500)
+    add("--eval-interval", type=int, default=250)
     add("--eval-episodes", type=int, default=128, help="tables on which the policy is tried, over all ranks")
     add("--freeze-backbone", action="store_true", help="train the action model alone, and save it alone")
     add("--bf16", action=argparse.BooleanOptionalAction, default=False)
