@@ -1,6 +1,6 @@
 # make test   everything that CI runs        make demo   the main job, killed and resumed
 # make lint   the static checks alone        make grpo   reinforcement learning, killed and resumed
-# make bench  the benchmarks               make robot  a robot that learns, killed and resumed
+# make bench  the benchmarks                 make robot  a robot that learns, killed and resumed
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
