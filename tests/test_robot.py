@@ -178,7 +178,8 @@ def test_a_sharded_policy_acts_as_the_whole_one_each_rank_on_its_own_tables(tmp_
     for policy in (whole, sharded):
         path = []
         before = torch.get_rng_state()
-        drive(policy, processor, [UNSEEN + dist.get_rank()], dist.get_rank(), lambda t, p=path: p.append(t.state))
+        tables = Tables([UNSEEN + dist.get_rank()])
+        drive(policy, processor, tables, dist.get_rank(), lambda t, p=path: p.append(t.state))
         assert torch.equal(torch.get_rng_state(), before)
         paths.append(np.stack(path))
     np.testing.assert_allclose(paths[0], paths[1], atol=1e-4)
@@ -187,18 +188,20 @@ def test_a_sharded_policy_acts_as_the_whole_one_each_rank_on_its_own_tables(tmp_
 # --- the whole way ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(1200)
 def test_a_robot_learns_its_task_though_a_rank_is_killed(tmp_path):
-    """It is the program of docs/vla.md, made small: under two minutes on two cores that have nothing else to do."""
-    command = ["--run-dir", str(tmp_path / "run"), "--picture", str(tmp_path / "robot.png")]
-    command += ["--moving-picture", str(tmp_path / "robot.gif")]
-    command += ["--steps", "900", "--episodes", "400", "--eval-interval", "450", "--eval-episodes", "256"]
+    """It is the program of docs/vla.md, made small: a minute on two cores, nothing on the table but what is named."""
+    command = ["--run-dir", str(tmp_path / "run"), "--picture", str(tmp_path / "robot.png"), "--no-distractors"]
+    command += ["--moving-picture", str(tmp_path / "robot.gif"), "--save-interval", "50"]
+    command += ["--steps", "450", "--episodes", "200", "--eval-interval", "450", "--eval-episodes", "128"]
     seen = robot.run(*robot.arguments(command))
-    assert seen["before"] <= 0.01 and seen["after"] >= 0.06  # 15 of 256 tables; by chance it is one in 200
+    assert seen["before"] <= 0.02 and seen["after"] >= 0.15  # seeds gave 0.36 and 0.45
     assert seen["again"] > 0
     evaluations = [json.loads(line) for line in (tmp_path / "run" / "success.jsonl").read_text().splitlines()]
-    assert {e["step"] for e in evaluations} == {0, 450, 900} and {e["episodes"] for e in evaluations} == {256}
+    assert {e["step"] for e in evaluations} == {0, 450} and {e["episodes"] for e in evaluations} == {128}
     policy, processor = (of.from_pretrained(tmp_path / "run" / "policy") for of in (FlowVLA, Processor))
-    done = [drive(policy, processor, *trials(256, 42, 900, rank, 2)).mean() for rank in range(2)]
+    done = []
+    for rank in range(2):
+        seeds, noise_seed = trials(128, 42, 450, rank, 2)
+        done.append(drive(policy, processor, Tables(seeds, distractors=False), noise_seed).mean())
     assert np.mean(done) == pytest.approx(seen["after"], abs=0.03), "the folder alone acts as the sharded policy did"
     assert (tmp_path / "robot.gif").read_bytes()[:3] == b"GIF" and (tmp_path / "robot.png").exists()

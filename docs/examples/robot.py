@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> dict[str, float]:
     if successes[-1]["success"] <= successes[0]["success"]:
         raise SystemExit("the robot has learned nothing")
     draw(losses, successes, kill, args.picture)
-    rate = show(args.run_dir / "policy", args.moving_picture)
+    rate = show(args.run_dir / "policy", args.moving_picture, options)
     seen = {"before": successes[0]["success"], "after": successes[-1]["success"], "alone": rate, "again": again}
     print(
         "success {before:.0%} -> {after:.0%} in {steps} steps, of the saved policy alone {alone:.0%} of {shown}; "
@@ -130,18 +130,19 @@ def draw(losses: list[dict[str, float]], successes: list[dict[str, float]], kill
     figure.savefig(picture, dpi=130, metadata={"Software": None})
 
 
-def show(folder: Path, moving_picture: Path, scale: int = 3, columns: int = 4) -> float:
+def show(folder: Path, moving_picture: Path, options: Sequence[str], scale: int = 3, columns: int = 4) -> float:
     """Let a saved policy act, film it, and return how many of the tables it has done."""
     from PIL import Image, ImageDraw
 
     policy, processor = FlowVLA.from_pretrained(folder), Processor.from_pretrained(folder)
     film: list[np.ndarray] = []  # of (tables, SIZE, SIZE, 3)
-    done = drive(policy, processor, SHOWN, noise_seed=0, watch=lambda tables: film.append(tables.images()))
+    tables = Tables(SHOWN, distractors="--no-distractors" not in options)
+    done = drive(policy, processor, tables, noise_seed=0, watch=lambda now: film.append(now.images()))
     side, line = scale * SIZE, 14  # of a table, and what stands below it
     frames = []
     for images in film:
         frame = Image.new("RGB", (columns * (side + 4), -(-len(SHOWN) // columns) * (side + line)), "white")
-        for i, (image, text) in enumerate(zip(images, Tables(SHOWN).instructions, strict=True)):
+        for i, (image, text) in enumerate(zip(images, tables.instructions, strict=True)):
             corner = (i % columns * (side + 4), i // columns * (side + line))
             frame.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), corner)
             ImageDraw.Draw(frame).text((corner[0] + 2, corner[1] + side + 1), text, "black")

@@ -3,9 +3,9 @@
 Input: seeds, and actions. Output: camera images, states, instructions, and whether the task is done.
 
 Two pucks and two pads lie on a table of 1 x 1, and the instruction names one of each; the other two are there to be
-told apart. The magnet moves by at most `REACH` a step. While it is on, it lifts the nearest puck within `LIFT` and
-carries it along; where it goes off, the puck lies. All scenes of a `Tables` go on at the same time: arrays have them in
-their first dimension.
+told apart, or are not there. The magnet moves by at most `REACH` a step. While it is on, it lifts the nearest puck
+within `LIFT` and carries it along; where it goes off, the puck lies. All scenes of a `Tables` go on at the same time:
+arrays have them in their first dimension.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ class Tables:
 
     Args:
         seeds: of the scenes.
+        distractors: whether the other puck and the other pad are there.
     """
 
-    def __init__(self, seeds: Sequence[int]) -> None:
+    def __init__(self, seeds: Sequence[int], *, distractors: bool = True) -> None:
         scenes = [_Scene.drawn(np.random.default_rng(seed)) for seed in seeds]
         self.magnet: Floats = np.stack([scene.places[4] for scene in scenes])  # (n, xy)
         self.pucks: Floats = np.stack([scene.places[:2] for scene in scenes])  # (n, 2, xy); the first is the named one
         self.pads: Floats = np.stack([scene.places[2:4] for scene in scenes])
+        if not distractors:
+            self.pucks[:, 1] = self.pads[:, 1] = -1.0  # out of sight and reach
         self.colours = np.stack([scene.colours for scene in scenes])  # (n, 4), of pucks and pads
         self.held = np.full(len(scenes), -1)  # which puck; -1 for none
         self.instructions = [scene.instruction for scene in scenes]
@@ -110,17 +113,20 @@ def expert(tables: Tables) -> Floats:
     return np.concatenate([goal, np.where(on, 1.0, -1.0)[:, None]], axis=1).astype(np.float32)
 
 
-def demonstrate(seed: int, noise: float = 0.03) -> tuple[dict[str, NDArray[np.generic]], str]:
+def demonstrate(
+    seed: int, noise: float = 0.03, *, distractors: bool = True
+) -> tuple[dict[str, NDArray[np.generic]], str]:
     """Let the expert do the task once, while the robot is pushed about; it shows how to recover.
 
     Args:
         seed: of the scene and of the pushes.
         noise: standard deviation of a push; about a step in thirty the magnet goes on or off by mistake.
+        distractors: see `Tables`.
 
     Returns:
         Images (T, SIZE, SIZE, 3), states (T, 3) and what the expert did about each, (T, 3); and the instruction.
     """
-    tables, random = Tables([seed]), np.random.default_rng((seed, 1))
+    tables, random = Tables([seed], distractors=distractors), np.random.default_rng((seed, 1))
     frames: dict[str, list[NDArray[np.generic]]] = {"image": [], "state": [], "action": []}
     after = 0
     for _ in range(2 * LIMIT):

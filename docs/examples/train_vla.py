@@ -40,7 +40,7 @@ UNSEEN = 1_000_000  # from this seed on, tables that no demonstration is of
 # --- demonstrations --------------------------------------------------------------------------------------------------
 
 
-def write_demonstrations(root: Path, episodes: int) -> Path:
+def write_demonstrations(root: Path, episodes: int, *, distractors: bool = True) -> Path:
     """Write what the expert does as a data set in LeRobot's format, where there is none yet."""
     if not root.exists():
         unfinished = root.with_name(f"{root.name}.unfinished")
@@ -52,7 +52,7 @@ def write_demonstrations(root: Path, episodes: int) -> Path:
         }
         with DatasetWriter(unfinished, fps=FPS, features=features, robot_type="magnet", crf=18) as writer:
             for seed in range(episodes):
-                frames, instruction = demonstrate(seed)
+                frames, instruction = demonstrate(seed, distractors=distractors)
                 named = {CAMERA: frames["image"], "observation.state": frames["state"], "action": frames["action"]}
                 writer.add_episode(named, task=instruction)
         unfinished.rename(root)
@@ -70,7 +70,7 @@ def open_demonstrations(root: Path) -> LeRobotDataset:
 def drive(
     policy: FlowVLA,
     processor: Processor,
-    seeds: Sequence[int],
+    tables: Tables,
     noise_seed: int,
     watch: Callable[[Tables], object] = lambda _: None,
 ) -> np.ndarray:
@@ -79,14 +79,14 @@ def drive(
     Args:
         policy: sharded or not.
         processor: that goes with it.
-        seeds: of the tables, as many on every rank.
+        tables: as many on every rank.
         noise_seed: of the noise that the flow begins from; the trainer's random state stays what it is.
         watch: is shown the tables at first and after each step.
 
     Returns:
         Which tables were done at some moment, (n,).
     """
-    tables, done = Tables(seeds), np.zeros(len(seeds), dtype=bool)
+    done = np.zeros(len(tables), dtype=bool)
     policy.eval()
     policy.reset()
     watch(tables)
@@ -97,18 +97,18 @@ def drive(
             observation = {CAMERA: images, "observation.state": torch.from_numpy(tables.state)}
             chosen = policy.select_action(processor(observation | {"task": tables.instructions}))
             actions = processor.actions(chosen).numpy()
-            actions[done] = np.concatenate([tables.magnet, -np.ones((len(seeds), 1))], axis=1)[done]  # it rests
+            actions[done] = np.concatenate([tables.magnet, -np.ones((len(tables), 1))], axis=1)[done]  # it rests
             tables.step(actions)
             done |= tables.done
             watch(tables)
     return done
 
 
-def evaluate(strategy: VLAFSDPStrategy, processor: Processor, episodes: int, seed: int) -> dict[str, float]:
+def evaluate(strategy: VLAFSDPStrategy, processor: Processor, args: argparse.Namespace) -> dict[str, float]:
     """Let the sharded policy act, each rank on tables of its own; collective, and the same on every rank."""
     step = strategy.global_step(strategy.vla)
-    own = trials(episodes, seed, step, strategy.get_rank(), strategy.world_size)
-    done = drive(strategy.vla, processor, *own)
+    seeds, noise_seed = trials(args.eval_episodes, args.seed, step, strategy.get_rank(), strategy.world_size)
+    done = drive(strategy.vla, processor, Tables(seeds, distractors=args.distractors), noise_seed)
     total = all_reduce({"done": int(done.sum()), "episodes": len(done)}, "sum")
     return {"step": step, "success": total["done"] / total["episodes"], "episodes": total["episodes"]}
 
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace) -> int:
     with strategy_for(vla, args) as strategy:
         with all_or_none("write demonstrations", DataError):
             if strategy.is_rank_0():
-                write_demonstrations(args.run_dir / "data", args.episodes)
+                write_demonstrations(args.run_dir / "data", args.episodes, distractors=args.distractors)
         with closing(open_demonstrations(args.run_dir / "data")) as data:
             processor = Processor(data.metadata.stats)
             strategy.run_setup(args.run_dir, len(data), {"GemmaDecoderLayer", "SiglipEncoderLayer", FlowBlock})
@@ -177,7 +177,7 @@ def learn(strategy: VLAFSDPStrategy, args: argparse.Namespace, loader: Resumable
     while True:
         step = strategy.global_step(strategy.vla)
         if step % args.eval_interval == 0 or step == args.steps:
-            report(strategy, args.run_dir, evaluate(strategy, processor, args.eval_episodes, args.seed))
+            report(strategy, args.run_dir, evaluate(strategy, processor, args))
         if step == args.steps:
             metrics.finalize()
             return True
@@ -212,6 +212,7 @@ def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save-interval", type=int, default=100)
     add("--eval-interval", type=int, default=250)
     add("--eval-episodes", type=int, default=128, help="tables on which the policy is tried, over all ranks")
+    add("--distractors", action=argparse.BooleanOptionalAction, default=True, help="what is not to be taken is there")
     add("--freeze-backbone", action="store_true", help="train the action model alone, and save it alone")
     add("--bf16", action=argparse.BooleanOptionalAction, default=False)
     add("--seed", type=int, default=42)
