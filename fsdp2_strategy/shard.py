@@ -155,7 +155,7 @@ def shard_model(
         if compile_blocks:
             _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
         _prepare_edges(plan)
-        compiled = [unit.module for unit in plan.units if compile_blocks and _is_compiled(unit)]
+        compiled = [unit.module for unit in _compiled(plan)] if compile_blocks else []
         casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
         ignored = [unit.module for unit in plan.ignored]
         walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored)
@@ -400,12 +400,14 @@ def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.M
 
 
 def _compile(plan: ShardPlan, backend: str) -> None:
-    for unit in filter(_is_compiled, plan.units):
+    for unit in _compiled(plan):
         unit.module.forward = torch.compile(unit.module.forward, backend=backend)
 
 
-def _is_compiled(unit: Unit) -> bool:
-    return unit.kind in ("block", "size") and has_forward(unit.module)
+def _compiled(plan: ShardPlan) -> list[Unit]:
+    if plan.policy and plan.policy.bypassed:  # what is compiled gathers nothing for what runs within
+        return []
+    return [unit for unit in plan.units if unit.kind in ("block", "size") and has_forward(unit.module)]
 
 
 def _prefetch(units: list[nn.Module], depth: int) -> None:

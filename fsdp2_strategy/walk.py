@@ -72,8 +72,9 @@ class Walk:
         self._seen: set[str] | None = set()
         """Units that were walked through, until the log has named them."""
         units = {module: name for module, name in units.items() if module is not root}
-        self._units = list(units)
-        for module, around in _units_around(root, units, left_alone, ignored).items():
+        self._units = units
+        places, _ = _units_around(root, units, left_alone, ignored)
+        for module, around in places.items():
             module.register_forward_pre_hook(functools.partial(self._before, around), with_kwargs=True)
             if around:
                 module.register_forward_hook(functools.partial(self._after, around))
@@ -152,7 +153,9 @@ class Walk:
                 self._check_entered(module)
                 continue
             changed = args, kwargs = self._walk_into(unit, module, args, kwargs)
-        if around and not around[-1].is_running:
+        if module in self._units:  # FSDP2 has cast what goes into a unit
+            return changed
+        if around and around[-1].is_walked:
             dtype = self._casts.get(around[-1].module)
         else:
             dtype = _dtype_wanted(module) if self._in_half else None
@@ -199,6 +202,8 @@ class _Unit:
         """The list that it stands in: of those there one is open at a time."""
         self.is_running = False
         self.is_open = False
+        self.is_walked = False
+        """Whether it was walked through when it ran last: what runs again in backward does as it did before."""
         self.fills_cache = False
         """Whether it runs with a cache; see [Note: side outputs]."""
         self.handles = [
@@ -207,11 +212,12 @@ class _Unit:
         ]
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.is_running = True
+        self.is_running, self.is_walked = True, False
         self.fills_cache = any(map(is_cache, (*args, *kwargs.values())))
 
     def _end(self, *_: object) -> None:
         self.is_running = self.fills_cache = False
+        self.is_open = False  # FSDP2 frees it behind this
 
     @property
     def _state(self) -> Any:
@@ -226,11 +232,13 @@ class _Unit:
         for ahead in state._states_to_forward_prefetch:
             for group in groups_of(ahead):
                 group._prefetch_unshard(group, "forward")
-        self.is_open = True
+        self.is_open = self.is_walked = True
         return args, kwargs
 
     def close(self) -> None:
-        """Free what was gathered, as behind its forward."""
+        """Free what was gathered, as behind its forward, where that has not been called since."""
+        if not self.is_open:
+            return
         self.is_open = False
         state = self._state
         for group in groups_of(state):
@@ -240,7 +248,7 @@ class _Unit:
     def gather_for_gradients_of(self, output: Any) -> None:
         """Let it be gathered once gradients of an output come."""
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._state._pre_backward)  # type: ignore[no-untyped-call]
 
     def gather_in_backward(self) -> None:
@@ -275,8 +283,8 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _units_around(
     root: nn.Module, units: Mapping[nn.Module, str], left_alone: Iterable[nn.Module], ignored: Iterable[nn.Module]
-) -> dict[nn.Module, list[_Unit]]:
-    """Return for each module with parameters the units around it in every place where it stands, the root aside."""
+) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
+    """Return for each module with parameters the units around it in every place, the root aside; and all units."""
     alone, apart = set(left_alone), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
@@ -299,7 +307,8 @@ def _units_around(
                 visit(child, module, inner)
 
     visit(root, None, [])
-    return {module: found for module, found in around.items() if any(True for _ in module.parameters(recurse=False))}
+    own = {module: found for module, found in around.items() if any(True for _ in module.parameters(recurse=False))}
+    return own, list(made.values())
 
 
 def bypassed_units(
@@ -322,9 +331,10 @@ def bypassed_units(
     def before(around: Sequence[_Unit], *_: object) -> None:
         found.update((unit.name, None) for unit in around if not unit.is_running)
 
-    around = _units_around(root, {module: name for module, name in units.items() if module is not root}, (), ignored)
+    units = {module: name for module, name in units.items() if module is not root}
+    around, made = _units_around(root, units, (), ignored)
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
-    handles += [handle for outer in around.values() for unit in outer for handle in unit.handles]
+    handles += [handle for unit in made for handle in unit.handles]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             run(root)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.policies import _registered
+from fsdp2_strategy.policies import ENTRY_POINTS, _registered, policy_of
 from fsdp2_strategy.residency import groups_of
 from fsdp2_strategy.vla import register_policy
 
@@ -239,6 +239,100 @@ def test_bf16_is_computed_where_a_function_bypasses_the_cast_of_a_unit():
     assert seen == {(torch.bfloat16, torch.bfloat16)}
 
 
+class Mixed(nn.Module):
+    """A block with a part in fp32, and a part that computes in fp32 from what is bf16 around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inward, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        return x + self.gate(x.float()).to(x.dtype)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.scale = nn.Linear(WIDTH, WIDTH), Scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale(self.inward(x).float()).to(x.dtype)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module], run: object) -> None:
+        super().__init__()
+        self.begin, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(LAYERS))
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("how", ["run", "walked", "run again"])
+def test_a_unit_within_a_bypassed_one_or_within_a_recomputed_one_has_inputs_of_its_own_dtype(how):
+    run = Mixed.forward if how == "walked" else nn.Module.__call__
+    torch.manual_seed(0)
+    model = Stack(Mixed, run)
+    recompute = ["Mixed"] if how == "run again" else []
+    config = StrategyConfig(block_class_names=["Mixed"], keep_fp32=["gate"], activation_checkpointing=recompute)
+    FSDPV2Strategy(config=config).prepare_model(model, is_training=True)
+    seen = set()
+    model.layers[1].gate.register_forward_hook(lambda m, args, out: seen.add((args[0].dtype, m.weight.dtype)))
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert seen == {(torch.float32, torch.float32)}
+
+
+@pytest.mark.ranks(1)
+def test_a_block_that_runs_again_in_backward_computes_in_the_dtypes_that_it_computed_in_before():
+    grads = []
+    for recompute in ([], ["Scaled"]):
+        torch.manual_seed(0)
+        model = Stack(Scaled, nn.Module.__call__)
+        config = StrategyConfig(block_class_names=["Scaled"], activation_checkpointing=recompute)
+        FSDPV2Strategy(config=config).prepare_model(model, is_training=True)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        grads.append(full_grads(model))
+    assert_close(*grads, 0, "gradient")
+
+
+@pytest.mark.ranks(2)
+def test_a_block_may_be_walked_through_before_and_after_its_own_forward():
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = block(x + block.inward(x)[:, :WIDTH])
+        return x + block.norm(x)
+
+    torch.manual_seed(0)
+    model = Stack(Block, run).double()
+    train_beside_reference(model, block_class_names=["Block"])
+
+
+@pytest.mark.ranks(1)
+def test_blocks_that_are_known_to_be_bypassed_are_not_compiled_and_are_gathered_all_the_same():
+    class OwnPolicy(Paired):
+        pass
+
+    try:
+        register_policy("OwnPolicy", ["Block"], bypassed=True)
+        train_beside_reference(build(OwnPolicy), compile_blocks="eager")
+    finally:
+        _registered.pop("OwnPolicy", None)
+
+
 def test_explain_names_units_whose_forward_is_bypassed():
     model = build()
     text = explain(model, class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
@@ -267,6 +361,33 @@ def test_a_policy_is_registered_in_a_line():
         _registered.pop("own", None), _registered.pop("OwnPolicy", None)
     with pytest.raises(ConfigError, match=r"cannot register own: blocks is 'Block', expected names in a list"):
         register_policy("own", "Block")
+
+
+def test_a_policy_is_known_within_a_wrapper_that_hands_on_its_attributes():
+    class Policy(Paired):
+        name = "pi0"
+        _fsdp_forward_methods = ("one_stack",)
+
+    class Wrapper(nn.Module):
+        def __init__(self, policy: nn.Module) -> None:
+            super().__init__()
+            self.policy = policy
+
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("policy"), name)
+
+    known = policy_of(Wrapper(Policy()))
+    assert (known.name, known.bypassed) == ("pi0", True)
+    assert known.entry_points == ("one_stack", *ENTRY_POINTS)
+
+
+def test_explain_leaves_no_hook_on_a_unit_without_modules_within():
+    model = Paired()
+    explain(model, class_names=["Linear"], run=lambda m: m(torch.ones(1, WIDTH)), file=io.StringIO())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_what_a_policy_declares_of_its_blocks_beats_what_is_found():
