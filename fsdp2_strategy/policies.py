@@ -66,8 +66,7 @@ def policy_of(model: nn.Module) -> Policy | None:
     """Return what is known of a model, or of the outermost policy within it; None where nothing is; only reads."""
     for module in model.modules():
         known = _registered.get(getattr(type(module), "name", "")) or _registered.get(type(module).__name__)
-        declared = getattr(module, "_fsdp_wrap_modules", None)
-        methods = getattr(module, "_fsdp_forward_methods", None)
+        declared, methods = _declared(module, "_fsdp_wrap_modules"), _declared(module, "_fsdp_forward_methods")
         if declared or methods or known:
             name = known.name if known else type(module).__name__
             entry_points = (*(methods or ()), *(known.entry_points if known else ENTRY_POINTS))
@@ -79,6 +78,12 @@ def policy_of(model: nn.Module) -> Policy | None:
                 declared=bool(declared),
             )
     return None
+
+
+def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
+    """Return what a module says of itself: a wrapper, as peft has them, would hand on what the one within says."""
+    says_so = attribute in vars(module) or hasattr(type(module), attribute)
+    return getattr(module, attribute) if says_so else None
 
 
 # LeRobot's policies, and transformers' own.
