@@ -187,11 +187,16 @@ def reshard(model: nn.Module) -> None:
 
     FSDP2 keeps the root gathered after a forward pass, because a backward pass usually follows. After one that none
     follows (evaluation, generation) the modules would show full parameters to an optimizer or a checkpoint, and the
-    next forward pass would compute with values from before the step.
+    next forward pass would compute with values from before the step. So it would
+    with what was gathered ahead for a unit that did not run any more.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            for group in groups_of(module._get_fsdp_state()):
+                if group._all_gather_result is not None:
+                    group.wait_for_unshard()
+                    group._to_sharded()
 
 
 def settle(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
+from fsdp2_strategy.ema import EMA
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.policies import ENTRY_POINTS, _registered, policy_of
 from fsdp2_strategy.residency import groups_of
@@ -331,6 +332,27 @@ def test_blocks_that_are_known_to_be_bypassed_are_not_compiled_and_are_gathered_
         train_beside_reference(build(OwnPolicy), compile_blocks="eager")
     finally:
         _registered.pop("OwnPolicy", None)
+
+
+@pytest.mark.ranks(2)
+def test_what_was_gathered_ahead_for_a_unit_that_did_not_run_is_not_computed_with_later():
+    model = build()
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=["Block"], prefetch_depth=1))
+    strategy.prepare_model(model, is_training=True)
+    averages = EMA(model)
+    x = batch_of(0, 0)
+    with torch.no_grad():
+        before = model.eval()(x)
+        for average in averages.averages.values():
+            average.mul_(0.5)
+        with averages.swapped_in(model):
+            swapped = model(x)
+        torch.testing.assert_close(model(x), before)
+    whole = build().eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(0.5)
+        torch.testing.assert_close(swapped, whole(x))
 
 
 def test_explain_names_units_whose_forward_is_bypassed():
