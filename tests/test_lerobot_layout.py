@@ -787,3 +787,16 @@ def test_ranks_that_give_different_layouts_are_refused(tmp_path):
         strategy.save_ckpt(policy, tmp_path, "a", layout=layout_of(batch_size=1 + dist.get_rank()))
     with pytest.raises(CheckpointError, match=r"ranks \[1\] differ from rank 0"):
         strategy.save_ckpt(policy, tmp_path, "a", layout=layout_of() if dist.get_rank() else None)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_robots_folder_takes_no_adapters_beside_weights_and_no_weights_beside_adapters(tmp_path, adapted):
+    policies = [start(policy=with_adapters("around", TinyPolicy(PolicyConfig())))[1], start()[1]]
+    first, second = policies if adapted else policies[::-1]
+    save_policy(first, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match=r"cannot export .* into .*: it holds (adapter_)?model.safetensors"):
+        save_policy(second, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    save_policy(first, tmp_path)

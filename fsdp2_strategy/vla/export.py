@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp2_strategy.checkpoint.lerobot import BesidePolicy
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.adapter_files import ADAPTER_WEIGHTS
 from fsdp2_strategy.hf.adapters import base_of, has_adapters
 from fsdp2_strategy.hf.arrange import write_configuration
 from fsdp2_strategy.hf.export import save_model
@@ -40,17 +41,21 @@ def save_policy(
 
     Args:
         policy: sharded or not, or a wrapper.
-        output_dir: the folder, seen by every rank; files of an earlier export are replaced.
+        output_dir: the folder, seen by every rank; files of an earlier export are replaced. One with weights takes no
+            adapters, and the other way round, for a robot would load both.
         preprocessor: with ``save_pretrained``, or None.
         postprocessor: with ``save_pretrained``, or None.
         train_config: for ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass, or None.
         dtype: of the floating parameters in the files; by default that of the shards: after training the fp32 masters.
 
     Raises:
-        CheckpointError: on every rank: an object cannot be saved, or see `save_model`.
+        CheckpointError: on every rank: an object cannot be saved, the folder holds an export of the other kind, or see
+            `save_model`.
     """
     folder, adapted = Path(output_dir), has_adapters(policy)
     with all_or_none("export a policy", CheckpointError):
+        if is_rank_0():
+            _check_of_one_kind(folder, adapted=adapted)
         base = twin(base_of(unwrap_model(policy)))
         beside = BesidePolicy.of(base, train_config, preprocessor, postprocessor)
     save_model(policy, None, folder, dtype=dtype, max_shard_size=sys.maxsize, merge_adapters=not adapted)
@@ -59,3 +64,13 @@ def save_policy(
             if adapted:
                 write_configuration(folder, base, {})
             beside.write(folder)
+
+
+def _check_of_one_kind(folder: Path, *, adapted: bool) -> None:
+    other = sorted(folder.glob("model*.safetensors*" if adapted else f"{ADAPTER_WEIGHTS}*"))
+    if other:
+        kinds = ("adapters", "a folder without weights") if adapted else ("a whole policy", "a folder without adapters")
+        raise CheckpointError(
+            f"cannot export {kinds[0]} into {folder}: it holds {other[0].name}, expected {kinds[1]}. Choose another "
+            "folder, or remove what it holds."
+        )
