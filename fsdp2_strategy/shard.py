@@ -50,7 +50,7 @@ from fsdp2_strategy.residency import (
     remember_wrapper,
     unwrap_model,
 )
-from fsdp2_strategy.walk import Walk
+from fsdp2_strategy.walk import Walk, own_outputs
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -257,7 +257,7 @@ def _prepare_edges(plan: ShardPlan) -> None:
         if unit.parent_dtype is not None:
             cast_outputs(unit.module, unit.parent_dtype)
     for module in dict.fromkeys((*(unit.module for unit in plan.units), plan.model)):
-        module.register_forward_hook(_own_outputs)
+        module.register_forward_hook(own_outputs)
     for unit in (*plan.units, *plan.ignored):
         if unit.cast_inputs == "first":
             unit.module.register_forward_pre_hook(_cast_first(unit.compute_dtype), with_kwargs=True)
@@ -291,25 +291,6 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
         output_dtype=unit.parent_dtype,
         cast_forward_inputs=unit.cast_inputs == "all",
     )
-
-
-def _own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
-    """Copy outputs of a unit that are views, ahead of FSDP2's own hook.
-
-    FSDP2 hangs the gathering for backward on a unit's outputs. Where an output is a view and the code around changes it
-    in place (``logits.div_(temperature)``), autograd drops that hook without a word.
-    """
-    if isinstance(output, torch.Tensor):
-        return output.clone() if output._base is not None and output.requires_grad else output
-    if isinstance(output, dict):
-        for key, value in output.items():
-            if (owned := _own_outputs(_module, _inputs, value)) is not value:
-                output[key] = owned
-    elif isinstance(output, list | tuple):
-        owned = [_own_outputs(_module, _inputs, value) for value in output]
-        if any(new is not old for new, old in zip(owned, output, strict=True)):
-            return type(output)(*owned) if hasattr(output, "_fields") else type(output)(owned)
-    return output
 
 
 def _cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -161,14 +161,17 @@ class Walk:
             dtype = _dtype_wanted(module) if self._in_half else None
         return changed if dtype is None else _cast(dtype, args, kwargs) or changed
 
-    def _after(self, around: Sequence[_Unit], _module: nn.Module, _args: Any, output: Any) -> None:
-        for unit in around:
-            walked = unit.is_open and not unit.is_running
-            if (walked or unit.fills_cache) and torch.is_grad_enabled():
+    def _after(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
+        units = [unit for unit in around if (unit.is_open and not unit.is_running) or unit.fills_cache]
+        if units and torch.is_grad_enabled():
+            output = own_outputs(module, args, output)
+            for unit in units:
                 unit.gather_for_gradients_of(output)
+        return output
 
     def _walk_into(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> _Call:
-        for other in [other for other in self._open if other.lane is not None and other.lane is unit.lane]:
+        left = {other for other in self._open if other.lane is not None and other.lane is unit.lane}
+        for other in [other for other in self._open if other in left or left.intersection(other.outer)]:
             other.close()
             self._open.remove(other)
         self._open.append(unit)
@@ -196,8 +199,10 @@ class Walk:
 class _Unit:
     """One unit, seen from what runs within it."""
 
-    def __init__(self, module: nn.Module, name: str, lane: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module, name: str, lane: nn.Module | None, outer: Sequence[_Unit]) -> None:
         self.module, self.name = module, name
+        self.outer = outer
+        """The units around it."""
         self.lane = lane
         """The list that it stands in: of those there one is open at a time."""
         self.is_running = False
@@ -300,7 +305,7 @@ def _units_around(
         inner = outer
         if module in units:
             lane = parent if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) else None
-            made[module] = made.get(module) or _Unit(module, units[module], lane)
+            made[module] = made.get(module) or _Unit(module, units[module], lane, outer)
             inner = [*outer, made[module]]
         for child in module.children():
             if child not in apart:
@@ -309,6 +314,25 @@ def _units_around(
     visit(root, None, [])
     own = {module: found for module, found in around.items() if any(True for _ in module.parameters(recurse=False))}
     return own, list(made.values())
+
+
+def own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """Copy outputs of a unit that are views, ahead of FSDP2's own hook.
+
+    FSDP2 hangs the gathering for backward on a unit's outputs. Where an output is a view and the code around changes it
+    in place (``logits.div_(temperature)``), autograd drops that hook without a word.
+    """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output._base is not None and output.requires_grad else output
+    if isinstance(output, dict):
+        for key, value in output.items():
+            if (owned := own_outputs(_module, _inputs, value)) is not value:
+                output[key] = owned
+    elif isinstance(output, list | tuple):
+        owned = [own_outputs(_module, _inputs, value) for value in output]
+        if any(new is not old for new, old in zip(owned, output, strict=True)):
+            return type(output)(*owned) if hasattr(output, "_fields") else type(output)(owned)
+    return output
 
 
 def bypassed_units(

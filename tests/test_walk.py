@@ -355,6 +355,73 @@ def test_what_was_gathered_ahead_for_a_unit_that_did_not_run_is_not_computed_wit
         torch.testing.assert_close(swapped, whole(x))
 
 
+class Views(nn.Module):
+    """A block whose parts put out views, and that holds other blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = View(), View()
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+
+class View(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(x.shape[0], 3, WIDTH // 3)
+
+
+def run_views(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for part in (block.first, block.last):
+        x = part(x).mul_(2.0).reshape(x.shape)
+    for part in block.inner:
+        x = x + part(x)
+    return x
+
+
+@pytest.mark.ranks(2)
+def test_what_a_function_changes_in_place_is_gathered_for_all_the_same():
+    torch.manual_seed(0)
+    train_beside_reference(Stack(Views, run_views).double(), block_class_names=["Views"])
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Inner() for _ in range(2))
+
+
+def run_outer(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = block.linear(x)
+    for inner in block.inner:
+        x = x + inner.linear(x)
+    return x
+
+
+@pytest.mark.ranks(1)
+def test_what_is_gathered_within_a_bypassed_unit_is_freed_with_it():
+    torch.manual_seed(0)
+    model = Stack(Outer, run_outer).double()
+    gathered = []
+
+    def look(*_: object) -> None:
+        units = [m for m in model.modules() if isinstance(m, Outer | Inner)]
+        gathered.append(sum(group.is_unsharded for unit in units for group in groups_of(unit._get_fsdp_state())))
+
+    train_beside_reference(model, block_class_names=["Outer", "Inner"])
+    for layer in model.layers:
+        layer.inner[-1].linear.register_forward_hook(look)
+    model(batch_of(0, 0))
+    assert gathered == [2] * LAYERS
+
+
 def test_explain_names_units_whose_forward_is_bypassed():
     model = build()
     text = explain(model, class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
