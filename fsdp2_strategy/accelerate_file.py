@@ -59,8 +59,9 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
         inner = value or {} if name in SECTIONS else {name: value}
         if not isinstance(inner, Mapping):
             raise _WrongError(f"{name} is {value!r}, expected a mapping. Write one 'key: value' a line below it.")
-        for key, one in inner.items():
-            whole_name = key if str(key).startswith(prefix) else prefix + str(key)
+        for given_key, one in inner.items():
+            key = str(given_key)
+            whole_name = key if key.startswith(prefix) else prefix + key
             if whole_name in known:
                 flat[whole_name] = one
             else:

@@ -283,6 +283,7 @@ def test_unknown_keys_are_refused_all_at_once(tmp_path):
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2}, "num_processes is -1 on 2 machines"),
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2, "num_processes": 3}, "num_processes is 3 on 2"),
         ("- 1\n", "expected a mapping"),
+        ("distributed_type: FSDP\n1: 2\n", "it has unknown keys"),
         ("a: [", "is no YAML"),
     ],
     ids=str,
