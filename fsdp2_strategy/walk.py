@@ -102,8 +102,14 @@ class Walk:
             return method(*args, **kwargs)
         state = self._root._get_fsdp_state()
         args, kwargs = state._pre_forward(self._root, args, kwargs)
-        with self._entered():
-            output = method(*args, **kwargs)
+        try:
+            with self._entered():
+                output = method(*args, **kwargs)
+        except BaseException:
+            for record in (state, *groups_of(state)):  # else the next pass would not count as one that begins
+                record._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+            raise
         return state._post_forward(self._root, args, output)
 
     def _begin_at_the_root(self, *_: object) -> None:

@@ -525,3 +525,21 @@ def test_a_pass_that_is_refused_ahead_of_it_leaves_the_next_one_right():
             model(batch_of(0, 0))
     handle.remove()
     torch.testing.assert_close(model(batch_of(0, 0)), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_method_that_raises_midway_leaves_the_next_pass_one_that_begins():
+    model = build()
+    expected = model.eval()(batch_of(0, 0))
+    config = StrategyConfig(bf16=False, block_class_names=["Block"], forward_methods=["one_stack"])
+    FSDPV2Strategy(config=config).prepare_model(model)
+
+    def fail(*_: object) -> None:
+        raise ValueError("midway")
+
+    handle = model.left[1].outward.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="midway"):
+        model.one_stack(batch_of(0, 0))
+    handle.remove()
+    assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
+    torch.testing.assert_close(model(batch_of(0, 0)), expected)

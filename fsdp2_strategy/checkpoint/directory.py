@@ -174,8 +174,8 @@ def point_latest(newest: Places) -> None:
         temporary.write_text(tag + "\n", encoding="utf-8")
         _fsync(temporary)
     temporary.replace(save_dir / name)
-    if is_last(save_dir / other) or other == LATEST:
-        (save_dir / other).unlink(missing_ok=True)
+    if is_last(save_dir / other) or (other == LATEST and (save_dir / other).is_file()):
+        (save_dir / other).unlink()
     _fsync(save_dir)
 
 
