@@ -8,11 +8,8 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +29,6 @@ from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.residency import parameter_groups
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
 
-EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "train_vla.py"
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
 
 
@@ -411,52 +407,6 @@ def flow_vla(folder, *, frozen):
     vla = FlowVLA.on(folder)
     vla.backbone.requires_grad_(not frozen)
     return vla
-
-
-def launch(run_dir, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-    ]
-    command += [str(EXAMPLE), "--run-dir", str(run_dir), "--steps", "16", "--save-interval", "4", *options]
-    command += ["--episodes", "12", "--batch-size", "8", "--eval-interval", "8", "--eval-episodes", "4"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def logged(run_dir):
-    log = run_dir / "vla.jsonl"
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def test_the_example_that_loses_a_rank_goes_on_by_itself_with_the_same_losses(tmp_path):
-    whole = launch(tmp_path / "whole")
-    output, _ = whole.communicate(timeout=120)
-    assert whole.returncode == 0, output[-3000:]
-    expected = {record["VLA Train/Step"]: without_time(record) for record in logged(tmp_path / "whole")}
-    assert len(expected) == 16
-    run = launch(tmp_path / "killed")
-    while len(logged(tmp_path / "killed")) < 6:
-        assert run.poll() is None
-        time.sleep(0.02)
-    ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
-    output, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, output[-3000:]
-    assert "resumed at {'epoch': 0, 'global_step':" in output
-    records = logged(tmp_path / "killed")
-    assert len(records) > 16, "some steps ran twice"
-    assert all(without_time(record) == expected[record["VLA Train/Step"]] for record in records)
-
-
-def without_time(record):
-    return {key: value for key, value in record.items() if not key.endswith("Step Time")}
 
 
 # --- sharding and precision ----------------------------------------------------------------------------------------
