@@ -89,7 +89,7 @@ class StrategyConfig:
     """Units gathered ahead of the one that runs; None leaves prefetching to FSDP2."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods of the model, beside forward, that need gathered parameters."""
+    """Methods of the model, beside forward, that need gathered parameters; those of a policy come by themselves."""
 
     mixed_mm_data: MixedData | None = None
     """What ranks without images do where others have some: "root", "dummy" or "replicate"; see docs/rlhf.md."""

@@ -65,13 +65,13 @@ def register_policy(
 def policy_of(model: nn.Module) -> Policy | None:
     """Return what is known of a model, or of the outermost policy within it; None where nothing is; only reads."""
     for module in model.modules():
-        known = _registered.get(getattr(type(module), "name", "")) or _registered.get(type(module).__name__)
+        name = getattr(type(module), "name", None)  # of a policy; another module may call anything so
+        known = _registered.get(name if isinstance(name, str) else "") or _registered.get(type(module).__name__)
         declared, methods = _declared(module, "_fsdp_wrap_modules"), _declared(module, "_fsdp_forward_methods")
         if declared or methods or known:
-            name = known.name if known else type(module).__name__
             entry_points = (*(methods or ()), *(known.entry_points if known else ENTRY_POINTS))
             return Policy(
-                name=name,
+                name=known.name if known else type(module).__name__,
                 blocks=tuple(declared) if declared else known.blocks if known else None,
                 entry_points=tuple(dict.fromkeys(entry_points)),
                 bypassed=known is not None and known.bypassed,

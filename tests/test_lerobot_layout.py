@@ -21,6 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from pool import processes
 from reference import full, full_parameters
 from safetensors.torch import load_file, load_model, save_file
+from test_checkpoint import AtOnce, Killed
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -337,20 +338,6 @@ def test_another_number_of_ranks_loads_the_same_state(tmp_path, run_on):
 
 
 # --- commits, rotation, both layouts ---------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """What a SIGKILL looks like from inside: nothing after it runs."""
-
-
-class AtOnce:
-    """A thread that does its work when it is started."""
-
-    def __init__(self, target, args, name):
-        self.start = lambda: target(*args)
-
-    def join(self):
-        pass
 
 
 @pytest.mark.ranks(1)

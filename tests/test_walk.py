@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import ClassVar
 
 import pytest
 import torch
@@ -543,3 +544,10 @@ def test_a_method_that_raises_midway_leaves_the_next_pass_one_that_begins():
     handle.remove()
     assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
     torch.testing.assert_close(model(batch_of(0, 0)), expected)
+
+
+def test_a_module_that_calls_something_else_its_name_is_no_policy():
+    class Named(Paired):
+        name: ClassVar = ["act"]
+
+    assert set(find_blocks(Named())) == {f"{side}.{i}" for side in ("left", "right") for i in range(LAYERS)}
