@@ -19,9 +19,18 @@ from reference import full, full_parameters
 from torch import nn
 
 import fsdp2_strategy.checkpoint.save as saving
-from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig, list_checkpoints, save_checkpoint
+from fsdp2_strategy import (
+    EMA,
+    CheckpointError,
+    FSDPV2Strategy,
+    StrategyConfig,
+    list_checkpoints,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from fsdp2_strategy.checkpoint import directory, layout, rotation
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
+from fsdp2_strategy.hf.checksum import BLOCK_BYTES
 from fsdp2_strategy.hf.container import read_header
 
 
@@ -126,6 +135,40 @@ def test_resume_goes_on_counting_and_between_boundaries_drops_nothing_but_gradie
     assert strategy.global_step(model) == 2
     train(strategy, model, optimizer, scheduler, range(2))
     assert strategy.global_step(model) == 3
+
+
+def resume_over_several_blocks(path):
+    """Save shards of several blocks each, with optimizer, average and a large client state; load them; compare."""
+    strategy = strategy_for()
+
+    rows = 6000 * dist.get_world_size()
+
+    def start(seed):
+        torch.manual_seed(seed)
+        model = strategy.prepare_model(nn.Sequential(nn.Embedding(rows, 768), nn.Linear(768, 96)), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        for step in range(2):
+            ids = torch.arange(8) + 100 * step + seed
+            strategy.backward(model(ids).square().sum(), model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+        return model, optimizer, EMA(model, 0.9)
+
+    model, optimizer, ema = start(0)
+    note = {"text": "0123456789abcdef" * (9 << 17)}  # 18 MiB: a trainer state of two blocks
+    written = Path(strategy.save_ckpt(model, path, "t", client_state=note, optimizer=optimizer, ema=ema))
+    shard_bytes = max(p.to_local().nbytes for p in model.parameters())
+    assert shard_bytes > BLOCK_BYTES, "no shard spans blocks: the test proves nothing"
+    assert verify_checkpoint(written).ok
+    other, other_optimizer, other_ema = start(5)
+    _, state = strategy.load_ckpt(other, path, optimizer=other_optimizer, ema=other_ema)
+    assert state == note
+    assert_same(full_state(other, other_optimizer), full_state(model, optimizer))
+    assert all(torch.equal(full(other_ema.averages[n]), full(a)) for n, a in ema.averages.items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_of_several_blocks_load_on_the_ranks_that_saved_them(world_size, tmp_path, run_on):
+    run_on(world_size, resume_over_several_blocks, path=tmp_path)
 
 
 def save_at(path, shard_size):

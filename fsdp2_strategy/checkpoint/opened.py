@@ -144,7 +144,7 @@ class _Lists:
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
         """Return what is in lists that were not read before, those that may hold the range first."""
         for wanted in self._likely(path, begin, end):
-            unread = [number for number in wanted if number not in self._read]
+            unread = sorted(set(wanted) - self._read)  # a list that is read twice has every block twice
             if unread:
                 blocks = self._blocks(unread)
                 self._read.update(unread)
