@@ -316,10 +316,12 @@ class FSDPV2Strategy(TrainingStrategy):
     def moving_average(
         self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
     ) -> None:
-        """Take a model's trainable parameters into a second model: beta x second + (1 - beta) x model.
+        """Average a model's trainable parameters into a second model: beta x second + (1 - beta) x model.
 
-        The average is kept in fp32 beside the second model, whatever its dtype, and saved with the first one's
-        checkpoints. Without communication where both are sharded alike, else collective.
+        Acts once per optimizer step: call it after every ``optimizer_step``, also between the boundaries of
+        accumulation, where it does nothing. A model that this strategy does not step is averaged at every call. The
+        fp32 average is kept with the second model, whatever its dtype, and saved in the first model's checkpoints.
+        Collective, unless both models are sharded the same way; then it does not communicate.
 
         Args:
             model: the model that trains.
@@ -330,7 +332,11 @@ class FSDPV2Strategy(TrainingStrategy):
         Raises:
             ShardError: the two do not have the same parameters.
         """
-        ema = self._ema(model, model_ema, device)
+        ema, run = self._ema(model, model_ema, device), self._run(model)
+        is_stepped_here = run.steps or run.micro_batches or run.checked is not None
+        if is_stepped_here and run.averaged_steps.get(ema, run.loaded_steps) == run.steps:
+            return
+        run.averaged_steps[ema] = run.steps
         ema.update(model, beta)
         if ema is not model_ema:
             ema.copy_to(model_ema)  # type: ignore[arg-type]

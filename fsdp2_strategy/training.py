@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -77,6 +77,10 @@ class _Run:
     """What losses are multiplied with, in float16."""
     ema: EMA | None = None
     """Averages of its parameters that `moving_average` keeps."""
+    loaded_steps: int = 0
+    """Optimizer steps that the last loaded checkpoint had taken."""
+    averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
+    """Optimizer steps taken when each of its averages was last updated."""
     synced_as: bool | None = None
     """Whether the units were last told that a backward pass is the last of its step."""
 
@@ -555,6 +559,8 @@ class TrainingStrategy:
         if loaded is None:
             return None, {}
         run.micro_batches, run.steps, run.checked = 0, loaded.step, None
+        run.loaded_steps = loaded.step
+        run.averaged_steps.clear()
         if run.scale is not None and loaded.loss_scale:
             run.scale = LossScale(**loaded.loss_scale)
         if averages is not None and isinstance(ema, nn.Module):

@@ -580,6 +580,41 @@ def test_a_moving_average_keeps_fp32_behind_a_bf16_model_of_another_sharding():
     assert_same(full_parameters(ema), {n: p.bfloat16() for n, p in expected.items()})
 
 
+@pytest.mark.ranks(2)
+def test_a_moving_average_acts_once_per_optimizer_step(tmp_path):
+    def start():
+        strategy = strategy_for(train_batch_size=6)  # 3 micro-batches of 1 on each of 2 ranks
+        actor = strategy.prepare_model(Actor(), is_training=True)
+        optimizer = strategy.create_optimizer(actor, **OPTIONS)
+        return strategy, actor, optimizer, strategy.prepare_model(Actor())
+
+    def train(strategy, actor, optimizer, ema, micro_batches, expected):
+        for micro in micro_batches:  # as LightRFT's trainers call it: after every micro-batch
+            strategy.backward(policy_loss(actor, ids_of(micro, dist.get_rank())), actor, optimizer)
+            stepped = strategy.optimizer_step(optimizer, actor).stepped
+            strategy.moving_average(actor, ema, 0.9, "cpu")
+            for n, p in full_parameters(actor).items() if stepped else ():
+                expected[n].lerp_(p, 1 - 0.9)
+        assert_same(full_parameters(ema), expected)
+
+    strategy, actor, optimizer, ema = start()
+    expected = full_parameters(ema)
+    train(strategy, actor, optimizer, ema, range(7), expected)
+    strategy.save_ckpt(actor, tmp_path)  # one micro-batch of the third step is lost
+
+    strategy, actor, optimizer, ema = start()
+    strategy.load_ckpt(actor, tmp_path, ema=ema)
+    train(strategy, actor, optimizer, ema, range(6, 12), expected)
+
+    other = strategy.prepare_model(Actor(9))  # the strategy does not step it: every call acts
+    expected = full_parameters(ema)
+    for _ in range(2):
+        strategy.moving_average(other, ema, 0.9)
+        for n, p in full_parameters(other).items():
+            expected[n].lerp_(p, 1 - 0.9)
+    assert_same(full_parameters(ema), expected)
+
+
 # --- the rest of the surface -----------------------------------------------------------------------------------------
 
 
