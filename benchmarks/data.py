@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import circumstances, in_turns, merge, ratio
+from harness import OUT, circumstances, in_turns, merge, ratio
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, ResumableLoader
@@ -182,7 +182,7 @@ def overhead(rounds: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torchdata's, of torch

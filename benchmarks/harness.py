@@ -26,6 +26,8 @@ import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+OUT = Path("runs/benchmarks")
+"""Where figures and charts go by default; `--out benchmarks/results` records them."""
 THREADS = 4
 PIECE = 16 << 20
 

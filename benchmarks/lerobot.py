@@ -38,7 +38,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from av.video.reformatter import VideoReformatter
-from harness import circumstances, in_turns, merge, ratio
+from harness import OUT, circumstances, in_turns, merge, ratio
 from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
@@ -540,7 +540,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--dir", type=Path, default=Path("runs/lerobot"), help="where the data sets are kept")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--call", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

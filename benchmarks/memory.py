@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import (
+    OUT,
     attempt,
     become_rank,
     circumstances,
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parameters", type=int, default=200, help="in millions")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     measured = on_ranks(work, vars(args))

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import (
+    OUT,
     attempt,
     become_rank,
     circumstances,
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--where", nargs="+", default=["tmpfs", "disk"], choices=["tmpfs", "disk"])
     parser.add_argument("--disk", type=Path, default=Path("runs/policy"))
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/policy"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     for where in args.where:
         place = (args.disk if where == "disk" else args.tmpfs).absolute()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from harness import (
+    OUT,
     attempt,
     become_rank,
     circumstances,
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--large", type=numbers, default=(150, (2048, 2048)), help="count x rows x columns")
     parser.add_argument("--small", type=numbers, default=(3000, (64, 64)), help="count x rows x columns")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     found = on_ranks(work, vars(args))

@@ -6,8 +6,8 @@ A group of torch's fake backend says that this process is one rank of many; tens
 device, every one split over all ranks, which is the most that can be asked. What is measured is what runs on a rank:
 the layout of files, the ranges that the rank writes, its list of checksums; the bytes that arrive at the coordinator
 from all ranks in all of a save; and rank 0's commit, over real files, and its manifest. Beside it the default planner
-of torch.distributed.checkpoint, with 1,000 tensors. Exponents are slopes of the logarithms. Writes scale.json, draws
-docs/images/scale.png, prints tables.
+of torch.distributed.checkpoint, with 1,000 tensors. Exponents are slopes of the logarithms. Writes scale.json and
+scale.png, prints tables.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import circumstances
+from harness import OUT, circumstances
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dcp", type=int, nargs="*", default=[8, 64, 256], help="ranks at which torch's planner runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="scale-"))
@@ -216,7 +216,7 @@ def main() -> None:
     result["dcp"] = [measure_dcp(ranks, TENSORS[0]) for ranks in args.dcp]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, Path(__file__).parent.parent / "docs" / "images" / "scale.png")
+    draw(result, args.out / "scale.png")
     print(tables(result))
 
 

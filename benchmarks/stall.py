@@ -7,7 +7,7 @@ Contestants take turns: ours behind the trainer, ours in front of it, torch's `d
 process, and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). Beside them
 a copy of the same bytes into memory that is there. What is timed is the call, on the rank where it takes longest; then
 the files are waited for, and not timed. After that, steps of a smaller model are timed with a save of the large state
-in flight and without. Writes stall.json, draws docs/images/stall.png, prints a table.
+in flight and without. Writes stall.json and stall.png, prints a table.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import (
+    OUT,
     attempt,
     become_rank,
     circumstances,
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parameters", type=float, default=100, help="in millions")
     parser.add_argument("--dir", type=Path, default=Path("runs/stall"), help="where the checkpoints go")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     measured = on_ranks(work, vars(args))
@@ -225,7 +226,7 @@ def main() -> None:
     entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(), **measured}
     entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
     entries = merge(args.out / "stall.json", entry, ("ranks", "hardware", "dir"))
-    draw([(_title(e), _bars(e)) for e in entries], Path(__file__).parent.parent / "docs" / "images" / "stall.png")
+    draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png")
     print(table(entry))
 
 

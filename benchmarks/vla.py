@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import (
+    OUT,
     attempt,
     become_rank,
     circumstances,
@@ -246,9 +247,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm/vla"))
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    options = {**vars(args), "dir": str(args.dir)}
-    results = Path(__file__).parent / "results" / "vla.json"
+    options = {**vars(args), "dir": str(args.dir), "out": str(args.out)}
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / "vla.json"
     entry = {**circumstances(), "hidden": args.hidden, "ranks": args.ranks, "rounds": args.rounds}
     try:
         entry["steps"] = on_ranks(measure_steps, options)

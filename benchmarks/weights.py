@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from harness import (
+    OUT,
     THREADS,
     attempt,
     become_rank,
@@ -323,7 +324,7 @@ def main() -> None:
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/benchmark"))
     parser.add_argument("--where", nargs="+", default=["disk", "tmpfs"], choices=["disk", "tmpfs"])
     parser.add_argument("--only", choices=["load", "export"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "weights.json"

@@ -3,8 +3,8 @@
     python docs/examples/demo.py
 
 Two runs of train_text.py under torchrun, two ranks each: one undisturbed, one killed. The demo fails unless each loss
-that the killed run logged, before the kill and after it, equals the undisturbed run's to the last bit. It writes the
-picture that the README shows, and lets plain transformers open the killed run's export and write some text with it.
+that the killed run logged, before the kill and after it, equals the undisturbed run's to the last bit. It draws both
+into runs/demo/demo_loss.png, and lets plain transformers open the killed run's export and write some text with it.
 """
 
 import argparse
@@ -105,8 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=EXAMPLES / "train_text.yaml")
     parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--picture", type=Path, default=EXAMPLES.parent / "images" / "demo_loss.png")
+    parser.add_argument("--picture", type=Path, help="by default demo_loss.png among the runs")
     args = parser.parse_args()
+    args.picture = args.picture or args.runs / "demo_loss.png"
     shutil.rmtree(args.runs, ignore_errors=True)
     options = yaml.safe_load(args.config.read_text())["train"]
     started = time.monotonic()

@@ -205,13 +205,14 @@ def demonstrate(args: argparse.Namespace) -> None:
     different = [e["step"] for e in both if any(e[name] != by_step[e["step"]][name] for name in COMPARED)]
     if different or again <= 0 or len(both) != compared + again or steps[-1]["step"] != args.steps:
         raise SystemExit(f"the runs differ: at steps {different}, {again} run again, {len(both)} compared")
-    draw(expected, steps, kill, args.picture)
+    picture = args.picture or args.run_dir / "grpo.png"
+    draw(expected, steps, kill, picture)
     after = compared - (kill - again)
     print(
         f"all of {', '.join(COMPARED)} equal to the last bit in the {compared} steps that both runs took, {after} of "
         f"them after the resume, {again} run twice\n"
         f"reward {mean(steps[:5], 'reward'):.2f} -> {mean(steps[-5:], 'reward'):.2f} in {args.steps} steps, KL to the "
-        f"reference {mean(steps[-5:], 'kl'):.2f}; picture: {args.picture}; {time.monotonic() - started:.0f} s"
+        f"reference {mean(steps[-5:], 'kl'):.2f}; picture: {picture}; {time.monotonic() - started:.0f} s"
     )
 
 
@@ -281,7 +282,7 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--train", action="store_true", help="be a rank of the trainer, under torchrun")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/grpo"))
     parser.add_argument("--policy", type=Path, help="folder of the policy to begin with; made where there is none")
-    parser.add_argument("--picture", type=Path, default=EXAMPLES.parent / "images" / "grpo.png")
+    parser.add_argument("--picture", type=Path, help="by default grpo.png in the run's directory")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--stop-at", type=int, help="leave after this step, under the schedule of all")

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> dict[str, float]:
         raise SystemExit(f"the run that went on differs from itself, or ran no step twice ({again})")
     if successes[-1]["success"] <= successes[0]["success"]:
         raise SystemExit("the robot has learned nothing")
-    draw(losses, successes, kill, args.picture)
-    rate = show(args.run_dir / "policy", args.moving_picture, options)
+    draw(losses, successes, kill, args.picture or args.run_dir / "robot.png")
+    rate = show(args.run_dir / "policy", args.moving_picture or args.run_dir / "robot.gif", options)
     seen = {"before": successes[0]["success"], "after": successes[-1]["success"], "alone": rate, "again": again}
     print(
         "success {before:.0%} -> {after:.0%} in {steps} steps, of the saved policy alone {alone:.0%} of {shown}; "
@@ -157,8 +157,8 @@ def arguments(command_line: Sequence[str] | None = None) -> tuple[argparse.Names
     parser.add_argument("--run-dir", type=Path, default=Path("runs/robot"))
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--save-interval", type=int, default=100)
-    parser.add_argument("--picture", type=Path, default=EXAMPLES.parent / "images" / "robot.png")
-    parser.add_argument("--moving-picture", type=Path, default=EXAMPLES.parent / "images" / "robot.gif")
+    parser.add_argument("--picture", type=Path, help="by default robot.png in the run's directory")
+    parser.add_argument("--moving-picture", type=Path, help="by default robot.gif in the run's directory")
     parser.epilog = "Other options are those of train_vla.py."
     return parser.parse_known_args(command_line)
 
