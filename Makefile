@@ -1,6 +1,7 @@
-# make test   everything that CI runs        make demo   the main job, killed and resumed
-# make lint   the static checks alone        make grpo   reinforcement learning, killed and resumed
-# make bench  the benchmarks                 make robot  a robot that learns, killed and resumed
+# make test       the checks of a change     make demo   the main job, killed and resumed
+# make test-full  everything that CI runs    make grpo   reinforcement learning, killed and resumed
+# make lint       the static checks alone    make robot  a robot that learns, killed and resumed
+# make bench      the benchmarks
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
@@ -9,7 +10,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test demo grpo robot lint bench format clean
+.PHONY: test test-full demo grpo robot lint bench format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -25,6 +26,9 @@ lint: .venv/installed
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-full: lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak'
 
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py

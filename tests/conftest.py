@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep tests of one world size together, in one worker of xdist: a change costs a new process group."""
     items.sort(key=_world_size)
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        if not _world_size(item) and item.get_closest_marker("full"):
+            continue  # long, and any worker can run it
         item.add_marker(pytest.mark.xdist_group(f"{_world_size(item)} ranks"))
 
 

@@ -28,7 +28,7 @@ from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.adapter_files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.adapters import base_of, has_adapters, names_without_adapters
-from fsdp2_strategy.hf.arrange import regions_in_place, tensors_to_write, write_configuration
+from fsdp2_strategy.hf.arrange import Arrangement, regions_in_place, tensors_to_write, write_configuration
 from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
 from fsdp2_strategy.hf.match import LoadReport, match
 from fsdp2_strategy.hf.region import Region
@@ -65,15 +65,15 @@ class ModelOnDisk:
         base = base_of(inner)
         copied = twin(base)
         tensors = tensors_to_write(base, copied)
-        regions = _regions_of(inner, copied, tensors)
-        parts = [Part.of(places.model, tensors, regions)]
+        arranged = _arrangement_of(inner, copied, tensors)
+        parts = [Part.of(places.model, tensors, arranged.regions, metadata=arranged.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
             everything = {**named_parameters(root), **persistent_buffers(root)}
             rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
             if rest:
                 parts.append(Part.of(places.state / WRAPPER, rest))
-        return cls(parts, Beside.of(places.model, copied, regions, folder_of(inner)))
+        return cls(parts, Beside.of(places.model, copied, arranged.regions, folder_of(inner)))
 
     @classmethod
     def of_trainable(cls, root: nn.Module, places: Places, left_out: Container[str]) -> ModelOnDisk:
@@ -98,9 +98,10 @@ class ModelOnDisk:
             regions: Mapping[str, Region] = {}
             if left_out is None:
                 tensors = tensors_to_write(root, copied)
-                regions = _regions_of(root, copied, tensors)
+                arranged = _arrangement_of(root, copied, tensors)
+                regions = arranged.regions
                 folder = places.state / MODEL if lerobot.gather_for_save_pretrained else places.model
-                parts = [Part.of(folder, tensors, regions, most_bytes=sys.maxsize)]
+                parts = [Part.of(folder, tensors, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
             else:
                 parts = cls.of_trainable(root, places, left_out).parts
             if adapters is not None:
@@ -164,15 +165,15 @@ class Beside:
                     shutil.copyfile(file, self.folder / file.name)
 
 
-_regions: WeakKeyDictionary[nn.Module, tuple[object, dict[str, Region]]] = WeakKeyDictionary()
+_arrangements: WeakKeyDictionary[nn.Module, tuple[object, Arrangement]] = WeakKeyDictionary()
 
 
-def _regions_of(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+def _arrangement_of(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
     """Return what goes to the files of ``model/``; worked out again only where the model is no longer as it was."""
     shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
-    if inner not in _regions or _regions[inner][0] != shapes:
-        _regions[inner] = (shapes, regions_in_place(copied, tensors))
-    return _regions[inner][1]
+    if inner not in _arrangements or _arrangements[inner][0] != shapes:
+        _arrangements[inner] = (shapes, regions_in_place(copied, tensors))
+    return _arrangements[inner][1]
 
 
 def match_model(

@@ -49,7 +49,7 @@ from torch.futures import Future
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
 from fsdp2_strategy.hf.arrange import File, create, files_for, gathered_job, index_of, is_direct, own_jobs
 from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
-from fsdp2_strategy.hf.container import Entry, read_header
+from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import wish_for
@@ -84,12 +84,14 @@ class Part:
         *,
         stem: str = "model",
         most_bytes: int | None = None,
+        metadata: Mapping[str, str] = CONVERTED,
     ) -> Part:
         """Lay out a folder: what is in which file follows from names and full sizes alone."""
         if regions is None:
             regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         regions = dict(sorted(regions.items()))
-        return cls(folder, stem, tensors, regions, files_for(folder, stem, regions, most_bytes or MOST_BYTES))
+        files = files_for(folder, stem, regions, most_bytes or MOST_BYTES, metadata=metadata)
+        return cls(folder, stem, tensors, regions, files)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:

@@ -7,6 +7,8 @@ follows from names, shapes and dtypes, which every rank knows, so ranks need not
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,13 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import Entry, allocate, lay_out, total_bytes
+from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, allocate, lay_out, total_bytes
 from fsdp2_strategy.hf.conversions import hub_regions, recipe_for
 from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
-from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
-from fsdp2_strategy.ranks import rank, world_size
+from fsdp2_strategy.ranks import log, rank, world_size
 from fsdp2_strategy.residency import is_computed, lacks_values, local_box, values_of, whole_of
 
 _SHORTEST_RUN_BYTES = 4096
@@ -82,38 +84,102 @@ def regions_to_write(
     return written
 
 
-def regions_in_place(copied: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
-    """Describe what goes to the files so that ranks can write it without a gather, and ``from_pretrained`` loads it.
+@dataclass(frozen=True)
+class Arrangement:
+    """What the files of a model hold, by name there."""
 
-    That is the hub's arrangement where bytes map in place, and the model's own names elsewhere, as long as transformers
-    takes them for what they are. Where it does not, the hub's arrangement stands, and needs a gather.
+    regions: dict[str, Region]
+    converted: bool = True
+    """Whether a load passes them through transformers' conversions; else their names are the model's own."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Return what the files' headers say of it."""
+        return CONVERTED if self.converted else OWN_NAMES
+
+
+def regions_in_place(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+    """Describe the files of a checkpoint: written without a gather where possible, and certain to load again.
+
+    transformers' conversions on save and on load are not always the inverse of each other. This returns the first of
+    these arrangements that `comes_back`:
+
+    1. the hub's names where bytes map in place, the model's own elsewhere: no gather;
+    2. the hub's names for all tensors, which may need a gather;
+    3. the model's own names;
+    4. the model's own names, marked in the files' headers as not to be converted. ``from_pretrained`` ignores the mark.
     """
     hub = regions_to_write(copied, tensors)
+    own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     regions = dict(hub)
     while indirect := {name for name, region in regions.items() if not is_direct(region, tensors)}:
-        own = {source for name in indirect for source in sources_of(regions[name])}
-        replaced = {name for name, region in regions.items() if own.intersection(sources_of(region))}
-        own |= {source for name in replaced for source in sources_of(regions[name])}
+        sources = {source for name in indirect for source in sources_of(regions[name])}
+        replaced = {name for name, region in regions.items() if sources.intersection(sources_of(region))}
+        sources |= {source for name in replaced for source in sources_of(regions[name])}
         kept = {name: region for name, region in regions.items() if name not in replaced}
-        regions = kept | {n: Region.of(n, tensors[n].shape, tensors[n].dtype) for n in own}
-    own = {name for name in regions if name not in hub or regions[name] is not hub[name]}
-    return regions if own <= _taken_as_they_are(copied, regions) else hub
+        regions = kept | {name: own[name] for name in sources}
+    for arranged in (regions, hub, own):
+        if comes_back(copied, arranged, tensors):
+            return Arrangement(arranged)
+    message = "%s: transformers' conversions do not give its tensors back: load_ckpt and load_weights open what is "
+    message += "saved, from_pretrained does not"
+    log(message, type(copied).__name__, level=logging.WARNING)
+    return Arrangement(own, converted=False)
 
 
-def _taken_as_they_are(copied: Any, regions: Mapping[str, Region]) -> set[str]:
-    """Return the names in files that transformers loads as the parameter of that very name, unchanged."""
+def comes_back(copied: Any, regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a load of files with these regions gives every tensor its own values; reads and writes nothing.
+
+    Plans that load from the headers the files would have, then follows the first and the last element of each piece
+    from the model's tensor to the file and on to the tensor that is written there. Values that are computed on the way
+    are followed to the names of their sources.
+
+    Args:
+        copied: meta skeleton of the model.
+        regions: what the files would hold, by name there; the sources are names of tensors.
+        tensors: the model's tensors by name, each once.
+    """
     nowhere = Path()
     entries = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
-    recipe = recipe_for(origin_for(copied), entries)
-    found = set()
-    for name, region in recipe.regions.items():
-        [piece, *more] = region.pieces
-        source = piece.source
-        whole = tuple(region.shape)
-        in_order = piece.strides == row_major(whole) and not piece.offset and piece.shape == whole
-        if isinstance(source, Entry) and source.name == name and source.shape == whole and in_order and not more:
-            found.add(name)
-    return found
+    try:
+        recipe = recipe_for(origin_for(copied), entries)
+    except CheckpointError:  # a conversion refuses what it is given
+        return False
+    if recipe.unexpected:
+        return False
+    names: dict[int, list[str]] = {}
+    for name, tensor in copied.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    own_tensors = copied.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        tied = names.get(id(own_tensors.get(name)), [name])
+        loaded = next((recipe.regions[alias] for alias in tied if alias in recipe.regions), None)
+        if loaded is None or tuple(loaded.shape) != tuple(tensor.shape):
+            return False
+        if not all(_is_from(name, tensor, piece, regions) for piece in loaded.pieces):
+            return False
+    return True
+
+
+def _is_from(name: str, tensor: torch.Tensor, piece: Piece, written: Mapping[str, Region]) -> bool:
+    """Return whether the first and last element of a piece of a tensor, as a file gives them, are the tensor's own."""
+    if isinstance(piece.source, Computed):
+        entries = itertools.chain.from_iterable(map(sources_of, piece.source.regions()))
+        return any(name in sources_of(written[entry.name]) for entry in entries)
+    if 0 in piece.shape:
+        return True
+    strides, in_file = row_major(tuple(tensor.shape)), written[piece.source.name]
+    for corner in ([0] * len(piece.shape), [n - 1 for n in piece.shape]):
+        element = piece.offset + sum(i * s for i, s in zip(corner, piece.strides, strict=True))
+        index = [element // s % n for s, n in zip(row_major(in_file.shape), in_file.shape, strict=True)]
+        own = sum((i + b) * s for i, b, s in zip(corner, piece.start, strides, strict=True))
+        source, element = in_file.element_at(index)
+        if isinstance(source, Computed):
+            if name not in itertools.chain.from_iterable(map(sources_of, source.regions())):
+                return False
+        elif (source, element) != (name, own):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -134,6 +200,7 @@ def files_for(
     most_bytes: int,
     *,
     partial: bool = False,
+    metadata: Mapping[str, str] = CONVERTED,
 ) -> list[File]:
     """Fill files up to a limit in the order of names; a tensor above it gets a file of its own.
 
@@ -143,6 +210,7 @@ def files_for(
         regions: what goes to them.
         most_bytes: of tensors in one file.
         partial: write under names that nothing loads.
+        metadata: of the headers.
     """
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
@@ -158,7 +226,7 @@ def files_for(
         number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         name = f"{stem}{number}.safetensors"
         path = folder / (f".{name}.partial" if partial else name)
-        files.append(File(path, name, *lay_out(path, group, {"format": "pt"})))
+        files.append(File(path, name, *lay_out(path, group, metadata)))
     return files
 
 

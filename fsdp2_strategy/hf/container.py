@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +44,10 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+CONVERTED = {"format": "pt"}
+"""Metadata of a header, as transformers and safetensors write it."""
+OWN_NAMES = {"format": "pt", "names": "model"}
+"""Metadata where names and arrangement are the model's own and no conversion applies."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _LARGEST_HEADER_BYTES = 100_000_000
@@ -70,6 +75,33 @@ def read_header(path: Path) -> dict[str, Entry]:
     Raises:
         CheckpointError: the file is missing, truncated, or no safetensors file; the message names it.
     """
+    header, start, size = _header_of(path)
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, facts, start) for name, facts in header.items()}
+    end = start
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != end:
+            raise _broken(
+                path, f"{entry.name} begins at byte {entry.offset}, expected {end}, where the one before ends"
+            )
+        end = entry.offset + entry.nbytes
+    if end != size:
+        raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file's header.
+
+    Raises:
+        CheckpointError: see `read_header`.
+    """
+    metadata = _header_of(path)[0].get("__metadata__")
+    return dict(metadata) if isinstance(metadata, dict) else {}
+
+
+def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return a file's header, where the tensors begin, and the file's length."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -83,18 +115,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise _broken(path, f"its header is no JSON ({error})") from error
     if not isinstance(header, dict):
         raise _broken(path, "its header is no JSON object")
-    header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, facts, start) for name, facts in header.items()}
-    end = start
-    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
-        if entry.offset != end:
-            raise _broken(
-                path, f"{entry.name} begins at byte {entry.offset}, expected {end}, where the one before ends"
-            )
-        end = entry.offset + entry.nbytes
-    if end != size:
-        raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
-    return entries
+    return header, start, size
 
 
 def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:

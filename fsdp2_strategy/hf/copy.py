@@ -18,7 +18,7 @@ import torch
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.arrange import create, files_for, index_of
 from fsdp2_strategy.hf.checksum import Checksums
-from fsdp2_strategy.hf.container import Entry, read_header
+from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header, read_metadata
 from fsdp2_strategy.hf.folder import CONFIG
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
@@ -37,6 +37,7 @@ class NewFolder:
         described: shape and dtype of each tensor.
         dtype: of the floating tensors; by default as they are.
         most_bytes: of one file.
+        metadata: of the headers.
 
     Raises:
         CheckpointError: the output is not empty.
@@ -48,6 +49,7 @@ class NewFolder:
         described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         dtype: torch.dtype | None,
         most_bytes: int = MOST_BYTES,
+        metadata: Mapping[str, str] = CONVERTED,
     ) -> None:
         if output.exists() and any(output.iterdir()):
             raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another one.")
@@ -56,7 +58,7 @@ class NewFolder:
             name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
             for name, (shape, stored) in sorted(described.items())
         }
-        self._files = files_for(output, "model", regions, most_bytes, partial=True)
+        self._files = files_for(output, "model", regions, most_bytes, partial=True, metadata=metadata)
         self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
         output.mkdir(parents=True, exist_ok=True)
 
@@ -110,7 +112,8 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     entries = {name: entry for path in weights for name, entry in read_header(path).items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     most_bytes = sys.maxsize if len(weights) == 1 else MOST_BYTES
-    with NewFolder(output, described, dtype, most_bytes) as folder, Reader("exporting", checksums) as reader:
+    metadata = read_metadata(weights[0]) if weights else CONVERTED
+    with NewFolder(output, described, dtype, most_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)

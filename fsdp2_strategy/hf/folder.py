@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.adapters import bare_twin
-from fsdp2_strategy.hf.container import Entry, read_header
+from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_metadata
 from fsdp2_strategy.hf.tape import Tape, is_recording, recording
 from fsdp2_strategy.hf.twin import twin
 
@@ -212,7 +212,12 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
         )
     is_index = chosen.name.endswith(".index.json")
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
-    origin = Origin(model=twin(model), files=()) if own_names else origin_for(bare_twin(model))
+    if own_names:
+        origin = Origin(model=twin(model), files=())
+    elif read_metadata(files[0]).get("names") == OWN_NAMES["names"]:
+        origin = Origin(model=bare_twin(model), files=())
+    else:
+        origin = origin_for(bare_twin(model))
     return replace(origin, files=files, index=chosen if is_index else None, where=str(path))
 
 

@@ -1,0 +1,187 @@
+"""What a save writes comes back through a load: transformers' conversions are checked before a byte is written."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from models import build
+from reference import full_parameters
+from test_checkpoint import assert_same, strategy_for
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from fsdp2_strategy import CheckpointError, init_on_meta, load_weights
+from fsdp2_strategy.checkpoint import parts
+from fsdp2_strategy.cli import main
+from fsdp2_strategy.hf import arrange
+from fsdp2_strategy.hf.arrange import create, files_for, regions_in_place, tensors_to_write
+from fsdp2_strategy.hf.container import OWN_NAMES, read_header, read_metadata
+from fsdp2_strategy.hf.folder import open_folder
+from fsdp2_strategy.hf.match import match
+from fsdp2_strategy.hf.twin import twin
+
+
+def zeroed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def renamed(regions):
+    """A save whose names no load takes for its own: a classifier around a whole model can come to that."""
+    return {f"model.{name.replace('layers', 'model.layers')}": region for name, region in regions.items()}
+
+
+def swapped(regions):
+    """A save that exchanges two tensors of one shape, and a load that does not know of it."""
+    one, other = sorted(name for name in regions if name.endswith("input_layernorm.weight"))
+    return {**regions, one: regions[other], other: regions[one]}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", [renamed, swapped])
+def test_names_that_do_not_come_back_are_saved_as_the_models_own(change, tmp_path):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    expected = full_parameters(model)
+    conversion = arrange.hub_regions
+    with patch.object(arrange, "hub_regions", lambda copied, tensors: change(conversion(copied, tensors))):
+        strategy.save_ckpt(model, tmp_path, "a")
+    assert set(read_header(tmp_path / "a/model/model.safetensors")) == set(expected)
+    strategy.load_ckpt(zeroed(model), tmp_path)
+    assert_same(full_parameters(model), expected)
+    opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a/model")
+    assert_same(dict(opened.named_parameters()), expected)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_marked(tmp_path):
+    def pixio(seed):  # transformers renames "pixio.layernorm" to "layernorm", which it has already
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+        model = transformers.PixioBackbone(transformers.PixioConfig(**sizes))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    strategy = strategy_for()
+    model = strategy.prepare_model(pixio(0), is_training=True)
+    warned = []
+    with patch.object(arrange, "log", lambda message, *args, level=None: warned.append((level, message % args))):
+        strategy.save_ckpt(model, tmp_path, "a")
+    assert warned[0][0] == logging.WARNING and "PixioBackbone" in warned[0][1], "from_pretrained will not open it"
+    file = tmp_path / "a/model/model.safetensors"
+    assert read_metadata(file) == OWN_NAMES
+    expected = full_parameters(model)
+    strategy.load_ckpt(zeroed(model), tmp_path)
+    assert_same(full_parameters(model), expected)
+    other = strategy.prepare_model(pixio(1), is_training=True)
+    load_weights(other, file.parent)
+    assert_same(full_parameters(other), expected)
+    if dist.get_rank() == 0:
+        main(["export", str(tmp_path / "a"), str(tmp_path / "out")])
+    dist.barrier()
+    load_weights(zeroed(other), tmp_path / "out")
+    assert_same(full_parameters(other), expected)
+
+
+@pytest.mark.ranks(1)
+def test_the_check_is_made_once_for_a_model(tmp_path):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("mixtral"), is_training=True)
+    with patch.object(parts, "regions_in_place", wraps=regions_in_place) as planned:
+        for tag in "abc":
+            strategy.save_ckpt(model, tmp_path, tag)
+    assert planned.call_count == 1
+
+
+# --- every architecture ----------------------------------------------------------------------------------------------
+
+SHARES = 8
+"""In how many parts the architectures are checked."""
+
+FEWER = {"num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2}
+FEWER |= {"depth": 2, "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8}
+
+
+def architectures():
+    """Return transformers' classes for a task, by name."""
+    mapped = [cls for name, table in vars(modeling_auto).items() if name.endswith("_NAMES") for cls in table.values()]
+    names = {n for cls in mapped for n in (cls if isinstance(cls, list | tuple) else (cls,))}
+    names |= {name for name in dir(transformers) if "For" in name}
+    for name in sorted(names):
+        try:
+            cls = getattr(transformers, name, None)
+        except (ImportError, ValueError):  # needs a package that is not installed
+            continue
+        is_model = inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel) and cls.config_class
+        if is_model and not name.endswith("PreTrainedModel"):
+            yield cls
+
+
+def smaller(config):
+    """Take layers and experts out of a default configuration, where it has them under a usual name."""
+    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
+        for name, value in FEWER.items():
+            if each is not None and isinstance(vars(each).get(name), int) and vars(each)[name] > value:
+                setattr(each, name, value)
+        kinds = getattr(each, "layer_types", None)
+        if isinstance(kinds, list) and len(kinds) > 2:
+            each.layer_types = [kinds[0], kinds[-1]]
+    return config
+
+
+def on_meta(cls):
+    """Build a model on meta, small if its configuration lets it; None where its own defaults do not build."""
+    for change in (smaller, lambda config: config):
+        try:
+            with init_on_meta():
+                return cls(change(cls.config_class()))
+        except Exception:  # noqa: BLE001  whatever a default configuration lacks
+            continue
+    return None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("share", range(SHARES))
+def test_what_a_save_would_write_comes_back_for_every_architecture(share, tmp_path):
+    """Models of default configurations with fewer layers, on meta, and files of headers without tensors behind them."""
+    classes = list(architectures())
+    assert len(classes) > 900
+    built, marked, failed = 0, [], []
+    for cls in classes[share::SHARES]:
+        model = on_meta(cls)
+        if model is None:
+            continue
+        built += 1
+        copied = twin(model)
+        try:
+            with patch.object(arrange, "lacks_values", lambda _tensor: False):
+                tensors = tensors_to_write(model, copied)
+            arranged = regions_in_place(copied, tensors)
+        except (CheckpointError, TypeError) as error:
+            failed.append(f"{cls.__name__}: {error}")
+            continue
+        if not arranged.converted:
+            marked.append(cls.__name__)
+        files = files_for(tmp_path, "model", arranged.regions, sys.maxsize, metadata=arranged.metadata)
+        with patch.object(arrange, "allocate", os.ftruncate):
+            create(files)
+        origin = open_folder(model, tmp_path)
+        _, report = match(model, {module: (origin, name) for name, module in model.named_modules()}, "anything")
+        never_saved = model._keys_to_ignore_on_save or ()
+        if report.unexpected or set(report.missing) - set(never_saved):
+            failed.append(f"{cls.__name__}: missing {report.missing[:2]}, unexpected {report.unexpected[:2]}")
+    assert built > 0.8 * len(classes) / SHARES
+    assert not failed
+    assert set(marked) <= {"PixioBackbone"}
