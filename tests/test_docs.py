@@ -108,3 +108,13 @@ def test_the_public_names_are_few_and_real():
     assert len(fsdp2_strategy.__all__) <= 30
     assert all(hasattr(fsdp2_strategy, name) for name in fsdp2_strategy.__all__)
     assert fsdp2_strategy.__all__ == sorted(fsdp2_strategy.__all__)
+
+
+def test_examples_and_benchmarks_write_under_runs_by_default():
+    for script in [*(ROOT / "docs" / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        text = script.read_text()
+        defaults = re.findall(r'add_argument\("--[\w-]+",[^\n]*default=([^\n]*)', text)
+        inside = [default for default in defaults if re.search(r'"images"|"results"|\.parent\b', default)]
+        assert not inside, f"{script.name} writes into the working tree: {inside}"
+        assert not re.search(r"(draw|savefig|write_text|merge)\([^\n]*(__file__|EXAMPLES)", text), script.name
+    assert 'OUT = Path("runs/benchmarks")' in (ROOT / "benchmarks" / "harness.py").read_text()
