@@ -1,6 +1,6 @@
 """The data order: how long until the first batch after a resume, what an order costs, what a loader adds to a batch.
 
-    python benchmarks/data.py [--rounds 7] [--out benchmarks/results]
+    python benchmarks/data.py [--rounds 7] [--out runs/benchmarks]
 
 Resuming: a loader goes on after so many samples, each contestant in its own way; ours computes the place, torchdata's
 StatefulDataLoader runs through a plain iterable again, Hugging Face's IterableDataset skips examples (from memory, in

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 OUT = Path("runs/benchmarks")
-"""Where figures and charts go by default; `--out benchmarks/results` records them."""
+"""Where figures and charts go by default, in the working directory; `--out benchmarks/results` records them."""
 THREADS = 4
 PIECE = 16 << 20
 
@@ -182,6 +182,7 @@ def circumstances() -> dict[str, str]:
 
 def merge(results: Path, entry: dict, keys: tuple[str, ...]) -> list[dict]:
     """Put an entry into a file of results, in place of the one with the same keys; return all."""
+    results.parent.mkdir(parents=True, exist_ok=True)
     entries = json.loads(results.read_text()) if results.exists() else []
     entries = [e for e in entries if any(e[key] != entry[key] for key in keys)]
     entries.append(entry)

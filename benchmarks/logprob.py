@@ -1,6 +1,6 @@
 """Log-probabilities in chunks against full logits: seconds and peak memory of forward and backward.
 
-    python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 512] [--out benchmarks/results]
+    python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 512] [--out runs/benchmarks]
 
 A sharded Llama of two layers with a head of its own, over vocabularies of 32,000 and 128,000 words, gives the
 log-probability of each token of two sequences; a mean of them goes backward. In turns: a log_softmax over the full

@@ -1,6 +1,6 @@
 """Memory that moves: offload and reload against bare copies; and what the modes of accumulation cost.
 
-    python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out benchmarks/results]
+    python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out runs/benchmarks]
 
 The state of AdamW over a model of so many million parameters goes to host memory and comes back, in turns with copies
 of the same bytes into fresh memory (pinned, beside an accelerator). Then one optimizer step of 8 micro-batches in each

@@ -1,7 +1,7 @@
 """Weights to an engine: streaming against a gather of each parameter, and against a gathered state dict.
 
     python benchmarks/rollout.py [--rounds 7] [--ranks 2] [--large 150x2048x2048] [--small 3000x64x64]
-                                 [--out benchmarks/results]
+                                 [--out runs/benchmarks]
 
 Each rank shards a model of so many fp32 matrices, FSDP2's units of ten each, and every rank runs through all of them in
 bf16, as an engine beside each rank does: `stream_weights`; ``full_tensor()`` of each parameter, cast after, as trainers

@@ -1,6 +1,6 @@
 """A training step through the strategy against a hand-written fully_shard loop: collectives counted, time beside.
 
-    python benchmarks/step.py [--ranks 2] [--pairs 7] [--out benchmarks/results]
+    python benchmarks/step.py [--ranks 2] [--pairs 7] [--out runs/benchmarks]
 
 Both loops train copies of one Llama in bf16 with fp32 masters, clipping and fused AdamW, alternating in one process
 group; each sample is the time of several steps. Writes step.json and step.png, prints a table.

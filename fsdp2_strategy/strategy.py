@@ -318,9 +318,9 @@ class FSDPV2Strategy(TrainingStrategy):
     ) -> None:
         """Average a model's trainable parameters into a second model: beta x second + (1 - beta) x model.
 
-        Acts once per optimizer step: call it after every ``optimizer_step``, also between the boundaries of
-        accumulation, where it does nothing. A model that this strategy does not step is averaged at every call. The
-        fp32 average is kept with the second model, whatever its dtype, and saved in the first model's checkpoints.
+        Acts once per optimizer step: call it after every ``optimizer_step``; calls between the boundaries of
+        accumulation do nothing. A model that ``optimizer_step`` never stepped is averaged at every call. The fp32
+        average is kept with the second model, whatever its dtype, and saved in the first model's checkpoints.
         Collective, unless both models are sharded the same way; then it does not communicate.
 
         Args:
@@ -333,7 +333,7 @@ class FSDPV2Strategy(TrainingStrategy):
             ShardError: the two do not have the same parameters.
         """
         ema, run = self._ema(model, model_ema, device), self._run(model)
-        is_stepped_here = run.steps or run.micro_batches or run.checked is not None
+        is_stepped_here = run.checked is not None
         if is_stepped_here and run.averaged_steps.get(ema, run.loaded_steps) == run.steps:
             return
         run.averaged_steps[ema] = run.steps

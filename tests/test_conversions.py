@@ -1,4 +1,4 @@
-"""What a save writes comes back through a load: transformers' conversions are checked before a byte is written."""
+"""A load gives back the values that a save wrote, whatever transformers' conversions do on the way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 import logging
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,16 +18,21 @@ from models import build
 from reference import full_parameters
 from test_checkpoint import assert_same, strategy_for
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Interleave, PermuteForRope, Transpose, WeightConverter
 from transformers.models.auto import modeling_auto
 
 from fsdp2_strategy import CheckpointError, init_on_meta, load_weights
 from fsdp2_strategy.checkpoint import parts
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.hf import arrange
-from fsdp2_strategy.hf.arrange import create, files_for, regions_in_place, tensors_to_write
-from fsdp2_strategy.hf.container import OWN_NAMES, read_header, read_metadata
+from fsdp2_strategy.hf.arrange import arrangement_of, create, files_for, tensors_to_write
+from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_metadata
 from fsdp2_strategy.hf.folder import open_folder
 from fsdp2_strategy.hf.match import match
+from fsdp2_strategy.hf.region import Piece, Region
+from fsdp2_strategy.hf.round_trip import _is_own, round_trips
 from fsdp2_strategy.hf.twin import twin
 
 
@@ -64,6 +71,69 @@ def test_names_that_do_not_come_back_are_saved_as_the_models_own(change, tmp_pat
     dist.barrier()
 
 
+class ConvertedLlama(transformers.LlamaForCausalLM):
+    """A model of which a conversion is registered whose names are the same on both sides."""
+
+
+CONVERSIONS = {
+    "permute": ("self_attn.q_proj.weight", PermuteForRope()),
+    "interleave": ("mlp.up_proj.weight", Interleave(0)),
+    "transpose_square": ("self_attn.q_proj.weight", Transpose(0, 1)),
+    "transpose_oblong": ("mlp.down_proj.weight", Transpose(0, 1)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_values_that_a_conversion_moves_under_one_name_load_as_they_were(kind, tmp_path):
+    name, operation = CONVERSIONS[kind]
+    register_checkpoint_conversion_mapping("ConvertedLlama", [WeightConverter(name, name, [operation])], overwrite=True)
+    strategy = strategy_for()
+    model = strategy.prepare_model(ConvertedLlama(build("llama").config), is_training=True)
+    expected = full_parameters(model)
+    strategy.save_ckpt(model, tmp_path)
+    strategy.load_ckpt(zeroed(model), tmp_path)
+    assert_same(full_parameters(model), expected)
+    opened = ConvertedLlama.from_pretrained(tmp_path / "global_step0/model")
+    assert_same(dict(opened.named_parameters()), expected)
+
+
+def test_rows_that_change_places_within_a_tensor_do_not_round_trip():
+    tensors = {"weight": torch.empty(8, 3), "bias": torch.empty(8)}
+    model = nn.Linear(3, 8, device="meta")
+    own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    rows = torch.split(own["weight"], 2)
+    assert round_trips(model, own, tensors)
+    assert round_trips(model, {**own, "weight": torch.cat(rows)}, tensors)
+    assert not round_trips(model, {**own, "weight": torch.cat([rows[0], rows[2], rows[1], rows[3]])}, tensors)
+    assert not round_trips(model, {"weight": own["weight"]}, tensors)
+    assert not round_trips(model, {**own, "more": own["bias"]}, tensors)
+
+
+def test_a_strided_view_and_its_inverse_round_trip():
+    """A file holds (8, 3) as (4, 2, 3) with rows interleaved; the load takes them apart again."""
+    written = {"w": Region.of("weight", (8, 3), torch.float32).view(2, 4, 3).transpose(0, 1).contiguous()}
+    entry = Entry("w", Path(), 0, torch.float32, (4, 2, 3))
+    for half in range(2):
+        rows = Piece(entry, (4 * half, 0), (4, 3), (6, 1), 3 * half)
+        assert _is_own("weight", (3, 1), rows, written)
+        assert not _is_own("weight", (3, 1), replace(rows, start=(4 - 4 * half, 0)), written)
+        assert not _is_own("weight", (3, 1), replace(rows, strides=(3, 1)), written)
+
+
+@pytest.mark.ranks(2)
+def test_plain_modules_in_a_checkpoint_wrapper_load_again(tmp_path):
+    def wrapped():
+        return nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), checkpoint_wrapper(nn.Linear(4, 2)))
+
+    strategy = strategy_for()
+    model = strategy.prepare_model(wrapped(), is_training=True)
+    expected = full_parameters(model)
+    strategy.save_ckpt(model, tmp_path)
+    strategy.load_ckpt(zeroed(model), tmp_path)
+    assert_same(full_parameters(model), expected)
+
+
 @pytest.mark.ranks(2)
 def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_marked(tmp_path):
     def pixio(seed):  # transformers renames "pixio.layernorm" to "layernorm", which it has already
@@ -88,6 +158,11 @@ def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_
     other = strategy.prepare_model(pixio(1), is_training=True)
     load_weights(other, file.parent)
     assert_same(full_parameters(other), expected)
+    with strategy.init_model_context(meta_init=True):
+        remembered = transformers.PixioBackbone.from_pretrained(file.parent)
+    assert_same(full_parameters(strategy.prepare_model(remembered, is_training=True)), expected)
+    with pytest.raises(CheckpointError, match="cannot export PixioBackbone: from_pretrained would not"):
+        strategy.save_model(model, None, tmp_path / "exported")
     if dist.get_rank() == 0:
         main(["export", str(tmp_path / "a"), str(tmp_path / "out")])
     dist.barrier()
@@ -99,7 +174,7 @@ def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_
 def test_the_check_is_made_once_for_a_model(tmp_path):
     strategy = strategy_for()
     model = strategy.prepare_model(build("mixtral"), is_training=True)
-    with patch.object(parts, "regions_in_place", wraps=regions_in_place) as planned:
+    with patch.object(parts, "arrangement_of", wraps=arrangement_of) as planned:
         for tag in "abc":
             strategy.save_ckpt(model, tmp_path, tag)
     assert planned.call_count == 1
@@ -168,7 +243,7 @@ def test_what_a_save_would_write_comes_back_for_every_architecture(share, tmp_pa
         try:
             with patch.object(arrange, "lacks_values", lambda _tensor: False):
                 tensors = tensors_to_write(model, copied)
-            arranged = regions_in_place(copied, tensors)
+            arranged = arrangement_of(copied, tensors)
         except (CheckpointError, TypeError) as error:
             failed.append(f"{cls.__name__}: {error}")
             continue

@@ -606,9 +606,10 @@ def test_a_moving_average_acts_once_per_optimizer_step(tmp_path):
     strategy.load_ckpt(actor, tmp_path, ema=ema)
     train(strategy, actor, optimizer, ema, range(6, 12), expected)
 
-    other = strategy.prepare_model(Actor(9))  # the strategy does not step it: every call acts
+    other = strategy.prepare_model(Actor(9), is_training=True)  # other code steps it: every call acts
     expected = full_parameters(ema)
-    for _ in range(2):
+    for micro in range(2):
+        strategy.backward(policy_loss(other, ids_of(micro, dist.get_rank())), other)
         strategy.moving_average(other, ema, 0.9)
         for n, p in full_parameters(other).items():
             expected[n].lerp_(p, 1 - 0.9)

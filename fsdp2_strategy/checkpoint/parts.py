@@ -28,7 +28,7 @@ from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.adapter_files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.adapters import base_of, has_adapters, names_without_adapters
-from fsdp2_strategy.hf.arrange import Arrangement, regions_in_place, tensors_to_write, write_configuration
+from fsdp2_strategy.hf.arrange import Arrangement, arrangement_of, tensors_to_write, write_configuration
 from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
 from fsdp2_strategy.hf.match import LoadReport, match
 from fsdp2_strategy.hf.region import Region
@@ -65,7 +65,7 @@ class ModelOnDisk:
         base = base_of(inner)
         copied = twin(base)
         tensors = tensors_to_write(base, copied)
-        arranged = _arrangement_of(inner, copied, tensors)
+        arranged = _remembered_arrangement(inner, copied, tensors)
         parts = [Part.of(places.model, tensors, arranged.regions, metadata=arranged.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
@@ -98,7 +98,7 @@ class ModelOnDisk:
             regions: Mapping[str, Region] = {}
             if left_out is None:
                 tensors = tensors_to_write(root, copied)
-                arranged = _arrangement_of(root, copied, tensors)
+                arranged = _remembered_arrangement(root, copied, tensors)
                 regions = arranged.regions
                 folder = places.state / MODEL if lerobot.gather_for_save_pretrained else places.model
                 parts = [Part.of(folder, tensors, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
@@ -168,11 +168,11 @@ class Beside:
 _arrangements: WeakKeyDictionary[nn.Module, tuple[object, Arrangement]] = WeakKeyDictionary()
 
 
-def _arrangement_of(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
-    """Return what goes to the files of ``model/``; worked out again only where the model is no longer as it was."""
+def _remembered_arrangement(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+    """Return names and arrangement in the files of ``model/``; chosen again only when the model has changed."""
     shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     if inner not in _arrangements or _arrangements[inner][0] != shapes:
-        _arrangements[inner] = (shapes, regions_in_place(copied, tensors))
+        _arrangements[inner] = (shapes, arrangement_of(copied, tensors))
     return _arrangements[inner][1]
 
 

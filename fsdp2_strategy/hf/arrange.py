@@ -7,7 +7,6 @@ follows from names, shapes and dtypes, which every rank knows, so ranks need not
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import re
@@ -23,9 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, allocate, lay_out, total_bytes
-from fsdp2_strategy.hf.conversions import hub_regions, recipe_for
-from fsdp2_strategy.hf.folder import is_transformers_model, origin_for
-from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.conversions import hub_regions
+from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import log, rank, world_size
@@ -86,7 +86,7 @@ def regions_to_write(
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What the files of a model hold, by name there."""
+    """Describe the tensors of a model's files by their names in the files."""
 
     regions: dict[str, Region]
     converted: bool = True
@@ -94,20 +94,22 @@ class Arrangement:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Return what the files' headers say of it."""
+        """Return the metadata of the files' headers."""
         return CONVERTED if self.converted else OWN_NAMES
 
 
-def regions_in_place(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
-    """Describe the files of a checkpoint: written without a gather where possible, and certain to load again.
+def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+    """Choose names and arrangement of a checkpoint's files: written without a gather if possible, certain to load.
 
-    transformers' conversions on save and on load are not always the inverse of each other. This returns the first of
-    these arrangements that `comes_back`:
+    This returns the first of these that `round_trips`:
 
     1. the hub's names where bytes map in place, the model's own elsewhere: no gather;
     2. the hub's names for all tensors, which may need a gather;
     3. the model's own names;
     4. the model's own names, marked in the files' headers as not to be converted. ``from_pretrained`` ignores the mark.
+
+    Raises:
+        CheckpointError: none does.
     """
     hub = regions_to_write(copied, tensors)
     own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -119,67 +121,17 @@ def regions_in_place(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrang
         kept = {name: region for name, region in regions.items() if name not in replaced}
         regions = kept | {name: own[name] for name in sources}
     for arranged in (regions, hub, own):
-        if comes_back(copied, arranged, tensors):
+        if round_trips(copied, arranged, tensors):
             return Arrangement(arranged)
+    if not round_trips(copied, own, tensors, converted=False):
+        raise CheckpointError(
+            f"cannot save {type(copied).__name__}: a load would not give its tensors back, expected the names of "
+            "named_parameters in state_dict. Remove the hooks that rename them."
+        )
     message = "%s: transformers' conversions do not give its tensors back: load_ckpt and load_weights open what is "
     message += "saved, from_pretrained does not"
     log(message, type(copied).__name__, level=logging.WARNING)
     return Arrangement(own, converted=False)
-
-
-def comes_back(copied: Any, regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a load of files with these regions gives every tensor its own values; reads and writes nothing.
-
-    Plans that load from the headers the files would have, then follows the first and the last element of each piece
-    from the model's tensor to the file and on to the tensor that is written there. Values that are computed on the way
-    are followed to the names of their sources.
-
-    Args:
-        copied: meta skeleton of the model.
-        regions: what the files would hold, by name there; the sources are names of tensors.
-        tensors: the model's tensors by name, each once.
-    """
-    nowhere = Path()
-    entries = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
-    try:
-        recipe = recipe_for(origin_for(copied), entries)
-    except CheckpointError:  # a conversion refuses what it is given
-        return False
-    if recipe.unexpected:
-        return False
-    names: dict[int, list[str]] = {}
-    for name, tensor in copied.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    own_tensors = copied.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        tied = names.get(id(own_tensors.get(name)), [name])
-        loaded = next((recipe.regions[alias] for alias in tied if alias in recipe.regions), None)
-        if loaded is None or tuple(loaded.shape) != tuple(tensor.shape):
-            return False
-        if not all(_is_from(name, tensor, piece, regions) for piece in loaded.pieces):
-            return False
-    return True
-
-
-def _is_from(name: str, tensor: torch.Tensor, piece: Piece, written: Mapping[str, Region]) -> bool:
-    """Return whether the first and last element of a piece of a tensor, as a file gives them, are the tensor's own."""
-    if isinstance(piece.source, Computed):
-        entries = itertools.chain.from_iterable(map(sources_of, piece.source.regions()))
-        return any(name in sources_of(written[entry.name]) for entry in entries)
-    if 0 in piece.shape:
-        return True
-    strides, in_file = row_major(tuple(tensor.shape)), written[piece.source.name]
-    for corner in ([0] * len(piece.shape), [n - 1 for n in piece.shape]):
-        element = piece.offset + sum(i * s for i, s in zip(corner, piece.strides, strict=True))
-        index = [element // s % n for s, n in zip(row_major(in_file.shape), in_file.shape, strict=True)]
-        own = sum((i + b) * s for i, b, s in zip(corner, piece.start, strides, strict=True))
-        source, element = in_file.element_at(index)
-        if isinstance(source, Computed):
-            if name not in itertools.chain.from_iterable(map(sources_of, source.regions())):
-                return False
-        elif (source, element) != (name, own):
-            return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.folder import Origin
 from fsdp2_strategy.hf.region import Region
+from fsdp2_strategy.names import clean
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def recipe_for(origin: Origin, entries: Mapping[str, Entry]) -> Recipe:
     """
     sources = {name: Region.of(entry, entry.shape, entry.dtype) for name, entry in entries.items()}
     if origin.conversions is None:
-        wanted = origin.model.state_dict(keep_vars=True)
+        wanted = {clean(name): tensor for name, tensor in origin.model.state_dict(keep_vars=True).items()}
         regions = {name: region.to(wanted[name].dtype) for name, region in sources.items() if name in wanted}
         return Recipe(regions, tuple(name for name in sources if name not in wanted), None)
     return _converted(origin, sources)

@@ -112,7 +112,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     entries = {name: entry for path in weights for name, entry in read_header(path).items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     most_bytes = sys.maxsize if len(weights) == 1 else MOST_BYTES
-    metadata = read_metadata(weights[0]) if weights else CONVERTED
+    metadata = CONVERTED | (read_metadata(weights[0]) if weights else {})
     with NewFolder(output, described, dtype, most_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)

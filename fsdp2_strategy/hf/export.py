@@ -38,6 +38,7 @@ from fsdp2_strategy.hf.arrange import (
 )
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.region import Region
+from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.mesh import on_its_ranks
@@ -92,9 +93,9 @@ def save_model(
             create_pr; variant; save_original_format=False for the model's own names. Others are an error.
 
     Raises:
-        CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown, or
-            adapters cannot be merged. An earlier export is then still there, unless the final renaming failed: then
-            nothing loads, and no mix.
+        CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
+            adapters cannot be merged, or from_pretrained would not give the weights back. An earlier export is then
+            still there, unless the final renaming failed: then nothing loads, and no mix.
     """
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
@@ -109,7 +110,7 @@ def save_model(
         merged = without_adapters(root)
         copied = twin(merged.model)
         tensors = tensors_to_write(merged.model, copied)
-        regions = regions_to_write(copied, tensors, dtype, hub_names=options.save_original_format)
+        regions = _regions_that_load(copied, tensors, dtype, hub_names=options.save_original_format)
         most_bytes = _in_bytes(max_shard_size)
         if not is_transformers_model(copied):
             most_bytes = sum(region.numel() * region.dtype.itemsize for region in regions.values())
@@ -131,6 +132,24 @@ def save_model(
                 _push(folder, copied, options.to_hub)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
     log("exported %s to %s: %d tensors, %.2f GB in %d files", name, folder, len(regions), size / 1e9, len(files))
+
+
+def _regions_that_load(
+    copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
+) -> dict[str, Region]:
+    """Describe what goes to the files: under the hub's names, or the model's own if only these load again.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    for names_of_hub in (True, False) if hub_names else (False,):
+        regions = regions_to_write(copied, tensors, dtype, hub_names=names_of_hub)
+        if round_trips(copied, regions, tensors):
+            return regions
+    raise CheckpointError(
+        f"cannot export {type(copied).__name__}: from_pretrained would not give its tensors back, since transformers' "
+        "conversions on save and on load are not inverse. Save a checkpoint, which load_ckpt and load_weights open."
+    )
 
 
 def save_adapters(

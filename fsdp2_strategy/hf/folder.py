@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -166,7 +166,7 @@ def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
         model=twin(model),
         files=files,
         index=_index_of(files[0]),
-        conversions=load_config.weight_mapping,
+        conversions=None if _has_own_names(files) else load_config.weight_mapping,
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
         where=where,
     )
@@ -198,7 +198,7 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
         own_names: the files have the model's own names, adapters included, and not the hub's.
 
     Raises:
-        CheckpointError: there is no such folder, or none of the files that it should hold.
+        CheckpointError: there is no such folder, none of the files that it should hold, or the first of them is broken.
     """
     path = Path(path)
     chosen = path
@@ -214,11 +214,16 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
     if own_names:
         origin = Origin(model=twin(model), files=())
-    elif read_metadata(files[0]).get("names") == OWN_NAMES["names"]:
+    elif _has_own_names(files):
         origin = Origin(model=bare_twin(model), files=())
     else:
         origin = origin_for(bare_twin(model))
     return replace(origin, files=files, index=chosen if is_index else None, where=str(path))
+
+
+def _has_own_names(files: Sequence[Path]) -> bool:
+    """Return whether the files' names are the model's own, which no conversion applies to."""
+    return bool(files) and read_metadata(files[0]).get("names") == OWN_NAMES["names"]
 
 
 def origin_for(copied: nn.Module) -> Origin:

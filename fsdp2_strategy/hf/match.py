@@ -108,7 +108,7 @@ def _targets(
             if tensor is None:
                 continue
             computed = key in module._non_persistent_buffers_set
-            full = f"{there}.{key}" if there else key
+            full = clean(f"{there}.{key}" if there else key)
             target = found.get(id(tensor))
             if target is None:
                 name = clean(f"{path}.{key}" if path else key)

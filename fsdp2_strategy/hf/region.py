@@ -160,14 +160,6 @@ class Region:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})
 
-    def element_at(self, index: Sequence[int]) -> tuple[Any, int]:
-        """Return the source of one element, and which element of that source it is."""
-        for piece in self.pieces:
-            inside = [i - b for i, b in zip(index, piece.start, strict=True)]
-            if all(0 <= i < n for i, n in zip(inside, piece.shape, strict=True)):
-                return piece.source, int(piece.offset + sum(i * s for i, s in zip(inside, piece.strides, strict=True)))
-        raise IndexError(f"no piece holds element {tuple(index)} of a region of shape {list(self.shape)}")
-
     def _narrow(self, dim: int, begin: int, length: int) -> Region:
         box = tuple((begin, length) if d == dim else (0, n) for d, n in enumerate(self.shape))
         pieces = [part for piece in self.pieces if (part := piece.within(box))]
