@@ -28,7 +28,7 @@ from fsdp2_strategy.checkpoint import parts
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.hf import arrange
 from fsdp2_strategy.hf.arrange import arrangement_of, create, files_for, tensors_to_write
-from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_metadata
+from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_header_and_metadata
 from fsdp2_strategy.hf.folder import open_folder
 from fsdp2_strategy.hf.match import match
 from fsdp2_strategy.hf.region import Piece, Region
@@ -151,7 +151,7 @@ def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_
         strategy.save_ckpt(model, tmp_path, "a")
     assert warned[0][0] == logging.WARNING and "PixioBackbone" in warned[0][1], "from_pretrained will not open it"
     file = tmp_path / "a/model/model.safetensors"
-    assert read_metadata(file) == OWN_NAMES
+    assert read_header_and_metadata(file)[1] == OWN_NAMES
     expected = full_parameters(model)
     strategy.load_ckpt(zeroed(model), tmp_path)
     assert_same(full_parameters(model), expected)

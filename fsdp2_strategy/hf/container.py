@@ -75,8 +75,17 @@ def read_header(path: Path) -> dict[str, Entry]:
     Raises:
         CheckpointError: the file is missing, truncated, or no safetensors file; the message names it.
     """
+    return read_header_and_metadata(path)[0]
+
+
+def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return where each tensor of a file lies, and the header's metadata.
+
+    Raises:
+        CheckpointError: see `read_header`.
+    """
     header, start, size = _header_of(path)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = {name: _entry(path, name, facts, start) for name, facts in header.items()}
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
@@ -87,17 +96,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         end = entry.offset + entry.nbytes
     if end != size:
         raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
-    return entries
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a file's header.
-
-    Raises:
-        CheckpointError: see `read_header`.
-    """
-    metadata = _header_of(path)[0].get("__metadata__")
-    return dict(metadata) if isinstance(metadata, dict) else {}
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
 def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:

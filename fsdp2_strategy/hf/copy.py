@@ -18,7 +18,7 @@ import torch
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.arrange import create, files_for, index_of
 from fsdp2_strategy.hf.checksum import Checksums
-from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header, read_metadata
+from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header_and_metadata
 from fsdp2_strategy.hf.folder import CONFIG
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
@@ -109,10 +109,11 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         DamageError: bytes do not match their checksum.
     """
     weights = sorted(source.glob("model*.safetensors"))
-    entries = {name: entry for path in weights for name, entry in read_header(path).items()}
+    headers = [read_header_and_metadata(path) for path in weights]
+    entries = {name: entry for stored, _ in headers for name, entry in stored.items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     most_bytes = sys.maxsize if len(weights) == 1 else MOST_BYTES
-    metadata = CONVERTED | (read_metadata(weights[0]) if weights else {})
+    metadata = CONVERTED | (headers[0][1] if headers else {})
     with NewFolder(output, described, dtype, most_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)

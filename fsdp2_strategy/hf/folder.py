@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.adapters import bare_twin
-from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_metadata
+from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.hf.tape import Tape, is_recording, recording
 from fsdp2_strategy.hf.twin import twin
 
@@ -166,7 +166,7 @@ def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
         model=twin(model),
         files=files,
         index=_index_of(files[0]),
-        conversions=None if _has_own_names(files) else load_config.weight_mapping,
+        conversions=load_config.weight_mapping,
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
         where=where,
     )
@@ -198,7 +198,7 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
         own_names: the files have the model's own names, adapters included, and not the hub's.
 
     Raises:
-        CheckpointError: there is no such folder, none of the files that it should hold, or the first of them is broken.
+        CheckpointError: there is no such folder, or none of the files that it should hold.
     """
     path = Path(path)
     chosen = path
@@ -212,18 +212,8 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
         )
     is_index = chosen.name.endswith(".index.json")
     files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
-    if own_names:
-        origin = Origin(model=twin(model), files=())
-    elif _has_own_names(files):
-        origin = Origin(model=bare_twin(model), files=())
-    else:
-        origin = origin_for(bare_twin(model))
+    origin = Origin(model=twin(model), files=()) if own_names else origin_for(bare_twin(model))
     return replace(origin, files=files, index=chosen if is_index else None, where=str(path))
-
-
-def _has_own_names(files: Sequence[Path]) -> bool:
-    """Return whether the files' names are the model's own, which no conversion applies to."""
-    return bool(files) and read_metadata(files[0]).get("names") == OWN_NAMES["names"]
 
 
 def origin_for(copied: nn.Module) -> Origin:
@@ -295,8 +285,8 @@ def read_index(path: Path) -> dict[str, str]:
     return dict(names)
 
 
-def read_headers(origin: Origin) -> dict[str, Entry]:
-    """Return where each tensor of an origin's files lies.
+def read_headers(origin: Origin) -> tuple[Origin, dict[str, Entry]]:
+    """Return where each tensor of an origin's files lies, and the origin, without conversions if a header says so.
 
     Raises:
         CheckpointError: a file is missing or broken, or the index does not agree with the files.
@@ -308,7 +298,10 @@ def read_headers(origin: Origin) -> dict[str, Entry]:
         )
     entries: dict[str, Entry] = {}
     for file in origin.files:
-        for name, entry in read_header(file).items():
+        stored, metadata = read_header_and_metadata(file)
+        if metadata.get("names") == OWN_NAMES["names"]:
+            origin = replace(origin, conversions=None)
+        for name, entry in stored.items():
             if index.get(name, file.name) == file.name:
                 if name in entries:
                     raise CheckpointError(
@@ -321,4 +314,4 @@ def read_headers(origin: Origin) -> dict[str, Entry]:
             f"cannot load {origin.where}: its index says that {index[lost[0]]} holds {lost[0]}, which it does not "
             f"({len(lost)} such). Copy or download the folder again."
         )
-    return entries
+    return origin, entries

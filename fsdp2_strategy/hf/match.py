@@ -82,7 +82,7 @@ def match(
     recipes: dict[Origin, Recipe] = {}
     for origin, _ in known.values():
         if origin not in recipes:
-            recipes[origin] = recipe_for(origin, read_headers(origin))
+            recipes[origin] = recipe_for(*read_headers(origin))
     targets = _targets(root, known, recipes)
     report = LoadReport(unexpected=[name for recipe in recipes.values() for name in recipe.unexpected])
     for target in targets:
