@@ -63,11 +63,13 @@ def test_names_that_do_not_come_back_are_saved_as_the_models_own(change, tmp_pat
     conversion = arrange.hub_regions
     with patch.object(arrange, "hub_regions", lambda copied, tensors: change(conversion(copied, tensors))):
         strategy.save_ckpt(model, tmp_path, "a")
+        strategy.save_model(model, None, tmp_path / "exported")
     assert set(read_header(tmp_path / "a/model/model.safetensors")) == set(expected)
     strategy.load_ckpt(zeroed(model), tmp_path)
     assert_same(full_parameters(model), expected)
-    opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a/model")
-    assert_same(dict(opened.named_parameters()), expected)
+    for folder in ("a/model", "exported"):
+        opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder)
+        assert_same(dict(opened.named_parameters()), expected)
     dist.barrier()
 
 
