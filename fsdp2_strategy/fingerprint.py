@@ -4,7 +4,7 @@ Input: tensors, sharded or not. Output: a `Fingerprint` for each.
 
 [Note: fingerprint] The bits of each element are an integer; it is multiplied with a weight of its position in the whole
 tensor, and all products are summed modulo 2^64. A sum does not ask how elements are spread over ranks. The weight of
-position p is one of 65,536, by p's place in its block of so many, times one of the block. Where a run stores in another
+position p is one for p's place in its block of elements, times one of the block. Where a run stores in another
 dtype what it does not train, a second sum, of the elements as bfloat16, says what can be said.
 """
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.ranks import control_device, group_in_use, is_rank_0
 from fsdp2_strategy.residency import local_box, values_of
@@ -28,8 +29,6 @@ from fsdp2_strategy.residency import local_box, values_of
 # Sums of what was frozen when a model was sharded, by name.
 _as_built: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
-_BLOCK = 1 << 16
-_BLOCKS_AT_ONCE = 8
 # Odd constants without structure: that of the golden ratio, and one of splitmix64's, as signed integers.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -57,9 +56,15 @@ class Fingerprint:
         return self.as_bfloat16 == other.as_bfloat16
 
 
-def local_sums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return what this rank's elements add to the fingerprints: int64 of shape (tensors, 2); not collective."""
-    sums = [_sums(t).to(control_device()) for t in tensors.values()]
+def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None) -> torch.Tensor:
+    """Return what this rank's elements add to the fingerprints: int64 of shape (tensors, 2); not collective.
+
+    Args:
+        tensors: sharded or not.
+        elements: of a block; by default 65,536. Fingerprints of other blocks are other fingerprints.
+    """
+    of_place = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
+    sums = [_sums(t, of_place).to(control_device()) for t in tensors.values()]
     return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=control_device())
 
 
@@ -99,16 +104,16 @@ def _counts_here(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
+def _sums(tensor: torch.Tensor, of_place: torch.Tensor) -> torch.Tensor:
     """Return the two sums over this rank's elements; see [Note: fingerprint]."""
     values = values_of(tensor)
     totals = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not values.numel() or not _counts_here(tensor):
         return totals
     rounded = values.is_floating_point() and values.dtype != torch.bfloat16
-    of_place = _weights(torch.arange(_BLOCK, device=values.device))
+    of_place = of_place.to(values.device)
     for begin, run in _runs(values, tuple(tensor.shape), local_box(tensor)):
-        for first, last in _cuts(begin, begin + len(run)):
+        for first, last in _cuts(begin, begin + len(run), len(of_place)):
             part = run[first - begin : last - begin]
             totals[0] += _weighted(_bits(part), first, of_place)
             if rounded:
@@ -118,11 +123,12 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weighted(integers: torch.Tensor, first: int, of_place: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of a part of one block, or of whole blocks, whose first element is at a position."""
-    block, place = divmod(first, _BLOCK)
-    if place or len(integers) % _BLOCK:
+    size = len(of_place)
+    block, place = divmod(first, size)
+    if place or len(integers) % size:
         sums = integers.mul_(of_place[place : place + len(integers)]).sum().reshape(1)
     else:
-        sums = integers.view(-1, _BLOCK).mul_(of_place).sum(dim=1)
+        sums = integers.view(-1, size).mul_(of_place).sum(dim=1)
     return sums.mul_(_weights(torch.arange(block, block + len(sums), device=sums.device))).sum()
 
 
@@ -142,11 +148,11 @@ def _runs(
         yield sum(i * strides[dim] for dim, i in enumerate(at) if box), values[index].reshape(-1)
 
 
-def _cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """Cut a run at the ends of blocks: parts of a block, and some whole ones at once."""
     while begin < end:
-        whole = 0 if begin % _BLOCK else min((end - begin) // _BLOCK, _BLOCKS_AT_ONCE)
-        cut = begin + whole * _BLOCK if whole else min(end, begin + _BLOCK - begin % _BLOCK)
+        whole = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)
+        cut = begin + whole * size if whole else min(end, begin + size - begin % size)
         yield begin, cut
         begin = cut
 

@@ -27,12 +27,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.mesh import on_ranks_of
 from fsdp2_strategy.ranks import all_or_none
 from fsdp2_strategy.residency import is_sharded, unwrap_model
-
-_CHUNK_BYTES = 256 * 2**20
 
 
 def token_log_probs(
@@ -43,7 +42,7 @@ def token_log_probs(
     last: int | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     **inputs: Any,
 ) -> Any:
     """Return the log-probability of each token given those before it; collective for a sharded model.
@@ -60,8 +59,8 @@ def token_log_probs(
         last: how many tokens at the end of each sequence to look at, at most length - 1; by default that many.
         temperature: what logits are divided by.
         entropy: return the entropies, too, in nats.
-        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one; forward takes some two
-            and a half times as much memory, backward four.
+        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one row; by default 256 MiB.
+            Forward takes some two and a half times as much memory, backward four.
         **inputs: what else the model's forward takes (``position_ids``, ``pixel_values``).
 
     Returns:
@@ -81,6 +80,7 @@ def token_log_probs(
         torch.Size([2, 2])
     """
     root: Any = unwrap_model(model)
+    chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     with ExitStack() as together:
         if is_sharded(root):
             together.enter_context(on_ranks_of(root))
@@ -117,7 +117,7 @@ def linear_log_probs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     shape: LogitShape | None = None,
 ) -> Any:
     """Return log-probabilities of targets under a linear head, a chunk of rows at a time; not collective.
@@ -131,8 +131,8 @@ def linear_log_probs(
         bias: [vocabulary].
         temperature: what logits are divided by.
         entropy: return the entropies, too, in nats.
-        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one; forward takes some two
-            and a half times as much memory, backward four.
+        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one row; by default 256 MiB.
+            Forward takes some two and a half times as much memory, backward four.
         shape: what comes between head and softmax.
 
     Returns:
@@ -140,6 +140,7 @@ def linear_log_probs(
         Gradients of weight and bias are added up over the chunks in that dtype, whatever their own.
     """
     device = hidden.device.type
+    chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     job = _Job(
         temperature=temperature,
         rows=max(1, chunk_bytes // (weight.shape[0] * _wide(hidden).itemsize)),

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.ranks import current_device
 from fsdp2_strategy.residency import anything_is_away, is_away, parameter_groups, settle, stand_in, unwrap_model
 
-_SLAB_BYTES = 128 << 20
 _ALIGNMENT = 512
 
 Put = Callable[[torch.Tensor], None]
@@ -295,7 +295,7 @@ def _packed(items: Sequence[_Item]) -> Iterator[tuple[list[tuple[_Item, int]], i
     for item in items:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         nbytes = item.span * item.tensor.element_size()
-        if members and begin + nbytes > _SLAB_BYTES:
+        if members and begin + nbytes > sizes.OFFLOAD_BYTES:
             yield members, end
             members, begin = [], 0
         members.append((item, begin))

@@ -10,14 +10,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pool import RankPool
+from shrunk import FILES, SHRUNK
+
+from fsdp2_strategy import sizes
 
 _POOL = pytest.StashKey[RankPool]()
 
@@ -32,11 +37,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep tests of one world size together, in one worker of xdist: a change costs a new process group."""
-    items.sort(key=_world_size)
+    items[:] = [item for item in items if not (_is_shrunk(item) and item.get_closest_marker("real_sizes"))]
+    items.sort(key=lambda item: (_is_shrunk(item), _world_size(item)))
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        if not _world_size(item) and item.get_closest_marker("full"):
+        if not _world_size(item) and item.get_closest_marker("full") and not _is_shrunk(item):
             continue  # long, and any worker can run it
-        item.add_marker(pytest.mark.xdist_group(f"{_world_size(item)} ranks"))
+        item.add_marker(pytest.mark.xdist_group(f"{_world_size(item)} ranks{' shrunk' * _is_shrunk(item)}"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let tests of what has sizes run twice."""
+    if metafunc.definition.path.name in FILES:
+        shrunk = pytest.param("shrunk", marks=[pytest.mark.full, pytest.mark.shrunk])
+        metafunc.parametrize("_sizes", [pytest.param("real", id=pytest.HIDDEN_PARAM), shrunk], indirect=True)
+
+
+def _is_shrunk(item: pytest.Item) -> bool:
+    return item.get_closest_marker("shrunk") is not None
 
 
 def _world_size(item: pytest.Item) -> int:
@@ -66,6 +83,15 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
         pool.run(inspect.getfile(function), function.__name__, arguments, world_size, timeout=240)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _sizes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shrink the sizes for tests that run so, here and on the ranks of the pool."""
+    pool = request.config.stash[_POOL]
+    pool.sizes = SHRUNK if getattr(request, "param", "real") == "shrunk" else {}
+    with patch.multiple(sizes, **pool.sizes) if pool.sizes else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

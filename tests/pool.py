@@ -18,11 +18,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -42,6 +44,8 @@ class Job:
     world_size: int
     store: str
     """File at which the ranks of the process group meet; another file, another group."""
+    sizes: dict[str, int]
+    """Of `fsdp2_strategy.sizes`, that are others during the test."""
 
 
 @dataclass
@@ -58,6 +62,8 @@ class RankPool:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
     groups: int = 0
     group_size: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of `fsdp2_strategy.sizes`, that are others on the ranks."""
 
     def run(self, file: str, function: str, arguments: dict[str, Any], world_size: int, timeout: float) -> None:
         """Run one test function on ``world_size`` ranks; raise what the first failing rank raised."""
@@ -68,7 +74,7 @@ class RankPool:
             self.workers.append(Worker(process, ours))
         if world_size != self.group_size:
             self.groups, self.group_size = self.groups + 1, world_size
-        job = Job(file, function, arguments, world_size, str(self.folder / f"store{self.groups}"))
+        job = Job(file, function, arguments, world_size, str(self.folder / f"store{self.groups}"), self.sizes)
         for worker in self.workers[:world_size]:
             worker.pipe.send(job)
         failures = self._collect(world_size, timeout)
@@ -145,7 +151,8 @@ def _serve(pipe: Connection, rank: int) -> None:
                     warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers)\b")
                 for message in IGNORED_WARNINGS:
                     warnings.filterwarnings("ignore", message=message)
-                function(**job.arguments)
+                with patch.multiple("fsdp2_strategy.sizes", **job.sizes) if job.sizes else nullcontext():
+                    function(**job.arguments)
             pipe.send("")
         except BaseException:  # noqa: BLE001  the test's verdict, whatever it is
             pipe.send(traceback.format_exc())

@@ -26,11 +26,11 @@ from fsdp2_strategy import (
     StrategyConfig,
     list_checkpoints,
     save_checkpoint,
+    sizes,
     verify_checkpoint,
 )
 from fsdp2_strategy.checkpoint import directory, layout, rotation
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
-from fsdp2_strategy.hf.checksum import BLOCK_BYTES
 from fsdp2_strategy.hf.container import read_header
 
 
@@ -157,7 +157,7 @@ def resume_over_several_blocks(path):
     note = {"text": "0123456789abcdef" * (9 << 17)}  # 18 MiB: a trainer state of two blocks
     written = Path(strategy.save_ckpt(model, path, "t", client_state=note, optimizer=optimizer, ema=ema))
     shard_bytes = max(p.to_local().nbytes for p in model.parameters())
-    assert shard_bytes > BLOCK_BYTES, "no shard spans blocks: the test proves nothing"
+    assert shard_bytes > sizes.BLOCK_BYTES, "no shard spans blocks: the test proves nothing"
     assert verify_checkpoint(written).ok
     other, other_optimizer, other_ema = start(5)
     _, state = strategy.load_ckpt(other, path, optimizer=other_optimizer, ema=other_ema)

@@ -275,6 +275,7 @@ def test_any_sharding_and_dtype_goes_through_torchs_driver(tmp_path):
     assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
 
 
+@pytest.mark.real_sizes
 def test_beyond_two_gibibytes_a_tensor_is_written_and_read_as_any_other(tmp_path):
     rows, width = 2**21 + 3, 1025
     [file] = files_for(tmp_path, "model", {"x": Region.of("x", (rows, width), torch.uint8)}, 10**12)

@@ -33,13 +33,14 @@ from fsdp2_strategy import (
     FSDPV2Strategy,
     StrategyConfig,
     list_checkpoints,
+    sizes,
     verify_checkpoint,
 )
-from fsdp2_strategy.checkpoint import directory, storage
+from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.hf import arrange, copy
+from fsdp2_strategy.hf import arrange
 from fsdp2_strategy.vla import LeRobotLayout, save_policy
 
 
@@ -208,7 +209,7 @@ def never(tensor):
 def test_weights_are_one_file_whatever_their_size_and_no_rank_gathers(tmp_path):
     strategy, model, _ = start(policy=build("llama_tied"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(storage, "MOST_BYTES", 1000)
+        patched.setattr(sizes, "FILE_BYTES", 1000)
         patched.setattr(DTensor, "full_tensor", never)
         patched.setattr(arrange, "whole_of", never)
         ours = Path(strategy.save_ckpt(model, tmp_path / "ours"))
@@ -720,7 +721,7 @@ def test_the_command_line_lists_verifies_and_exports(tmp_path, run_on):
     for dtype in (None, "bfloat16"):
         output = tmp_path / f"robot {dtype}"
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(copy, "MOST_BYTES", 1000)
+            patched.setattr(sizes, "FILE_BYTES", 1000)
             assert told("export", saved.parent, output, *(["--dtype", dtype] if dtype else []))[0] == 0
         assert files_in(output) == files_in(saved)
         expected = load_file(saved / "model.safetensors")

@@ -37,10 +37,11 @@ from fsdp2_strategy import (
     load_weights,
     save_model,
     shard_model,
+    sizes,
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.hf import adapters, arrange, export, write
+from fsdp2_strategy.hf import adapters, export, write
 from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.offload import offload, reload
@@ -428,8 +429,8 @@ def test_the_active_adapters_are_merged_and_no_others(active, tmp_path):
 
 def export_in_small_cuts(folder):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(adapters, "_ROWS", 16)
-        patched.setattr(adapters, "_EXPERTS", 2)
+        patched.setattr(sizes, "MERGED_ROWS", 16)
+        patched.setattr(sizes, "MERGED_EXPERTS", 2)
         for kind in ("all", "embeddings", "transposed", "experts", "dora"):
             model = adapted(**KINDS[kind])
             merged_by_peft(model, folder / f"peft_{kind}")
@@ -451,11 +452,12 @@ def test_large_weights_are_merged_in_cuts_that_are_the_same_on_any_number_of_ran
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.real_sizes
 def test_weights_are_merged_once_each_and_a_few_at_a_time(tmp_path):
     model = shard_model(adapted("qwen3_moe", **{k: v for k, v in KINDS["experts"].items() if k != "name"}), bf16=False)
     merged, lists = [], []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(arrange, "_COMPUTED_BYTES", 1)
+        patched.setattr(sizes, "COMPUTED_BYTES", 1)
         own = adapters._Rows.merged
         patched.setattr(adapters._Rows, "merged", lambda rows: merged.append(rows.key) or own(rows))
         patched.setattr(export, "write_all", lambda jobs: lists.append(len(jobs)) or write.write_all(jobs))

@@ -18,7 +18,7 @@ from test_checkpoint import assert_same, full_state, strategy_for
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2_strategy import CheckpointError, list_checkpoints
+from fsdp2_strategy import CheckpointError, list_checkpoints, sizes
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.fingerprint import Fingerprint, fingerprints, local_sums
@@ -228,7 +228,8 @@ def fingerprint(values):
         return (number * 0x9E3779B97F4A7C15) % 2**64 ^ int(mixed.view(np.uint64)[0]) | 1
 
     def digits(bits):
-        total = sum(v * weight(p % 65536) * weight(p // 65536) for p, v in enumerate(bits.flatten().tolist()))
+        size = sizes.FINGERPRINT_ELEMENTS
+        total = sum(v * weight(p % size) * weight(p // size) for p, v in enumerate(bits.flatten().tolist()))
         return f"{total % 2**64:016x}"
 
     rounded = digits(values.to(torch.bfloat16).view(torch.int16))

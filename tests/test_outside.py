@@ -31,6 +31,7 @@ from fsdp2_strategy import (
     save_checkpoint,
     save_model,
     shard_model,
+    sizes,
 )
 from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
 from fsdp2_strategy.mesh import on_ranks_of
@@ -413,8 +414,8 @@ def train_beside_one_that_dies(address, name):
         engine.generate("fault", "dies")
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patched, pytest.raises(RolloutError, match=f"the engine at {address} is gone"):
-        patched.setattr(remote_module, "_PACK_BYTES", 6000)  # most is still to be sent
-        patched.setattr(remote_module, "_LARGE_BYTES", 5000)
+        patched.setattr(sizes, "PACK_BYTES", 6000)  # most is still to be sent
+        patched.setattr(sizes, "LARGE_BYTES", 5000)
         strategy.update_engine_weights(actor)
     assert time.monotonic() - began < 5
     dist.barrier()
@@ -567,7 +568,7 @@ def test_arguments_and_results_are_what_they_were():
         turned = torch.tensor([1 + 2j]).conj()
         assert turned.is_conj() and torch.equal(engine.generate(turned, turned.imag)[0][0], turned.resolve_conj())
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(link_module, "_HEADER_BYTES", 1000)
+            patched.setattr(sizes, "HEADER_BYTES", 1000)
             with pytest.raises(RolloutError, match=r"cannot send a header: it is .* expected at most 1000"):
                 engine.generate("x" * 1000)
         with pytest.raises(RolloutError, match="failed: cannot send the result: it is a Keeper"):
@@ -593,8 +594,8 @@ def weights_of_many_kinds():
 
 
 def test_weights_arrive_in_packs_whole_and_stay_as_they_are_while_they_are_held(monkeypatch):
-    monkeypatch.setattr(remote_module, "_PACK_BYTES", 20000)
-    monkeypatch.setattr(remote_module, "_LARGE_BYTES", 10000)
+    monkeypatch.setattr(sizes, "PACK_BYTES", 20000)
+    monkeypatch.setattr(sizes, "LARGE_BYTES", 10000)
     engine = Keeper()
     expected = dict(weights_of_many_kinds())
     with served(engine) as end:
@@ -606,8 +607,8 @@ def test_weights_arrive_in_packs_whole_and_stay_as_they_are_while_they_are_held(
 
 
 def test_the_memory_of_an_arriving_stream_is_that_of_two_packs(monkeypatch):
-    monkeypatch.setattr(remote_module, "_PACK_BYTES", 20000)
-    monkeypatch.setattr(remote_module, "_LARGE_BYTES", 10000)
+    monkeypatch.setattr(sizes, "PACK_BYTES", 20000)
+    monkeypatch.setattr(sizes, "LARGE_BYTES", 10000)
     rooms = []
     empty = torch.empty
 
@@ -683,7 +684,7 @@ def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_o
 
 def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
     monkeypatch.setattr(link_module, "_BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(remote_module, "_PACK_BYTES", 2000)
+    monkeypatch.setattr(sizes, "PACK_BYTES", 2000)
 
     class Slow(Keeper):
         def update_weights(self, weights):
@@ -802,7 +803,7 @@ def test_weights_that_are_more_than_their_bytes_are_refused_and_the_next_update_
 
 
 def test_a_large_weight_arrives_while_the_one_before_is_used(monkeypatch):
-    monkeypatch.setattr(remote_module, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(sizes, "LARGE_BYTES", 1000)
     asked, seen = [], []
 
     class Watching(Keeper):

@@ -19,7 +19,7 @@ from transformers import MarianConfig, MarianMTModel, PretrainedConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
-from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, build_mesh, save_model, shard_model
+from fsdp2_strategy import EMA, FSDPV2Strategy, StrategyConfig, build_mesh, save_model, shard_model, sizes
 from fsdp2_strategy.errors import OffloadError, RolloutError
 from fsdp2_strategy.offload import offload
 from fsdp2_strategy.residency import parameter_groups, unwrap_model
@@ -84,13 +84,14 @@ def test_tensors_cut_along_another_dimension_or_not_evenly_arrive_whole():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.real_sizes
 def test_many_small_tensors_take_few_collectives_and_large_ones_are_not_copied(monkeypatch):
     model = sharded("llama")
     with monkeypatch.context() as patched:
         counted = collectives_of(patched)
         names = [name for name, _ in stream_weights(model)]
         assert len(names) > 20 and len(counted) == dist.get_world_size()
-        patched.setattr("fsdp2_strategy.rollout.stream._LARGE_BYTES", 1 << 10)
+        patched.setattr(sizes, "LARGE_BYTES", 1 << 10)
         copied = []
         read = bucket_module.Part.read
         patched.setattr(bucket_module.Part, "read", lambda part, rows: copied.append((part, rows)) or read(part, rows))

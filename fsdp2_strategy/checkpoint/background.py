@@ -14,11 +14,13 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.offload import CopyQueue
@@ -34,7 +36,6 @@ from fsdp2_strategy.ranks import (
     ranks_of,
 )
 
-_SLAB_BYTES = 256 << 20  # a power of two: pinned memory is given in those
 _ALIGNMENT = 64
 
 
@@ -57,7 +58,7 @@ class Staging:
                 tensor = job.tensor
                 copied = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
                 queue.copy(copied, tensor)
-                staged.append(Job(job.entry, job.box, copied))
+                staged.append(replace(job, tensor=copied))
         return staged
 
     def clear(self) -> None:
@@ -66,29 +67,33 @@ class Staging:
         self.begin()
 
     def _pieces(self, job: Job) -> Iterator[Job]:
-        """Cut a job that does not fit into what is left of the slab into rows that do, where it has rows."""
+        """Cut a job that does not fit into what is left of the slab into rows that do, where it has rows.
+
+        It is cut where the blocks of its checksums are, so that a save has the same whether it was copied or not.
+        """
         shape, nbytes = job.tensor.shape, job.tensor.nbytes
         if not shape or nbytes <= self._left(nbytes):
             yield job
             return
-        row_bytes, at = nbytes // shape[0], 0
+        row_bytes, step, at = nbytes // shape[0], job.rows_at_once, 0
         while at < shape[0]:
-            rows = job.tensor[at : at + max(1, self._left(nbytes - at * row_bytes) // row_bytes)]
-            yield Job(job.entry, ((job.box[0][0] + at, len(rows)), *job.box[1:]), rows)
+            fitting = self._left(nbytes - at * row_bytes) // row_bytes
+            rows = job.tensor[at : at + max(step, fitting - fitting % step)]
+            yield replace(job, box=((job.box[0][0] + at, len(rows)), *job.box[1:]), tensor=rows)
             at += len(rows)
 
     def _left(self, wanted: int) -> int:
         """Return how much fits into the slab that is being filled; where that is little, into a new one."""
-        size = self._slabs[self._slab].numel() if self._slab < len(self._slabs) else _SLAB_BYTES
+        size = self._slabs[self._slab].numel() if self._slab < len(self._slabs) else sizes.STAGING_BYTES
         left = size - self._filled
-        return left if left >= min(wanted, _SLAB_BYTES // 16) else _SLAB_BYTES
+        return left if left >= min(wanted, sizes.STAGING_BYTES // 16) else sizes.STAGING_BYTES
 
     def _room(self, nbytes: int) -> torch.Tensor:
         """Return memory for a tensor: in the slab that is being filled, or the next one that has room."""
         while self._slab < len(self._slabs) and self._filled + nbytes > self._slabs[self._slab].numel():
             self._slab, self._filled = self._slab + 1, 0
         if self._slab == len(self._slabs):
-            size = max(_SLAB_BYTES, nbytes)
+            size = max(sizes.STAGING_BYTES, nbytes)
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
         begin = self._filled
         self._filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -100,6 +101,7 @@ def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[B
     """
     content = {
         "algorithm": ALGORITHM,
+        "block_bytes": sizes.BLOCK_BYTES,
         "blocks": {
             partial.name_of(path): [[b.begin, b.end, b.digest] for b in sorted(of_file)]
             for path, of_file in sorted(blocks.items())

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.state import (
     LoadedCheckpoint,
     advance_scheduler,
@@ -58,7 +59,6 @@ _WHOLE_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin", "model.pt", "mode
 _WHOLE_OPTIMIZERS = ("optimizer.pt",)
 _FACTS = "meta.json"
 _WHOLE = (".pt", ".pth", ".bin")
-_AT_ONCE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, be
         batch: dict[str, torch.Tensor] = {}
         for name, (shape, stored) in weights.described.items():
             batch[name] = torch.empty(shape, dtype=stored)
-            if sum(tensor.nbytes for tensor in batch.values()) > _AT_ONCE_BYTES:
+            if sum(tensor.nbytes for tensor in batch.values()) > sizes.CONVERSION_BYTES:
                 weights.read(batch)
                 folder.write(batch)
                 batch = {}

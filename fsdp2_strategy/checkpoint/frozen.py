@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.storage import Wanted
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.fingerprint import Fingerprint, changed_since_built, fingerprints, local_sums
@@ -37,6 +38,9 @@ from fsdp2_strategy.residency import sharded_like, values_of
 # What a model's folders were found to hold, and of which values and files that was said.
 _compared: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
 
+_ELEMENTS_UNSAID = 1 << 16
+"""Of a block of fingerprints, where a checkpoint is older than what it says of that."""
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -46,6 +50,8 @@ class LeftOut:
     """By name."""
     folders: dict[str, str] = field(default_factory=dict)
     """Where the models within came from, by their names in the whole one."""
+    elements: int = field(default_factory=lambda: sizes.FINGERPRINT_ELEMENTS)
+    """Of a block of the fingerprints."""
 
     @classmethod
     def of(cls, root: nn.Module) -> LeftOut:
@@ -75,7 +81,7 @@ class LeftOut:
         if not content:
             return cls()
         weights = {name: Fingerprint(**fingerprint) for name, fingerprint in content["weights"].items()}
-        return cls(weights, dict(content["folders"]))
+        return cls(weights, dict(content["folders"]), content.get("elements", _ELEMENTS_UNSAID))
 
     def as_json(self) -> dict[str, Any]:
         """Return it for a checkpoint."""
@@ -119,7 +125,7 @@ class LeftOut:
                     f"{some(lost)}, expected the same model. Build it as it was, or pass load_module_strict=False."
                 )
             there = {name: parameters[name] for name in self.weights if name in parameters}
-            local = local_sums(there)
+            local = local_sums(there, self.elements)
         fits = {name: now.fits(self.weights[name]) for name, now in fingerprints(there, local).items()}
         if unknown := [name for name, verdict in fits.items() if verdict is None]:
             raise CheckpointError(

@@ -5,7 +5,7 @@ Input: a checkpoint's directory. Output: its manifest, its small files, and chec
 [Note: lists] Each rank of a save leaves a list of the blocks that it wrote. All of them together grow with ranks times
 tensors, so a reader opens those that hold what it reads: rank 0's, which has the headers and what lies beside the
 tensors; its own, which is all that a run on the same ranks needs; those of the ranks that held the same rows; and, for
-what is arranged otherwise, all others.
+what is arranged otherwise, all others. A list says how large its blocks are at most: the size belongs to the files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from fsdp2_strategy.checkpoint.places import CHECKSUMS, Places
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksum import ALGORITHM, Block, Checksums, check, digest_of
 from fsdp2_strategy.hf.container import Entry, read_header
+
+_BLOCK_BYTES_UNSAID = 16 << 20
+"""Of a block at most, where a list is older than what it says of itself."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,12 @@ class _Lists:
                 )
             try:
                 listed = json.loads(content)
+                most = listed.get("block_bytes", _BLOCK_BYTES_UNSAID)
                 for file, of_file in listed["blocks"].items():
-                    blocks.setdefault(self.places.root / file, []).extend(Block(*block) for block in of_file)
+                    found = [Block(*block) for block in of_file]
+                    if not all(0 < block.end - block.begin <= most for block in found):
+                        raise ValueError(f"a block of {file} is empty, or has more than {most} bytes")
+                    blocks.setdefault(self.places.root / file, []).extend(found)
                 algorithm = listed["algorithm"]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DamageError(

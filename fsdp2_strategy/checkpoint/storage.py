@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
 from fsdp2_strategy.hf.arrange import File, create, files_for, gathered_job, index_of, is_direct, own_jobs
 from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
@@ -55,8 +56,6 @@ from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import wish_for
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 from fsdp2_strategy.ranks import all_or_none, group_in_use, world_size
-
-MOST_BYTES = 5 * 10**9
 
 Wanted = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to be filled, with their names and where in files their values are."""
@@ -90,7 +89,7 @@ class Part:
         if regions is None:
             regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         regions = dict(sorted(regions.items()))
-        files = files_for(folder, stem, regions, most_bytes or MOST_BYTES, metadata=metadata)
+        files = files_for(folder, stem, regions, most_bytes or sizes.FILE_BYTES, metadata=metadata)
         return cls(folder, stem, tensors, regions, files)
 
     @cached_property

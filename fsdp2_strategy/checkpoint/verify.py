@@ -14,9 +14,10 @@ from pathlib import Path
 import xxhash
 from tqdm import tqdm
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.opened import Opened, open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import IN_CACHE_BYTES, Block
+from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.container import Entry, read_header, read_into
 
 _THREADS = 4
@@ -86,11 +87,11 @@ def _blocks(opened: Opened, file: Path, size: int) -> list[Block]:
 
 
 def _problem(path: Path, block: Block) -> str:
-    digest, memory = xxhash.xxh3_64(), bytearray(IN_CACHE_BYTES)
+    digest, memory = xxhash.xxh3_64(), bytearray(sizes.CACHED_BYTES)
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
-            for at in range(block.begin, block.end, IN_CACHE_BYTES):
+            for at in range(block.begin, block.end, sizes.CACHED_BYTES):
                 part = memoryview(memory)[: block.end - at]
                 read_into(fd, at, part)
                 digest.update(part)

@@ -25,15 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import current_device
 from fsdp2_strategy.residency import computed, local_box, values_of
-
-_ROWS = 1024
-_EXPERTS = 8
-_GATHER_BYTES = 256 << 20
 
 Adapted = Callable[[Any, str, nn.Module], None]
 
@@ -297,7 +294,7 @@ class _Rows:
         """Return them with the adapters merged, on this rank's device."""
         rows = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
         begin, length = local_box(self.weight)[0]
-        for low, high in _cuts(self.weight.shape[0], _EXPERTS if self._experts > 1 else _ROWS):
+        for low, high in _cuts(self.weight.shape[0], sizes.MERGED_EXPERTS if self._experts > 1 else sizes.MERGED_ROWS):
             first, last = max(low, begin), min(high, begin + length)
             if first >= last:
                 continue
@@ -383,7 +380,7 @@ def _gathered(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             continue
         group = tensor.device_mesh.get_group(-1)
         waiting.setdefault(group, {})[key] = tensor
-        if sum(t.numel() * t.element_size() for t in waiting[group].values()) > _GATHER_BYTES:
+        if sum(t.numel() * t.element_size() for t in waiting[group].values()) > sizes.GATHER_BYTES:
             found |= _gathered_over(group, waiting.pop(group))
     for group, left in waiting.items():
         found |= _gathered_over(group, left)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, allocate, lay_out, total_bytes
 from fsdp2_strategy.hf.conversions import hub_regions
@@ -30,9 +31,6 @@ from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import log, rank, world_size
 from fsdp2_strategy.residency import is_computed, lacks_values, local_box, values_of, whole_of
-
-_SHORTEST_RUN_BYTES = 4096
-_COMPUTED_BYTES = 256 << 20
 
 
 def tensors_to_write(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
@@ -217,7 +215,7 @@ def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
             if length != whole:
                 break
         in_order = strides == sorted(strides, reverse=True)
-        if not in_order or run < min(_SHORTEST_RUN_BYTES, math.prod(piece.shape) * region.dtype.itemsize):
+        if not in_order or run < min(sizes.SHORTEST_RUN_BYTES, math.prod(piece.shape) * region.dtype.itemsize):
             return False
     return True
 
@@ -259,7 +257,7 @@ def own_jobs(
             if int(share * own.place.replicas) != own.place.replica:
                 continue
             if not own.has_values:
-                if computed_bytes and computed_bytes + own.nbytes > _COMPUTED_BYTES:
+                if computed_bytes and computed_bytes + own.nbytes > sizes.COMPUTED_BYTES:
                     yield jobs
                     jobs.clear()
                     computed_bytes = 0
@@ -381,7 +379,7 @@ def gathered_job(
     flat = assemble(stored, gathered.__getitem__).reshape(-1)
     begin, end = (i * len(flat) // world_size() for i in (rank(), rank() + 1))
     line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
-    return Job(line, ((begin, end - begin),), flat[begin:end])
+    return Job(line, ((begin, end - begin),), flat[begin:end], alone=True)
 
 
 def write_configuration(folder: Path, copied: Any, regions: Mapping[str, Region]) -> None:

@@ -1,4 +1,4 @@
-"""Checksums: one xxh3 for every block of at most 16 MiB, so that any range of a file can be checked by itself.
+"""Checksums: one xxh3 for every block of a file, so that any range of it can be checked by itself.
 
 Input: bytes on their way to a file, or from one. Output: blocks, and an error where bytes are not those of their block.
 Knows nothing of models or of other ranks.
@@ -14,12 +14,10 @@ from pathlib import Path
 
 import xxhash
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import DamageError
 
-BLOCK_BYTES = 16 << 20
 ALGORITHM = "xxh3_64"
-# Bytes that are hashed while they are still in the processor's cache from being copied, or will be.
-IN_CACHE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,7 +37,7 @@ def digest_of(data: bytes | memoryview) -> str:
 def blocks_of(content: bytes) -> list[Block]:
     """Return the blocks of a file's beginning."""
     view = memoryview(content)
-    ends = [*range(BLOCK_BYTES, len(view), BLOCK_BYTES), len(view)]
+    ends = [*range(sizes.BLOCK_BYTES, len(view), sizes.BLOCK_BYTES), len(view)]
     begins = [0, *ends[:-1]]
     return [Block(begin, end, digest_of(view[begin:end])) for begin, end in zip(begins, ends, strict=True) if end]
 
@@ -48,7 +46,7 @@ def blocks_of_file(path: Path) -> list[Block]:
     """Return the blocks of a whole file, a block in memory at a time."""
     found: list[Block] = []
     with path.open("rb") as file:
-        while content := file.read(BLOCK_BYTES):
+        while content := file.read(sizes.BLOCK_BYTES):
             begin = found[-1].end if found else 0
             found.append(Block(begin, begin + len(content), digest_of(content)))
     return found
@@ -85,8 +83,7 @@ class Checksums:
                 if blocks is None:
                     raise DamageError(
                         f"cannot check {path}: the checksums of bytes {begin} to {end} overlap or leave some out, "
-                        f"expected blocks of at most {BLOCK_BYTES} bytes. The lists of checksums do not belong to this "
-                        "file."
+                        "expected one for each byte. The lists of checksums do not belong to this file."
                     )
                 for of_path, of_file in blocks.items():
                     known = self._blocks.setdefault(of_path, [])
@@ -104,7 +101,7 @@ class Checksums:
 def _follow_each_other(blocks: Sequence[Block], begin: int, end: int) -> bool:
     """Say whether blocks cover bytes [begin, end), each byte once."""
     ends = [blocks[0].begin, *(block.end for block in blocks)] if blocks else [0]
-    in_a_row = all(b.begin == at and 0 < b.end - b.begin <= BLOCK_BYTES for b, at in zip(blocks, ends, strict=False))
+    in_a_row = all(b.begin == at and b.begin < b.end for b, at in zip(blocks, ends, strict=False))
     return bool(blocks) and in_a_row and blocks[0].begin <= begin and end <= ends[-1]
 
 

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.arrange import create, files_for, index_of
 from fsdp2_strategy.hf.checksum import Checksums
@@ -24,8 +25,6 @@ from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 
-_AT_ONCE_BYTES = 64 << 20
-MOST_BYTES = 5 * 10**9
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
@@ -36,7 +35,7 @@ class NewFolder:
         output: where it goes: a new folder, or an empty one.
         described: shape and dtype of each tensor.
         dtype: of the floating tensors; by default as they are.
-        most_bytes: of one file.
+        most_bytes: of one file; by default 5 GB.
         metadata: of the headers.
 
     Raises:
@@ -48,7 +47,7 @@ class NewFolder:
         output: Path,
         described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         dtype: torch.dtype | None,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> None:
         if output.exists() and any(output.iterdir()):
@@ -58,6 +57,7 @@ class NewFolder:
             name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
             for name, (shape, stored) in sorted(described.items())
         }
+        most_bytes = most_bytes or sizes.FILE_BYTES
         self._files = files_for(output, "model", regions, most_bytes, partial=True, metadata=metadata)
         self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
         output.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     headers = [read_header_and_metadata(path) for path in weights]
     entries = {name: entry for stored, _ in headers for name, entry in stored.items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
-    most_bytes = sys.maxsize if len(weights) == 1 else MOST_BYTES
+    most_bytes = sys.maxsize if len(weights) == 1 else sizes.FILE_BYTES
     metadata = CONVERTED | (headers[0][1] if headers else {})
     with NewFolder(output, described, dtype, most_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
@@ -125,7 +125,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
 def _copy(reader: Reader, source: Entry, target: Entry) -> None:
     """Copy one tensor, some rows at a time."""
     rows = source.shape[0] if source.shape else 1
-    at_once = max(1, rows * _AT_ONCE_BYTES // max(1, source.nbytes))
+    at_once = max(1, rows * sizes.COPY_BYTES // max(1, source.nbytes))
     region = Region.of(source, source.shape, target.dtype)
     for begin in range(0, rows, at_once):
         length = min(at_once, rows - begin)

@@ -25,14 +25,13 @@ import torch
 import xxhash
 from tqdm import tqdm
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import BLOCK_BYTES, IN_CACHE_BYTES, Block, Checksums, check
+from fsdp2_strategy.hf.checksum import Block, Checksums, check
 from fsdp2_strategy.hf.container import Entry, memory_of, read_into
 from fsdp2_strategy.hf.region import Box, Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.ranks import adopt_device, current_device, is_rank_0
 
-SCRATCH_BYTES = 8 << 20
-_SMALL_READ = 64 << 10
 _THREADS = 4
 
 
@@ -210,8 +209,8 @@ class Reader:
         entry, target = view.entry, view.target.view(-1)
         begin, end, itemsize = view.begin, view.begin + view.nbytes, entry.dtype.itemsize
         blocks: Sequence[Block | None] = self._checksums.covering(entry.path, begin, end) if self._checksums else ()
-        for block in blocks or [None] * -(-view.nbytes // BLOCK_BYTES):
-            stop = min(end, block.end if block else begin + BLOCK_BYTES)
+        for block in blocks or [None] * -(-view.nbytes // sizes.BLOCK_BYTES):
+            stop = min(end, block.end if block else begin + sizes.BLOCK_BYTES)
             if (stop - view.begin) % itemsize:
                 raise DamageError(
                     f"cannot check {entry.name}: a checksum ends at byte {stop} of {entry.path}, expected at the end "
@@ -286,7 +285,7 @@ class Reader:
                 self._check(reads, block, digest.hexdigest())
             return
         begin, end = (block.begin, block.end) if block else (reads.begin, reads.ranges[-1].end)
-        scratch = self._buffer()[: end - begin]
+        scratch = self._buffer(end - begin)
         self._read_block(reads, begin, scratch, block)
         for read in reads.ranges:
             part = scratch[read.begin - begin :][: read.nbytes]
@@ -301,14 +300,14 @@ class Reader:
         path, end = view.entry.path, view.begin + _span(view.piece) * view.entry.dtype.itemsize
         for block in self._checksums.covering(path, view.begin, end):
             if (path, block.begin) not in self._checked:
-                self._read_block(view, block.begin, self._buffer()[: block.end - block.begin], block)
+                self._read_block(view, block.begin, self._buffer(block.end - block.begin), block)
                 self._checked.add((path, block.begin))
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view whose dimensions are in the file's order, as much at once as fits into the scratch buffer."""
         for part in _fitting(piece, read.entry.dtype.itemsize):
             span = _span(part)
-            scratch = self._buffer()[: span * read.entry.dtype.itemsize]
+            scratch = self._buffer(span * read.entry.dtype.itemsize)
             begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
             self._read_bytes(read.entry.path, begin, memory_of(scratch), None)
             view = scratch.view(read.entry.dtype).as_strided(part.shape, part.strides)
@@ -328,8 +327,8 @@ class Reader:
         if digest is None:
             read_into(fd, begin, memory)
         else:
-            for at in range(0, len(memory), IN_CACHE_BYTES):
-                part = memory[at : at + IN_CACHE_BYTES]
+            for at in range(0, len(memory), sizes.CACHED_BYTES):
+                part = memory[at : at + sizes.CACHED_BYTES]
                 read_into(fd, begin + at, part)
                 digest.update(part)
         with self._counting:
@@ -340,12 +339,13 @@ class Reader:
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         check(read.entry.path, block, digest, f"{names[0]}{more}")
 
-    def _buffer(self) -> torch.Tensor:
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Return this thread's scratch buffer, grown where a file's blocks are larger than ours."""
         buffer: torch.Tensor | None = getattr(self._scratch, "buffer", None)
-        if buffer is None:
-            buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._scratch.buffer = buffer
-        return buffer
+        if buffer is None or len(buffer) < nbytes:
+            size = max(sizes.BLOCK_BYTES, nbytes)
+            buffer = self._scratch.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return buffer[:nbytes]
 
 
 def _by_block(reads: Iterable[_View | _Ranges]) -> list[_View | _Ranges]:
@@ -367,7 +367,7 @@ def _by_block(reads: Iterable[_View | _Ranges]) -> list[_View | _Ranges]:
 def _rows(view: _View) -> Iterator[_View]:
     """Cut a large view along its leading dimension, so that threads share it."""
     rows = view.piece.shape[0] if view.piece.shape else 1
-    at_once = max(1, rows * BLOCK_BYTES // view.nbytes)
+    at_once = max(1, rows * sizes.BLOCK_BYTES // view.nbytes)
     for begin in range(0, rows, at_once):
         if at_once >= rows:
             yield view
@@ -389,17 +389,17 @@ def _fitting(piece: Piece, itemsize: int) -> Iterator[Piece]:
         span, needed = _span(part), math.prod(part.shape)
         if not needed:
             continue
-        if span * itemsize <= (SCRATCH_BYTES if span <= 2 * needed else _SMALL_READ):
+        if span * itemsize <= (sizes.SCRATCH_BYTES if span <= 2 * needed else sizes.SMALL_READ_BYTES):
             yield part
             continue
         dim = next(d for d, n in enumerate(part.shape) if n > 1)
         row = part.narrow(dim, 0, 1)
         apart = span > 2 * needed and needed // part.shape[dim] * itemsize >= 4096
-        fitting = max(1, (SCRATCH_BYTES // itemsize - _span(row)) // part.strides[dim] + 1)
+        fitting = max(1, (sizes.SCRATCH_BYTES // itemsize - _span(row)) // part.strides[dim] + 1)
         if not apart and fitting >= part.shape[dim]:
             yield part  # many short runs: reading what lies between them costs less than as many calls
             continue
-        step = 1 if apart or _span(row) * itemsize > SCRATCH_BYTES else fitting
+        step = 1 if apart or _span(row) * itemsize > sizes.SCRATCH_BYTES else fitting
         waiting += [
             part.narrow(dim, begin, min(step, part.shape[dim] - begin)) for begin in range(0, part.shape[dim], step)
         ][::-1]

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.hf.read import Wish
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.residency import local_box, values_of
-
-_BROADCAST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +30,7 @@ class Broadcast:
 
     def carry_out(self) -> None:
         """Hand the tensors round; collective over the group."""
-        dist._broadcast_coalesced(self.group, self.tensors, _BROADCAST_BYTES, self.source)  # type: ignore[attr-defined]
+        dist._broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)  # type: ignore[attr-defined]
 
 
 def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wish], list[Broadcast]]:

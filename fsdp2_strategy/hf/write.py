@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 import xxhash
 
-from fsdp2_strategy.hf.checksum import BLOCK_BYTES, IN_CACHE_BYTES, Block
+from fsdp2_strategy import sizes
+from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.container import Entry, memory_of, write_from
 from fsdp2_strategy.hf.region import Box
 from fsdp2_strategy.ranks import adopt_device, current_device
 
 _THREADS = 4
-_SMALL_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,16 @@ class Job:
     entry: Entry
     box: Box
     tensor: torch.Tensor
+    alone: bool = False
+    """Whether it shares no block with what lies beside it: what is written before or after others."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Return a number of rows: a job that is cut at multiples of it has the blocks of the whole job."""
+        shape = self.entry.shape
+        if not shape or _whole_from(self) > 0:
+            return 1
+        return max(1, sizes.BLOCK_BYTES // max(1, math.prod(shape[1:]) * self.entry.dtype.itemsize))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +54,7 @@ class _Run:
     offset: int
     dtype: torch.dtype
     tensor: torch.Tensor
+    alone: bool
 
     @property
     def end(self) -> int:
@@ -87,8 +98,8 @@ def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
     """Group runs, in the order of the file, that follow each other without a gap and fit into one block."""
     group: list[_Run] = []
     for run in runs:
-        follows = group and (run.path, run.offset) == (group[-1].path, group[-1].end)
-        if group and not (follows and run.end - group[0].offset <= BLOCK_BYTES):
+        follows = group and (run.path, run.offset, False) == (group[-1].path, group[-1].end, run.alone)
+        if group and not (follows and not group[-1].alone and run.end - group[0].offset <= sizes.BLOCK_BYTES):
             yield group
             group = []
         group.append(run)
@@ -114,10 +125,7 @@ def _runs(job: Job) -> Iterator[_Run]:
     """Cut a job into parts that are consecutive in the file, and each fit into one block."""
     shape, itemsize = job.entry.shape, job.entry.dtype.itemsize
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    # Dimensions after `whole` are covered in full: a range of indices of `whole` is one run.
-    whole = len(shape) - 1
-    while whole > 0 and job.box[whole] == (0, shape[whole]):
-        whole -= 1
+    whole = _whole_from(job)
     leading = [range(begin, begin + length) for begin, length in job.box[: max(whole, 0)]]
     for index in itertools.product(*leading):
         offset = job.entry.offset + itemsize * sum(i * s for i, s in zip(index, strides, strict=False))
@@ -125,27 +133,37 @@ def _runs(job: Job) -> Iterator[_Run]:
         for i, (begin, _) in zip(index, job.box, strict=False):
             part = part[i - begin]
         if not shape:
-            yield _Run(job.entry.path, offset, job.entry.dtype, part.reshape(1))
+            yield _Run(job.entry.path, offset, job.entry.dtype, part.reshape(1), job.alone)
             continue
         begin, length = job.box[whole]
         row = strides[whole] * itemsize
-        at_once = max(1, BLOCK_BYTES // max(1, row))
+        at_once = max(1, sizes.BLOCK_BYTES // max(1, row))
         for at in range(0, length, at_once):
             rows = part.narrow(0, at, min(at_once, length - at))
-            yield from _small_enough(_Run(job.entry.path, offset + (begin + at) * row, job.entry.dtype, rows))
+            run = _Run(job.entry.path, offset + (begin + at) * row, job.entry.dtype, rows, job.alone)
+            yield from _small_enough(run)
+
+
+def _whole_from(job: Job) -> int:
+    """Return a dimension, such that those after it are covered in full: a range of its indices is one run."""
+    whole = len(job.entry.shape) - 1
+    while whole > 0 and job.box[whole] == (0, job.entry.shape[whole]):
+        whole -= 1
+    return whole
 
 
 def _small_enough(run: _Run) -> Iterator[_Run]:
     """Cut a single row that is larger than the scratch buffer along its next dimensions."""
-    if run.tensor.numel() * run.dtype.itemsize <= BLOCK_BYTES or run.tensor.ndim < 2:
+    if run.tensor.numel() * run.dtype.itemsize <= sizes.BLOCK_BYTES or run.tensor.ndim < 2:
         if run.tensor.numel():
             yield run
         return
     inner = run.tensor[0]
     row = math.prod(inner.shape[1:]) * run.dtype.itemsize
-    at_once = max(1, BLOCK_BYTES // max(1, row))
+    at_once = max(1, sizes.BLOCK_BYTES // max(1, row))
     for at in range(0, len(inner), at_once):
-        yield from _small_enough(_Run(run.path, run.offset + at * row, run.dtype, inner[at : at + at_once]))
+        part = inner[at : at + at_once]
+        yield from _small_enough(_Run(run.path, run.offset + at * row, run.dtype, part, run.alone))
 
 
 @torch.no_grad()
@@ -156,7 +174,7 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: b
     for run in runs:
         tensor, size = run.tensor, run.end - run.offset
         as_it_is = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
-        if as_it_is and size > _SMALL_BYTES:
+        if as_it_is and size > sizes.SMALL_WRITE_BYTES:
             _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
             _write_bytes(fd, run.offset, memory_of(tensor), digest)
             begin, filled = run.end, 0
@@ -176,7 +194,9 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: b
 def _buffer(scratch: threading.local) -> torch.Tensor:
     buffer: torch.Tensor | None = getattr(scratch, "buffer", None)
     if buffer is None:
-        buffer = scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        buffer = scratch.buffer = torch.empty(
+            sizes.BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+        )
     return buffer
 
 
@@ -185,7 +205,7 @@ def _write_bytes(fd: int, offset: int, memory: memoryview, digest: xxhash.xxh3_6
     if digest is None:
         write_from(fd, offset, memory)
         return
-    for at in range(0, len(memory), IN_CACHE_BYTES):
-        part = memory[at : at + IN_CACHE_BYTES]
+    for at in range(0, len(memory), sizes.CACHED_BYTES):
+        part = memory[at : at + sizes.CACHED_BYTES]
         digest.update(part)
         write_from(fd, offset + at, part)

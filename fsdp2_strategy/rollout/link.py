@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.ranks import current_device
 
 _FOREVER = timedelta(days=3650)
 _BEAT_SECONDS = 1.0
-_HEADER_BYTES = 64 << 20
 _TALK, _BEATS, _NOTHING = range(3)  # tags
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -192,10 +192,10 @@ class Link:
         """
         described = [(_dtype_name(tensor), list(tensor.shape)) for tensor in tensors]
         text = json.dumps({**header, "tensors": described} if described else header).encode()
-        if len(text) > _HEADER_BYTES:
+        if len(text) > sizes.HEADER_BYTES:
             raise RolloutError(
-                f"cannot send a header: it is {len(text)} bytes long, expected at most {_HEADER_BYTES}. Send numbers "
-                "as tensors."
+                f"cannot send a header: it is {len(text)} bytes long, expected at most {sizes.HEADER_BYTES}. "
+                "Send numbers as tensors."
             )
         length = torch.tensor([len(text)], device="cpu")
         for flat in [length, torch.frombuffer(bytearray(text), dtype=torch.uint8), *map(bytes_of, tensors)]:
@@ -217,7 +217,7 @@ class Link:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.receive_into(length)
         with understood():
-            if not 0 < int(length) <= _HEADER_BYTES:
+            if not 0 < int(length) <= sizes.HEADER_BYTES:
                 raise ValueError(f"a header of {int(length)} bytes")
             text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self.receive_into(text)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
 from fsdp2_strategy.ranks import is_rank_0, logger
 from fsdp2_strategy.rollout.bucket import is_looked_into
@@ -41,8 +42,6 @@ from fsdp2_strategy.rollout.link import (
     view_of,
 )
 
-_PACK_BYTES = 64 << 20
-_LARGE_BYTES = 16 << 20
 _LEAVE_SECONDS = 1.0
 _ALIGNMENT = 16
 _CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
@@ -331,14 +330,14 @@ class _Packing:
                 f"cannot send {name}: it is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, "
                 f"{tensor.device}), expected a plain dense one. Take its full_tensor(), to_dense() or dequantize()."
             )
-        if tensor.nbytes >= _LARGE_BYTES:
+        if tensor.nbytes >= sizes.LARGE_BYTES:
             self._send_filled()
             self._send([entry_of(name, tensor, 0)], bytes_of(tensor))
             return
-        if self._filled + tensor.nbytes > _PACK_BYTES:
+        if self._filled + tensor.nbytes > sizes.PACK_BYTES:
             self._send_filled()
         if not self._buffers:
-            self._buffers = [torch.empty(_PACK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
+            self._buffers = [torch.empty(sizes.PACK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._entries.append(entry_of(name, tensor, self._filled))
         room = view_of(self._buffers[0], *self._entries[-1][1:])
         room.copy_(tensor)

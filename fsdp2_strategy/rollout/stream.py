@@ -21,6 +21,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.adapters import Merged, without_adapters
@@ -34,11 +35,10 @@ from fsdp2_strategy.residency import reshard, unwrap_model
 from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_of
 
 # From here on a tensor travels alone: one collective costs little beside its bytes, and nothing is copied out.
-_LARGE_BYTES = 16 << 20
 
 
 def stream_weights(
-    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, bucket_bytes: int = 512 * 2**20
+    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, bucket_bytes: int | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Give out a model's weights under their hub names, each whole and once; collective over the model's ranks.
 
@@ -55,8 +55,8 @@ def stream_weights(
         model: sharded or not, or a wrapper; it may be away in host memory. Nothing is collective for a plain model.
         dtype: of the floating parameters; None for that of the shards. What the model keeps in fp32 stays so, and
             buffers keep theirs. Shards are cast before they travel.
-        bucket_bytes: of a bucket. A tensor that is larger is a bucket of its own, which then counts; one that is
-            larger than two thirds of it is not fetched while the one before is read.
+        bucket_bytes: of a bucket; by default 512 MiB. A tensor that is larger is a bucket of its own, which then
+            counts; one that is larger than two thirds of it is not fetched while the one before is read.
 
     Yields:
         Name and tensor, as in the files that `save_model` writes, adapters merged; buffers come last, with rank 0's
@@ -87,7 +87,10 @@ def stream_weights(
     yield from _run(loads, buffers)
 
 
-def _prepared(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> tuple[Merged, list[_Load], Buffers]:
+def _prepared(
+    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int | None
+) -> tuple[Merged, list[_Load], Buffers]:
+    bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     if bucket_bytes < 1:
         raise RolloutError(f"cannot stream: bucket_bytes is {bucket_bytes}, expected at least 1. Use 512 * 2**20, say.")
     check_usable(root)
@@ -220,7 +223,7 @@ def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> l
     A plan holds the tensors that it is about, so that another one never has the address of one of them.
     """
     held = [id(t) for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
-    asked = (dtype, bucket_bytes, held)
+    asked = (dtype, bucket_bytes, sizes.LARGE_BYTES, held)
     if root not in _plans or _plans[root][0] != asked:
         _plans[root] = asked, _plan(root, dtype, bucket_bytes)
     return _plans[root][1]
@@ -241,7 +244,7 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
         route = next(iter(parts.values())).route
         nbytes = sum(part.row_bytes for part in parts.values()) * route.ranks
         load = filling.get(route.key)
-        if nbytes >= _LARGE_BYTES:
+        if nbytes >= sizes.LARGE_BYTES:
             loads.append(_Load())
             loads[-1].take(parts, item)
             continue

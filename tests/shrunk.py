@@ -1,0 +1,42 @@
+"""Sizes so small that tensors of a few kilobytes cross each of them."""
+
+from __future__ import annotations
+
+SHRUNK = {
+    "BLOCK_BYTES": 2048,
+    "CACHED_BYTES": 512,
+    "SMALL_WRITE_BYTES": 300,
+    "SCRATCH_BYTES": 1024,
+    "SMALL_READ_BYTES": 256,
+    "COMPUTED_BYTES": 1000,
+    "COPY_BYTES": 1000,
+    "CONVERSION_BYTES": 1000,
+    "BROADCAST_BYTES": 1000,
+    "STAGING_BYTES": 1 << 14,
+    "OFFLOAD_BYTES": 1 << 14,
+    "BUCKET_BYTES": 5000,
+    "LARGE_BYTES": 3000,
+    "PACK_BYTES": 4000,
+    "GATHER_BYTES": 3000,
+    "MERGED_ROWS": 16,
+    "MERGED_EXPERTS": 2,
+    "LOGITS_BYTES": 1000,
+    "FINGERPRINT_ELEMENTS": 64,
+    "FINGERPRINT_BLOCKS": 2,
+}
+"""By their names in `fsdp2_strategy.sizes`. Those of files are left: tests name the files that they look at."""
+
+FILES = (
+    "test_async.py",
+    "test_checkpoint.py",
+    "test_checkpoint_format.py",
+    "test_export.py",
+    "test_lerobot_layout.py",
+    "test_lora.py",
+    "test_memory.py",
+    "test_only_trainable.py",
+    "test_outside.py",
+    "test_rollout.py",
+    "test_weights.py",
+)
+"""Whose tests run a second time so."""

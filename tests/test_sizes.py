@@ -1,0 +1,166 @@
+"""Sizes: read at the time of use, and those of files belong to the files."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import test_only_trainable as trainable
+import torch.distributed as dist
+from reference import full_parameters
+from shrunk import SHRUNK
+from test_async import contents
+from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
+
+import fsdp2_strategy
+from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
+from fsdp2_strategy.checkpoint import directory, layout, places
+from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf.checksum import digest_of
+from fsdp2_strategy.mesh import auto_shard_size
+
+NAMES = [name for name in vars(sizes) if name.isupper()]
+
+
+def test_a_size_is_read_at_the_time_of_use():
+    used = set()
+    for file in Path(fsdp2_strategy.__file__).parent.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module != "fsdp2_strategy.sizes", file
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                    assert not read_in(default), f"{file}:{default.lineno}"
+        for node in tree.body:  # what runs on import
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                assert not read_in(node), f"{file}:{node.lineno}"
+        used |= {name for name in read_in(tree) if name.isupper()}
+    assert used == set(NAMES)
+    assert set(SHRUNK) < set(NAMES)
+
+
+def read_in(tree):
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sizes"
+    }
+
+
+def save_in_blocks(path, size):
+    with patch.object(sizes, "BLOCK_BYTES", size):
+        strategy = strategy_for()
+        model, optimizer, scheduler = prepared(strategy)
+        train(strategy, model, optimizer, scheduler, range(2))
+        strategy.save_ckpt(model, path, "t")
+    written = json.loads((path / "t/checksums/rank00000.json").read_text())
+    assert written["block_bytes"] == size
+    if size == 2048:
+        assert max(end - begin for blocks in written["blocks"].values() for begin, end, _ in blocks) <= size
+    return full_state(model, optimizer)
+
+
+def load_what_was_saved_in_blocks(path, size, expected):
+    with patch.object(sizes, "BLOCK_BYTES", size):
+        strategy = strategy_for()
+        model, optimizer, _ = prepared(strategy, seed=1)
+        strategy.load_ckpt(model, path)
+        assert_same(full_state(model, optimizer), expected)
+        assert verify_checkpoint(path / "t").ok
+        if dist.get_rank() == 0:
+            with patch.object(sizes, "COPY_BYTES", size):
+                fsdp2_strategy.cli.main(["export", str(path / "t"), str(path / f"out{size}")])
+                assert (path / f"out{size}/model.safetensors").read_bytes() == (
+                    path / "t/model/model.safetensors"
+                ).read_bytes()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("saved", "loaded"), [(2048, 1 << 24), (1 << 24, 2048), (2048, 1000), (5000, 512)])
+def test_the_size_of_a_block_is_that_of_the_checkpoint(saved, loaded, tmp_path):
+    expected = save_in_blocks(tmp_path, saved)
+    load_what_was_saved_in_blocks(tmp_path, loaded, expected)
+
+
+def rewrite_list(path, change):
+    """Change a list of checksums, and let the manifest mean the new one."""
+    name = f"{places.CHECKSUMS}/rank00000.json"
+    listed = json.loads((path / name).read_text())
+    change(listed)
+    content = json.dumps(listed).encode()
+    (path / name).write_bytes(content)
+    manifest = layout.read_manifest(path)
+    manifest["files"][name], manifest["checksums"][name] = len(content), digest_of(content)
+    manifest["digest"] = layout.digest_of_manifest({k: v for k, v in manifest.items() if k != "digest"})
+    directory.write_json(path / places.MANIFEST, manifest)
+
+
+@pytest.mark.ranks(1)
+def test_a_checkpoint_that_does_not_say_its_block_is_of_the_first_size(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy, "mlp")
+    path = Path(strategy.save_ckpt(model, tmp_path, "t"))
+    rewrite_list(path, lambda listed: listed.pop("block_bytes"))
+    before = full_parameters(model)
+    with patch.object(sizes, "BLOCK_BYTES", 512):
+        strategy.load_ckpt(model, tmp_path)
+    assert verify_checkpoint(path).ok
+    assert_same(full_parameters(model), before)
+    rewrite_list(path, lambda listed: listed.update(block_bytes=100))
+    with pytest.raises(DamageError, match="has more than 100 bytes"):
+        strategy.load_ckpt(model, tmp_path)
+    assert not verify_checkpoint(path).ok
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["gpt_oss", "llama_tied"])  # one has tensors that need a gather
+@pytest.mark.parametrize("staging", [1000, 9000, 50_001])
+def test_an_async_save_has_the_bytes_of_a_synchronous_one_wherever_the_copy_is_cut(name, staging, tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy, name)
+    train(strategy, model, optimizer, scheduler, range(2), name)
+    with patch.multiple(sizes, BLOCK_BYTES=2000, STAGING_BYTES=staging, SMALL_WRITE_BYTES=100):
+        strategy.save_ckpt(model, tmp_path / "sync", "t")
+        strategy.save_ckpt(model, tmp_path / "async", "t", async_save=True)
+        strategy.wait_for_checkpoint()
+    dist.barrier()
+    assert contents(tmp_path / "sync/t") == contents(tmp_path / "async/t")
+
+
+@pytest.mark.ranks(2)
+def test_fingerprints_are_compared_by_the_blocks_that_they_were_made_of(tmp_path):
+    with patch.object(sizes, "FINGERPRINT_ELEMENTS", 64):
+        run = trainable.start(trainable.folder_with(tmp_path / "base", 0))
+        trainable.train(*run, range(2))
+        run[0].save_ckpt(run[1], tmp_path / "ckpts", only_trainable=True)
+    [saved] = list_checkpoints(tmp_path / "ckpts")
+    assert json.loads((saved.path / places.TRAINER_STATE).read_text())["left_out"]["elements"] == 64
+    again = trainable.start(tmp_path / "base", seed=1)
+    again[0].load_ckpt(again[1], tmp_path / "ckpts")
+    assert_same(full_state(*again[1:]), full_state(*run[1:]))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_training", "world_size", "expected"),
+    [
+        (7e9, True, 8, -1),  # whoever trains has gradients and states to spread
+        (70e9, True, 1, -1),
+        (9_999_999_999, False, 8, 1),
+        (10_000_000_000, False, 8, 8),
+        (10_000_000_000, False, 16, 8),
+        (10_000_000_000, False, 12, 6),
+        (10_000_000_000, False, 9, 3),
+        (10_000_000_000, False, 11, 1),
+        (10_000_000_000, False, 4, 4),
+        (79_999_999_999, False, 64, 8),
+        (80_000_000_000, False, 64, -1),
+        (0, False, 1, 1),
+    ],
+)
+def test_a_model_is_split_over_as_few_ranks_as_its_size_needs(parameters, is_training, world_size, expected):
+    assert auto_shard_size(int(parameters), is_training=is_training, world_size=world_size) == expected
