@@ -84,6 +84,16 @@ def test_tensors_cut_along_another_dimension_or_not_evenly_arrive_whole():
 
 
 @pytest.mark.ranks(2)
+def test_empty_tensors_arrive_in_buckets_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    model.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+    shard_model(model, bf16=False)
+    for bucket_bytes in (1, 1 << 20):
+        streamed = dict(stream_weights(model, dtype=None, bucket_bytes=bucket_bytes))
+        assert {name: tuple(t.shape) for name, t in streamed.items()} == {"0.weight": (4, 4), "empty": (0, 3)}
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.real_sizes
 def test_many_small_tensors_take_few_collectives_and_large_ones_are_not_copied(monkeypatch):
     model = sharded("llama")

@@ -102,8 +102,8 @@ class Part:
 
     @cached_property
     def row_bytes(self) -> int:
-        """What it takes of a row."""
-        return -(-prod(self.padded) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        """What it takes of a row; something even where it is empty, since torch views no rows without bytes."""
+        return -(-max(1, prod(self.padded)) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def write(self, row: torch.Tensor) -> None:
         """Write this rank's chunk to its place in its row; collective for what is gathered alone."""
