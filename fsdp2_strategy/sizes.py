@@ -24,7 +24,11 @@ SHORTEST_RUN_BYTES = 4 << 10
 COMPUTED_BYTES = 256 << 20
 """Of values that are computed to be written, and let go of together."""
 FILE_BYTES = 5 * 10**9
-"""Of the tensors in one file, where nobody names a size."""
+"""Of the tensors in one file at most, where nobody names a size."""
+FILES = 32
+"""Files that a checkpoint's model is spread over, and its optimizer, so that ranks write to different ones."""
+LEAST_FILE_BYTES = 64 << 20
+"""Of the tensors in one file of a checkpoint, where there are several."""
 COPY_BYTES = 64 << 20
 """Of a tensor, copied at once from one folder to another."""
 CONVERSION_BYTES = 256 << 20
@@ -44,7 +48,7 @@ OFFLOAD_BYTES = 128 << 20
 BUCKET_BYTES = 512 << 20
 """Of a bucket of weights on their way to an engine, where nobody names a size."""
 LARGE_BYTES = 16 << 20
-"""Of a tensor, from which on it travels by itself."""
+"""Of a tensor, from which on it travels by itself: a collective costs little beside it, and nothing is copied out."""
 PACK_BYTES = 64 << 20
 """Of small tensors that travel to a remote engine together."""
 HEADER_BYTES = 64 << 20

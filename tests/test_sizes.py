@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import test_only_trainable as trainable
+import torch
 import torch.distributed as dist
 from reference import full_parameters
 from shrunk import SHRUNK
@@ -16,10 +17,13 @@ from test_async import contents
 from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
 
 import fsdp2_strategy
+import fsdp2_strategy.hf.write as write_module
 from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
-from fsdp2_strategy.checkpoint import directory, layout, places
+from fsdp2_strategy.checkpoint import directory, layout, places, storage
 from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf.arrange import file_bytes
 from fsdp2_strategy.hf.checksum import digest_of
+from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.mesh import auto_shard_size
 
 NAMES = [name for name in vars(sizes) if name.isupper()]
@@ -164,3 +168,53 @@ def test_fingerprints_are_compared_by_the_blocks_that_they_were_made_of(tmp_path
 )
 def test_a_model_is_split_over_as_few_ranks_as_its_size_needs(parameters, is_training, world_size, expected):
     assert auto_shard_size(int(parameters), is_training=is_training, world_size=world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        (0, 64 << 20),
+        (64 << 20, 64 << 20),  # one file
+        (2 << 30, 64 << 20),  # 32 files
+        (16 * 10**9, 5 * 10**8),
+        (160 * 10**9, 5 * 10**9),
+        (1400 * 10**9, 5 * 10**9),  # more than 32, none above 5 GB
+    ],
+)
+def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(total, expected):
+    assert file_bytes({"x": Region.of("x", (total,), torch.uint8)}) == expected
+
+
+@pytest.mark.ranks(2)
+def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_path):
+    made, opened = [], []
+    create, write = storage.create, write_module._write
+
+    def recorded(files):
+        made.extend(file.path.name for file in files)
+        create(files)
+
+    def noted(fd, group, *args, **kwargs):
+        opened.append(group[0].path.name)
+        return write(fd, group, *args, **kwargs)
+
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    with (
+        patch.multiple(sizes, FILES=8, LEAST_FILE_BYTES=1),
+        patch.object(storage, "create", recorded),
+        patch.object(write_module, "_write", noted),
+        patch.object(write_module, "_THREADS", 1),
+    ):
+        path = Path(strategy.save_ckpt(model, tmp_path, "t"))
+    dist.barrier()
+    everyones = [None, None]
+    dist.all_gather_object(everyones, (made, opened))
+    (made, opened), (others, others_opened) = everyones
+    names = {file.name for part in ("model", "optimizer") for file in (path / part).glob("*.safetensors")}
+    assert len(names) > 10 and sorted(made + others) == sorted(names), "each file is made once"
+    assert made and others and opened[0] != others_opened[0]
+    assert set(opened) | set(others_opened) == names
+    assert len(set(opened) & set(others_opened)) > len(names) / 2, "each has a part of every tensor but of numbers"
+    assert verify_checkpoint(path).ok

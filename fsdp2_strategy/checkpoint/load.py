@@ -41,6 +41,7 @@ from fsdp2_strategy.checkpoint.state import (
 from fsdp2_strategy.checkpoint.storage import Wanted, by_name, read_wishes, stored_in
 from fsdp2_strategy.damage import unusable_unless_done
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.garbage import no_collections
 from fsdp2_strategy.hf.match import LoadReport
 from fsdp2_strategy.hf.read import ranges_of
 from fsdp2_strategy.hf.region import Region
@@ -52,6 +53,7 @@ from fsdp2_strategy.residency import clear_gradients
 
 
 @on_its_ranks
+@no_collections()
 def load_checkpoint(
     model: nn.Module,
     load_dir: str | Path,

@@ -63,7 +63,7 @@ class ModelOnDisk:
         """Lay it out: its folder, and where it is a wrapper, one for what else it has."""
         inner = inner_model(root)
         base = base_of(inner)
-        copied = twin(base)
+        copied = twin(base) if is_transformers_model(base) else None  # which takes longer than the rest of a plan
         tensors = tensors_to_write(base, copied)
         arranged = _remembered_arrangement(inner, copied, tensors)
         parts = [Part.of(places.model, tensors, arranged.regions, metadata=arranged.metadata)]
@@ -134,10 +134,10 @@ class Beside:
     """The policy unsharded, on rank 0, where it writes its weights and its configuration itself."""
 
     @classmethod
-    def of(cls, folder: Path, copied: nn.Module, regions: Mapping[str, Region], source: Path | None) -> Beside:
+    def of(cls, folder: Path, copied: nn.Module | None, regions: Mapping[str, Region], source: Path | None) -> Beside:
         """Give the twin a configuration of its own."""
         for name in ("config", "generation_config"):
-            if is_transformers_model(copied) and hasattr(copied, name):
+            if copied is not None and is_transformers_model(copied) and hasattr(copied, name):
                 setattr(copied, name, copy.deepcopy(getattr(copied, name)))
         return cls(folder, copied, regions, source)
 
@@ -168,11 +168,13 @@ class Beside:
 _arrangements: WeakKeyDictionary[nn.Module, tuple[object, Arrangement]] = WeakKeyDictionary()
 
 
-def _remembered_arrangement(inner: nn.Module, copied: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+def _remembered_arrangement(
+    inner: nn.Module, copied: nn.Module | None, tensors: Mapping[str, torch.Tensor]
+) -> Arrangement:
     """Return names and arrangement in the files of ``model/``; chosen again only when the model has changed."""
     shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     if inner not in _arrangements or _arrangements[inner][0] != shapes:
-        _arrangements[inner] = (shapes, arrangement_of(copied, tensors))
+        _arrangements[inner] = (shapes, arrangement_of(copied if copied is not None else twin(base_of(inner)), tensors))
     return _arrangements[inner][1]
 
 

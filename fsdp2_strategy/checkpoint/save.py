@@ -45,6 +45,7 @@ from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimiz
 from fsdp2_strategy.checkpoint.storage import Part, staged, write_parts
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.garbage import no_collections
 from fsdp2_strategy.hf.adapters import has_adapters
 from fsdp2_strategy.hf.checksum import blocks_of, blocks_of_file
 from fsdp2_strategy.mesh import on_its_ranks
@@ -53,6 +54,7 @@ from fsdp2_strategy.residency import shard_count
 
 
 @on_its_ranks
+@no_collections()
 def save_checkpoint(
     model: nn.Module,
     save_dir: str | Path,

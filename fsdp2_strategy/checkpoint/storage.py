@@ -46,16 +46,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
-from fsdp2_strategy.hf.arrange import File, create, files_for, gathered_job, index_of, is_direct, own_jobs
+from fsdp2_strategy.hf.arrange import File, create, file_bytes, files_for, gathered_job, index_of, is_direct, own_jobs
 from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.region import Region
 from fsdp2_strategy.hf.share import wish_for
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
-from fsdp2_strategy.ranks import all_or_none, group_in_use, world_size
+from fsdp2_strategy.ranks import all_or_none, group_in_use, rank, world_size
 
 Wanted = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to be filled, with their names and where in files their values are."""
@@ -89,7 +88,7 @@ class Part:
         if regions is None:
             regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         regions = dict(sorted(regions.items()))
-        files = files_for(folder, stem, regions, most_bytes or sizes.FILE_BYTES, metadata=metadata)
+        files = files_for(folder, stem, regions, most_bytes or file_bytes(regions), metadata=metadata)
         return cls(folder, stem, tensors, regions, files)
 
     @cached_property
@@ -194,7 +193,7 @@ class SafetensorsWriter(StorageWriter):
         return SavePlan([], storage_data=headers.hexdigest())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Compare the ranks' digests, and make the files; the coordinator calls it.
+        """Compare the ranks' digests, and make the folders; the coordinator calls it.
 
         Raises:
             CheckpointError: ranks are to write different things.
@@ -207,17 +206,22 @@ class SafetensorsWriter(StorageWriter):
             )
         for part in self.parts:
             part.folder.mkdir(parents=True, exist_ok=True)
-            create(part.files)
+            for file in part.files:  # of an earlier save into the same folder
+                file.path.unlink(missing_ok=True)
             self.blocks |= part.header_blocks()
-            if len(part.files) > 1:
-                index = part.folder / f"{part.stem}.safetensors.index.json"
-                index.write_text(json.dumps(index_of(part.files), indent=2) + "\n")
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what is this rank's, and return when it is on disk."""
+        """Make a share of the files, write to all what is this rank's, and return when it is on disk."""
+        files = [file for part in self.parts for file in part.files]
+        first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
+        create(files[first:end])
         self.keep(write_all([job for part in self.parts for job in part.jobs()], hashed=True))
         force_to_disk(list(self.blocks))
+        if rank() == 0:
+            for part in (part for part in self.parts if len(part.files) > 1):
+                index = part.folder / f"{part.stem}.safetensors.index.json"
+                index.write_text(json.dumps(index_of(part.files), indent=2) + "\n")
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, allocate, lay_out, total_bytes
+from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, allocate, lay_out, total_bytes, write_from
 from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major, sources_of
@@ -180,6 +181,12 @@ def files_for(
     return files
 
 
+def file_bytes(regions: Mapping[str, Region]) -> int:
+    """Return the size of a checkpoint's files: so that ranks and threads write to different ones, and few are small."""
+    total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
+    return min(sizes.FILE_BYTES, max(sizes.LEAST_FILE_BYTES, -(-total // sizes.FILES)))
+
+
 def index_of(files: Sequence[File]) -> dict[str, Any]:
     """Return the content of the index that lists what lies in which file."""
     entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
@@ -192,13 +199,15 @@ def index_of(files: Sequence[File]) -> dict[str, Any]:
     }
 
 
-def create(files: Sequence[File]) -> None:
-    """Make the files in their full length, with their headers; one rank calls it."""
+def create(files: Iterable[File]) -> None:
+    """Make files in their full length, with their headers; what others write to them meanwhile stays."""
     for file in files:
-        with file.path.open("wb") as new:
-            new.write(file.header)
-            new.flush()
-            allocate(new.fileno(), total_bytes(file.header, file.entries.values()))
+        fd = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            allocate(fd, total_bytes(file.header, file.entries.values()))
+            write_from(fd, 0, memoryview(file.header))
+        finally:
+            os.close(fd)
 
 
 def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:

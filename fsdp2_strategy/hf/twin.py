@@ -80,13 +80,17 @@ def _copied(
         nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
         own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
         new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
-        new._parameters = {name: tensor(p) for name, p in module._parameters.items()}  # type: ignore[misc]
-        new._buffers = {name: tensor(b) for name, b in module._buffers.items()}
-        new._modules = {
-            name: None if child is None else _copied(child, tensor, modules) for name, child in module._modules.items()
+        # Into the dictionary: `Module.__setattr__` looks at each value, which takes longer than all the rest.
+        new.__dict__ |= {
+            "_parameters": {name: tensor(p) for name, p in module._parameters.items()},
+            "_buffers": {name: tensor(b) for name, b in module._buffers.items()},
+            "_modules": {
+                name: None if child is None else _copied(child, tensor, modules)
+                for name, child in module._modules.items()
+            },
+            "_non_persistent_buffers_set": set(module._non_persistent_buffers_set),
+            "training": module.training,
         }
-        new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        new.training = module.training
     return modules[id(module)]
 
 

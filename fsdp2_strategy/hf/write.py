@@ -2,6 +2,10 @@
 
 Input: jobs, which name a part of a tensor and the box of a file's entry that it is. Output: bytes in files, and their
 checksums. Knows nothing of models.
+
+[Note: in turn] The kernel lets one writer at a time into a file, and every rank writes to all files, for it holds a
+part of every tensor. So ranks begin at different files, and threads of a rank at different ones again. With fewer files
+than writers, some wait.
 """
 
 from __future__ import annotations
@@ -10,10 +14,13 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -22,7 +29,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.container import Entry, memory_of, write_from
 from fsdp2_strategy.hf.region import Box
-from fsdp2_strategy.ranks import adopt_device, current_device
+from fsdp2_strategy.ranks import adopt_device, current_device, rank, world_size
 
 _THREADS = 4
 
@@ -63,7 +70,7 @@ class _Run:
 
 
 def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[Block]]:
-    """Write all jobs into files that exist in their full length.
+    """Write all jobs into files; one that is not there yet comes to be, and grows with what is written to it.
 
     Returns:
         For each file the checksums of what was written to it; none unless ``hashed``.
@@ -72,26 +79,87 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[B
         OSError: a file cannot be written; its name is in the error.
     """
     runs = sorted(itertools.chain.from_iterable(map(_runs, jobs)), key=lambda run: (run.path, run.offset))
-    files = {path: os.open(path, os.O_WRONLY) for path in dict.fromkeys(run.path for run in runs)}
+    waiting: dict[Path, deque[list[_Run]]] = {}
+    for group in _together(runs):
+        waiting.setdefault(group[0].path, deque()).append(group)
+    written: dict[Path, list[Block]] = {path: [] for path in waiting}
     scratch = threading.local()
-    written: dict[Path, list[Block]] = {path: [] for path in files}
-    try:
-        with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
-            try:
-                groups = list(_together(runs))
-                blocks = pool.map(lambda group: _write(files[group[0].path], group, scratch, hashed=hashed), groups)
-                for group, block in zip(groups, blocks, strict=True):
-                    if block is not None:
-                        written[group[0].path].append(block)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, ", ".join(str(path) for path in files)) from error
-    finally:
-        for fd in files.values():
-            os.close(fd)
+
+    def work(path: Path, groups: deque[list[_Run]]) -> None:
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+            while groups:
+                try:
+                    group = groups.popleft()
+                except IndexError:  # another thread has taken the last one
+                    return
+                block = _write(fd, group, scratch, hashed=hashed)
+                if block is not None:
+                    written[path].append(block)
+
+    _in_turn(work, waiting)
     return written
+
+
+def force_to_disk(paths: Iterable[Path]) -> None:
+    """Return when what this rank wrote to the files is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def force(path: Path, waiting: deque[Path]) -> None:
+        waiting.clear()
+        with _opened(path, os.O_WRONLY) as fd:
+            os.fsync(fd)
+
+    _in_turn(force, {path: deque([path]) for path in paths})
+
+
+def _in_turn(work: Callable[[Path, deque[Any]], None], waiting: Mapping[Path, deque[Any]]) -> None:
+    """Let a few threads work through what waits for files; see [Note: in turn]."""
+    nobodys = deque(waiting)
+    nobodys.rotate(-(rank() * len(nobodys) // world_size()))
+    choosing = threading.Lock()
+
+    def next_file() -> Path:
+        """Return a file that no thread of ours works in; where there is none, the one with the most to do."""
+        with choosing:
+            return nobodys.popleft() if nobodys else max(waiting, key=lambda path: len(waiting[path]))
+
+    def stop() -> None:
+        for left in waiting.values():
+            left.clear()
+
+    def work_in_turn() -> None:
+        try:
+            while waiting[path := next_file()]:
+                work(path, waiting[path])
+        except BaseException:
+            stop()
+            raise
+
+    if not waiting:
+        return
+    with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
+        workers = [pool.submit(work_in_turn) for _ in range(_THREADS)]
+        try:
+            for worker in workers:
+                worker.result()
+        except BaseException:  # of a thread, or what interrupts this one
+            stop()
+            raise
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file; an error names it."""
+    fd = os.open(path, flags, 0o666)
+    try:
+        yield fd
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(fd)
 
 
 def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
@@ -105,20 +173,6 @@ def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
         group.append(run)
     if group:
         yield group
-
-
-def force_to_disk(paths: Sequence[Path]) -> None:
-    """Return when what this rank wrote to the files is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    for path in paths:
-        fd = os.open(path, os.O_WRONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _runs(job: Job) -> Iterator[_Run]:

@@ -34,8 +34,6 @@ from fsdp2_strategy.ranks import agree, all_or_none
 from fsdp2_strategy.residency import reshard, unwrap_model
 from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_of
 
-# From here on a tensor travels alone: one collective costs little beside its bytes, and nothing is copied out.
-
 
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, bucket_bytes: int | None = None
