@@ -187,8 +187,8 @@ def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(tot
 
 @pytest.mark.ranks(2)
 def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_path):
-    made, opened = [], []
-    create, write = storage.create, write_module._write
+    made, opened, forced = [], [], []
+    create, write, force = storage.create, write_module._write, storage.force_to_disk
 
     def recorded(files):
         made.extend(file.path.name for file in files)
@@ -204,11 +204,12 @@ def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_pat
     with (
         patch.multiple(sizes, FILES=8, LEAST_FILE_BYTES=1),
         patch.object(storage, "create", recorded),
+        patch.object(storage, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
         patch.object(write_module, "_write", noted),
         patch.object(write_module, "_THREADS", 1),
     ):
         path = Path(strategy.save_ckpt(model, tmp_path, "t"))
-    dist.barrier()
+    assert {*made, *opened} <= {*forced}, "what a rank writes it forces to disk, headers as well"
     everyones = [None, None]
     dist.all_gather_object(everyones, (made, opened))
     (made, opened), (others, others_opened) = everyones

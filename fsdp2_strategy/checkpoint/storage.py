@@ -215,9 +215,10 @@ class SafetensorsWriter(StorageWriter):
         """Make a share of the files, write to all what is this rank's, and return when it is on disk."""
         files = [file for part in self.parts for file in part.files]
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
-        create(files[first:end])
+        own = files[first:end]
+        create(own)
         self.keep(write_all([job for part in self.parts for job in part.jobs()], hashed=True))
-        force_to_disk(list(self.blocks))
+        force_to_disk({*self.blocks, *(file.path for file in own)})
         if rank() == 0:
             for part in (part for part in self.parts if len(part.files) > 1):
                 index = part.folder / f"{part.stem}.safetensors.index.json"

@@ -138,10 +138,11 @@ def _in_turn(work: Callable[[Path, deque[Any]], None], waiting: Mapping[Path, de
             stop()
             raise
 
-    if not waiting:
+    threads = min(_THREADS, sum(map(len, waiting.values())))
+    if not threads:
         return
-    with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
-        workers = [pool.submit(work_in_turn) for _ in range(_THREADS)]
+    with ThreadPoolExecutor(threads, initializer=adopt_device, initargs=(current_device(),)) as pool:
+        workers = [pool.submit(work_in_turn) for _ in range(threads)]
         try:
             for worker in workers:
                 worker.result()
