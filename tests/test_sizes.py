@@ -219,3 +219,37 @@ def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_pat
     assert set(opened) | set(others_opened) == names
     assert len(set(opened) & set(others_opened)) > len(names) / 2, "each has a part of every tensor but of numbers"
     assert verify_checkpoint(path).ok
+
+
+@pytest.mark.ranks(2)
+def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    laid_out = []
+    files_for = storage.files_for
+
+    def noted(*args, **kwargs):
+        laid_out.append(args[1])
+        return files_for(*args, **kwargs)
+
+    def save(tag, **changed):
+        del laid_out[:]
+        with patch.object(storage, "files_for", noted), patch.multiple(sizes, **changed or {"FILES": 32}):
+            path = Path(strategy.save_ckpt(model, tmp_path, tag))
+        dist.barrier()
+        assert verify_checkpoint(path).ok
+        return list(laid_out), contents(path)
+
+    storage._layouts.clear()
+    made, first = save("one")
+    assert made == ["model", "optimizer"]
+    made, second = save("two")
+    assert made == [] and {n: c for n, c in second.items() if n != "manifest.json"} == {
+        n: c for n, c in first.items() if n != "manifest.json"
+    }
+    assert save("small files", LEAST_FILE_BYTES=1)[0] == ["model", "optimizer"]
+    model.to(torch.float64)
+    assert save("other dtype")[0] == ["model"]
+    assert len(storage._layouts) == 5
+    strategy.load_ckpt(model, tmp_path, tag="small files")

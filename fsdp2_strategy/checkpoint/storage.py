@@ -44,10 +44,23 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
-from fsdp2_strategy.hf.arrange import File, create, file_bytes, files_for, gathered_job, index_of, is_direct, own_jobs
+from fsdp2_strategy.hf.arrange import (
+    File,
+    Share,
+    create,
+    file_bytes,
+    files_for,
+    gathered_job,
+    index_of,
+    is_direct,
+    jobs_of,
+    own_shares,
+)
 from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
 from fsdp2_strategy.hf.read import Reader, Wish
@@ -61,15 +74,70 @@ Wanted = Sequence[tuple[str, Region, torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How tensors fill a folder: what follows from their names, shapes, dtypes and placements. It holds no values."""
+
+    regions: Mapping[str, Region]
+    """What goes to the files, by its name there; the sources are names of tensors."""
+    files: Sequence[File]
+    """Their paths are names."""
+    gathered: Mapping[str, Region]
+    """What needs whole tensors; ranks write the rest without a gather."""
+    shares: Sequence[Share]
+    """What this rank writes of the rest."""
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        regions: Mapping[str, Region] | None,
+        stem: str,
+        most_bytes: int | None,
+        metadata: Mapping[str, str],
+    ) -> Layout:
+        """Lay out a folder, or remember what was laid out for tensors like these; see [Note: remembered]."""
+        kind = (stem, most_bytes, *metadata.items(), sizes.FILES, sizes.FILE_BYTES, sizes.LEAST_FILE_BYTES)
+        key = (*kind, sizes.SHORTEST_RUN_BYTES, rank(), id(regions), *_likeness(tensors))
+        if key not in _layouts:
+            while len(_layouts) >= _LAYOUTS:
+                del _layouts[next(iter(_layouts))]
+            given = regions
+            if regions is None:
+                regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+            regions = dict(sorted(regions.items()))
+            files = files_for(Path(), stem, regions, most_bytes or file_bytes(regions), metadata=metadata)
+            direct = {name: region for name, region in regions.items() if is_direct(region, tensors)}
+            gathered = {name: region for name, region in regions.items() if name not in direct}
+            _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
+        return _layouts[key][1]
+
+
+_LAYOUTS = 8
+"""Of models and optimizers that are saved in turn; about a kilobyte for each tensor."""
+_layouts: dict[object, tuple[object, Layout]] = {}
+"""With the regions that were given, so that others do not come to have their identity."""
+
+
+def _likeness(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
+    """Return all that a layout asks of tensors."""
+    places: dict[int, object] = {}
+    for name, tensor in tensors.items():
+        yield name, tensor.shape, tensor.dtype
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if id(mesh) not in places:
+                places[id(mesh)] = (mesh.shape, tuple(mesh.get_coordinate() or ()))
+            yield places[id(mesh)], tensor.placements
+
+
+@dataclass(frozen=True)
 class Part:
     """One folder: its files, and how tensors fill them."""
 
     folder: Path
     stem: str
     tensors: Mapping[str, torch.Tensor]
-    regions: Mapping[str, Region]
-    """What goes to the files, by its name there; the sources are names of tensors."""
-    files: Sequence[File]
+    layout: Layout
     staged: Sequence[Job] | None = None
     """What this rank writes, where it was copied beforehand."""
 
@@ -84,42 +152,41 @@ class Part:
         most_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> Part:
-        """Lay out a folder: what is in which file follows from names and full sizes alone."""
-        if regions is None:
-            regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        regions = dict(sorted(regions.items()))
-        files = files_for(folder, stem, regions, most_bytes or file_bytes(regions), metadata=metadata)
-        return cls(folder, stem, tensors, regions, files)
+        """Lay out a folder: what is in which file follows from names and full sizes alone.
+
+        Args:
+            folder: where the files go.
+            tensors: by name.
+            regions: what goes to the files, by its name there; by default the tensors as they are.
+            stem: how the files' names begin.
+            most_bytes: of tensors in one file; by default as many as let ranks write at the same time.
+            metadata: of the headers.
+        """
+        return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, most_bytes, metadata))
+
+    @cached_property
+    def files(self) -> list[File]:
+        """The files in the folder."""
+        return [file.moved_to(self.folder) for file in self.layout.files]
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Where everything lies."""
         return {name: entry for file in self.files for name, entry in file.entries.items()}
 
-    @cached_property
-    def direct(self) -> dict[str, Region]:
-        """What ranks write without a gather."""
-        return {name: region for name, region in self.regions.items() if is_direct(region, self.tensors)}
-
-    @cached_property
-    def gathered(self) -> dict[str, Region]:
-        """What needs whole tensors."""
-        direct = self.direct
-        return {name: region for name, region in self.regions.items() if name not in direct}
-
     def jobs(self) -> Sequence[Job]:
         """Return what this rank writes without the others."""
         if self.staged is not None:
             return self.staged
-        return [job for jobs in own_jobs(self.direct, self.tensors, self.entries) for job in jobs]
+        return [job for jobs in jobs_of(self.layout.shares, self.tensors, self.entries) for job in jobs]
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self.files)
+        return sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self.layout.files)
 
     def header_blocks(self) -> dict[Path, list[Block]]:
-        """Return the checksums of what `create` writes."""
+        """Return the checksums of the headers."""
         return {file.path: blocks_of(file.header) for file in self.files}
 
 
@@ -433,7 +500,7 @@ def staged(parts: Sequence[Part], copies_of: Callable[[Sequence[Job]], Sequence[
 def _gathered_jobs(part: Part) -> Iterator[Job]:
     """Return this rank's share of what needs whole tensors, one after the other; collective."""
     gathered: dict[str, torch.Tensor] = {}
-    for name, region in part.gathered.items():
+    for name, region in part.layout.gathered.items():
         with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next gather needs every rank
             job = gathered_job(region, part.tensors, gathered, part.entries[name])
         yield job

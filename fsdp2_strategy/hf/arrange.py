@@ -143,6 +143,12 @@ class File:
     header: bytes
     entries: dict[str, Entry]
 
+    def moved_to(self, folder: Path) -> File:
+        """Return the same file in a folder."""
+        path = folder / self.path
+        entries = {n: Entry(e.name, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
+        return File(path, self.name, self.header, entries)
+
 
 def files_for(
     folder: Path,
@@ -245,43 +251,73 @@ def _is_in_rows(tensor: torch.Tensor) -> bool:
     return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
 
 
-def own_jobs(
-    regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
-) -> Iterator[list[Job]]:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes of a region: which box of it, and which view of what it holds of a tensor."""
+
+    name: str
+    """Of the region."""
+    box: Box
+    source: str
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    """Shape, strides and offset among the elements that this rank holds; None for all of them as they are."""
+
+
+def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[Share]:
     """Give out what this rank writes of the regions: its shards' parts, shared fairly among replicas.
+
+    It follows from names, shapes, dtypes and placements.
+    """
+    places = _places_of(tensors)
+    total = sum(region.numel() for region in regions.values())
+    before = 0
+    shares: list[Share] = []
+    for name, region in _by_source(regions, tensors):
+        fraction = before / max(1, total)
+        before += region.numel()
+        for piece in region.pieces:
+            place = places[piece.source]
+            if int(fraction * place.replicas) != place.replica:
+                continue
+            if is_identity(region, tensors):
+                shares.append(Share(name, place.box, piece.source, None))
+                continue
+            low, high = place.rows()
+            for part in piece.clip(low, high):
+                box = tuple(zip(part.start, part.shape, strict=True))
+                shares.append(Share(name, box, piece.source, (part.shape, part.strides, part.offset - low)))
+    return shares
+
+
+def jobs_of(
+    shares: Iterable[Share], tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+) -> Iterator[list[Job]]:
+    """Return the jobs of shares.
 
     It is one list, unless values are computed for it: then as many lists as keep these within bounds, for a list's are
     let go of before the next one's are made.
     """
-    held = _all_held(tensors)
-    total = sum(region.numel() for region in regions.values())
-    before = 0
+    held: dict[str, _Held] = {}
     jobs: list[Job] = []
     computed_bytes = 0
-    for name, region in _by_source(regions, tensors):
-        share = before / max(1, total)
-        before += region.numel()
-        for piece in region.pieces:
-            own = held[piece.source]
-            if int(share * own.place.replicas) != own.place.replica:
-                continue
-            if not own.has_values:
-                if computed_bytes and computed_bytes + own.nbytes > sizes.COMPUTED_BYTES:
-                    yield jobs
-                    jobs.clear()
-                    computed_bytes = 0
-                    for other in held.values():
-                        other.let_go()
-                computed_bytes += own.nbytes
-            if is_identity(region, tensors):
-                jobs.append(Job(entries[name], own.place.box, own.local))
-                continue
-            low, high = own.rows()
-            flat = own.local.reshape(-1)
-            for part in piece.clip(low, high):
-                view = flat.as_strided(part.shape, part.strides, flat.storage_offset() + part.offset - low)
-                box = tuple(zip(part.start, part.shape, strict=True))
-                jobs.append(Job(entries[name], box, view))
+    for share in shares:
+        own = held.get(share.source)
+        if own is None:
+            own = held[share.source] = _Held(tensors[share.source])
+        if not own.has_values:
+            if computed_bytes and computed_bytes + own.nbytes > sizes.COMPUTED_BYTES:
+                yield jobs
+                jobs.clear()
+                computed_bytes = 0
+                for other in held.values():
+                    other.let_go()
+            computed_bytes += own.nbytes
+        values = own.local
+        if share.view is not None:
+            shape, strides, offset = share.view
+            flat = values.reshape(-1)
+            values = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+        jobs.append(Job(entries[share.name], share.box, values))
     yield jobs
 
 
@@ -319,12 +355,29 @@ class _Place:
             replica = rank()
         return cls(box, replica, replicas)
 
+    def rows(self) -> tuple[int, int]:
+        """Return which elements of the tensor these are, which is sharded by rows if at all."""
+        row = math.prod(n for _, n in self.box[1:])
+        begin, rows = self.box[0] if self.box else (0, 1)
+        return begin * row, (begin + rows) * row
+
+
+def _places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
+    """Return what this rank holds; tensors that are alike, which are most, are looked at once."""
+    known: dict[object, _Place] = {}
+    places = {}
+    for name, tensor in tensors.items():
+        like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
+        if (like, tensor.shape) not in known:
+            known[like, tensor.shape] = _Place.of(tensor)
+        places[name] = known[like, tensor.shape]
+    return places
+
 
 @dataclass(frozen=True, eq=False)
 class _Held:
     """What this rank holds of a tensor."""
 
-    place: _Place
     tensor: torch.Tensor
 
     @cached_property
@@ -335,7 +388,7 @@ class _Held:
     @property
     def nbytes(self) -> int:
         """What its values take."""
-        return math.prod(n for _, n in self.place.box) * self.tensor.element_size()
+        return math.prod(n for _, n in local_box(self.tensor)) * self.tensor.element_size()
 
     @property
     def has_values(self) -> bool:
@@ -345,25 +398,6 @@ class _Held:
     def let_go(self) -> None:
         """Forget values that were computed."""
         self.__dict__.pop("local", None)
-
-    def rows(self) -> tuple[int, int]:
-        """Return which elements of the tensor these are, which is sharded by rows if at all."""
-        box = self.place.box
-        row = math.prod(n for _, n in box[1:])
-        begin, rows = box[0] if box else (0, 1)
-        return begin * row, (begin + rows) * row
-
-
-def _all_held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Held]:
-    """Return what this rank holds; tensors that are alike, which are most, are looked at once."""
-    places: dict[object, _Place] = {}
-    held = {}
-    for name, tensor in tensors.items():
-        like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
-        if (like, tensor.shape) not in places:
-            places[like, tensor.shape] = _Place.of(tensor)
-        held[name] = _Held(places[like, tensor.shape], tensor)
-    return held
 
 
 def gathered_job(

@@ -31,7 +31,8 @@ from fsdp2_strategy.hf.arrange import (
     gathered_job,
     index_of,
     is_direct,
-    own_jobs,
+    jobs_of,
+    own_shares,
     regions_to_write,
     tensors_to_write,
     write_configuration,
@@ -223,7 +224,7 @@ def _write(
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
-        for jobs in own_jobs(direct, tensors, entries):
+        for jobs in jobs_of(own_shares(direct, tensors), tensors, entries):
             write_all(jobs)
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
