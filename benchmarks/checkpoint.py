@@ -1,42 +1,46 @@
 """Saving and loading sharded checkpoints, against the bare machine and the other ways.
 
     python benchmarks/checkpoint.py [--cases model-0.4 adam-0.4 model-1.5 model-small adam-small] [--ranks 2 4]
-                                    [--rounds 5] [--where disk tmpfs] [--disk DIR] [--tmpfs DIR]
+                                    [--rounds 7] [--where disk tmpfs] [--disk DIR] [--tmpfs DIR] [--out DIR] [--smoke]
 
 A turn saves (the files are forced to disk), drops them from the page cache where they are on a disk, and loads them
-into the same model and optimizer, from which one value was taken to see that it comes back. `model-` is the weights
-alone, `adam-` with fp32 AdamW state; 0.4 is a Llama of 0.4 billion parameters in fp32, 1.5 one of 1.5 billion in bf16,
-small one of 5,000 matrices of 64 x 64. Writes checkpoint.json and checkpoint.png, prints tables.
+into the same model and optimizer. Before the load all tensors are set to zero; after it the checksums of all of them
+are compared with those before the save, outside of the timed part. `model-` is the weights alone, `adam-` with fp32
+AdamW state; 0.4 is a Llama of 0.4 billion parameters in fp32, 1.5 one of 1.5 billion in bf16, small one of 5,000
+matrices of 64 x 64. The bare machine is a file of its own for each rank, see bare.py. Writes checkpoint.json and
+checkpoint.png, prints tables. `--smoke` runs all of it in seconds, with tiny models.
 """
 
-import argparse
-import json
 import os
 import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import bare
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from harness import (
-    OUT,
-    THREADS,
     attempt,
     become_rank,
+    check_values,
     circumstances,
+    digests_of,
     draw,
     drop_from_cache,
+    error_of,
+    fill,
+    finish,
     force_to_disk,
     in_turns,
+    llama_config,
     local_of,
     memory_left,
     merge,
-    pieces_of,
+    on_ranks,
+    parse,
+    parser_of,
     ratio,
     spread,
     summary,
@@ -54,10 +58,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from fsdp2_strategy import load_checkpoint, save_checkpoint, shard_model
-from fsdp2_strategy.hf.container import memory_of, read_into, write_from
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -65,36 +68,23 @@ CASES = ["model-0.4", "adam-0.4", "model-1.5", "model-small", "adam-small"]
 
 
 class Small(nn.Module):
-    """5,000 small matrices."""
+    """5,000 small matrices, in blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int, matrices: int, side: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(50))) for _ in range(100)
+            nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(matrices))) for _ in range(blocks)
         )
 
 
-def build(size: str) -> nn.Module:
-    torch.manual_seed(0)
+def build(size: str, *, smoke: bool) -> nn.Module:
     if size == "small":
-        return shard_model(Small(), bf16=False, class_names=["Sequential"])
-    shape, dtype = {
-        "0.4": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22}, torch.float32),
-        "1.5": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 29}, torch.bfloat16),
-    }[size]
-    config = LlamaConfig(**shape, num_attention_heads=16, num_key_value_heads=8, vocab_size=32000, dtype=dtype)
+        small = Small(4, 5, 8) if smoke else Small(100, 50, 64)
+        return shard_model(small, bf16=False, class_names=["Sequential"])
+    config = llama_config(size, smoke=smoke)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
+        model = LlamaForCausalLM(config).to(config.dtype)
     return shard_model(model, bf16=False).to_empty(device="cpu")
-
-
-@torch.no_grad()
-def fill(tensors: list[torch.Tensor]) -> None:
-    """Give all tensors values that differ, without the time of a generator."""
-    for tensor in tensors:
-        flat = local_of(tensor).reshape(-1)
-        torch.arange(flat.numel(), dtype=torch.float32, out=(scratch := torch.empty(0)))
-        flat.copy_(scratch.mul_(1e-6).add_(0.01))
 
 
 @dataclass
@@ -103,75 +93,45 @@ class State:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
+    bare_calls: list[bare.Call] = field(default_factory=list)
 
     @classmethod
-    def of(cls, case: str) -> "State":
+    def of(cls, case: str, *, smoke: bool) -> "State":
         kind, size = case.split("-", 1)
-        model = build(size)
-        fill(list(model.parameters()))
-        if kind == "model":
-            return cls(model, None)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for parameter in model.parameters():
+        model = build(size, smoke=smoke)
+        state = cls(model, torch.optim.AdamW(model.parameters()) if kind == "adam" else None)
+        state.reset()
+        return state
+
+    def reset(self) -> None:
+        """Give all tensors the values that are saved; the optimizer's are new ones."""
+        fill(list(self.model.parameters()))
+        if self.optimizer is None:
+            return
+        self.optimizer.state.clear()
+        for parameter in self.model.parameters():
             moments = {key: torch.zeros_like(parameter.data) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
-        fill([t for state in optimizer.state.values() for t in state.values() if t.ndim])
-        return cls(model, optimizer)
+            self.optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+        fill(list(self.model.parameters()) + [t for s in self.optimizer.state.values() for t in s.values() if t.ndim])
 
-    def tensors(self) -> list[torch.Tensor]:
-        state = self.optimizer.state.values() if self.optimizer else ()
-        return [
-            local_of(t).detach() for t in [*self.model.parameters(), *(t for slots in state for t in slots.values())]
-        ]
-
-    def witnesses(self) -> list[torch.Tensor]:
-        """Return one value of the model and one of the optimizer."""
-        parameter = next(p for p in self.model.parameters() if local_of(p).numel())
-        found = [parameter.data, self.optimizer.state[parameter]["exp_avg"]] if self.optimizer else [parameter.data]
-        return [local_of(tensor).reshape(-1)[:1] for tensor in found]
-
-    def damage(self) -> Callable[[], bool]:
-        """Take values away; return what says whether they are back."""
-        before = [value.clone() for value in self.witnesses()]
-        for value in self.witnesses():
-            value.zero_()
-        return lambda: all(map(torch.equal, self.witnesses(), before))
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of every tensor, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            slots = self.optimizer.state[parameter] if self.optimizer else {}
+            found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in sorted(slots.items())}}
+        return {name: local_of(tensor.detach()) for name, tensor in found.items()}
 
 
 # --- contestants ------------------------------------------------------------------------------------------------------
 
 
-def raw_jobs(state: State) -> tuple[list[tuple[int, memoryview]], int]:
-    """Return where in one file this rank's bytes go, one after the other, and the length of the file."""
-    memories = [memory_of(t) for t in state.tensors() if t.numel()]
-    sizes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, sum(map(len, memories)))
-    at, jobs = sum(sizes[: dist.get_rank()]), []
-    for memory in memories:
-        jobs += pieces_of(memory, at)
-        at += len(memory)
-    return jobs, sum(sizes)
+def bare_save(state: State, folder: Path) -> None:
+    bare.write(state.bare_calls, folder)
 
 
-def raw_write(state: State, folder: Path) -> None:
-    jobs, length = raw_jobs(state)
-    if dist.get_rank() == 0:
-        with (folder / "raw").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, length)
-    dist.barrier()
-    fd = os.open(folder / "raw", os.O_WRONLY)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: write_from(fd, *job), jobs))
-    os.fsync(fd)
-    os.close(fd)
-
-
-def raw_read(state: State, folder: Path) -> None:
-    jobs, _ = raw_jobs(state)
-    fd = os.open(folder / "raw", os.O_RDONLY)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: read_into(fd, *job), jobs))
-    os.close(fd)
+def bare_load(state: State, folder: Path) -> None:
+    bare.read(state.bare_calls, folder)
 
 
 def our_save(state: State, folder: Path) -> None:
@@ -287,7 +247,7 @@ def accelerate_load(state: State, folder: Path) -> None:
 LOAD_ALONE = "ours, verify=False"
 WHOLE_STATE = "gather + torch.save"
 CONTESTANTS = {
-    "raw": (raw_write, raw_read),
+    "bare": (bare_save, bare_load),
     "ours": (our_save, our_load),
     LOAD_ALONE: (our_save, lambda state, folder: our_load(state, folder, verify=False)),
     "DCP": (dcp_save, dcp_load),
@@ -302,14 +262,15 @@ WEIGHTS_ALONE = {"DCP, Hugging Face", "gather + save_file"}
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def work(rank: int, ranks: int, options: dict) -> None:
-    become_rank(rank, ranks, options["store"])
+def work(rank: int, options: dict) -> None:
+    become_rank(rank, options)
     folder = Path(options["folder"])
-    state = State.of(options["case"])
+    state = State.of(options["case"], smoke=options["smoke"])
+    expected = digests_of(state.tensors())
     names = [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ALONE]
     results: dict = {"save": {}, "load": {}}
-    payload: list = [None] * ranks
-    dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors()))
+    payload: list = [None] * options["ranks"]
+    dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors().values()))
     if memory_left() < 4 * sum(payload):  # the file, and the whole state on every rank
         names.remove(WHOLE_STATE)
         error = [[{"error": "the whole state does not fit into this machine's memory"}]]
@@ -319,22 +280,29 @@ def work(rank: int, ranks: int, options: dict) -> None:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+        if name == "bare":
+            state.bare_calls = bare.calls_of(list(state.tensors().values()))
         dist.barrier()
-        results["save"].setdefault(name, []).append(attempt(lambda s=save: turn(lambda: s(state, folder))))
+        saved = attempt(lambda s=save: turn(lambda: s(state, folder)))
         if rank == 0 and options["cold"]:
             drop_from_cache(folder)
-        is_back = state.damage()
-        outcomes = attempt(lambda r=load: turn(lambda: r(state, folder)))
-        if not is_back():
-            outcomes = [{"error": "the state did not come back"}]
-            fill(state.tensors())
-        results["load"].setdefault(name, []).append(outcomes)
+        for tensor in state.tensors().values():
+            tensor.zero_()
+        loaded = saved
+        if not error_of([saved]):
+            loaded = attempt(
+                lambda r=load: turn(lambda: r(state, folder)),
+                lambda: check_values(digests_of(state.tensors()), expected),
+            )
+        if error_of([loaded]):
+            saved = loaded  # values that do not come back make no time of a save
+            state.reset()
+        results["save"].setdefault(name, []).append(saved)
+        results["load"].setdefault(name, []).append(loaded)
     results["save"].pop(LOAD_ALONE, None)
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        Path(options["results"]).write_text(json.dumps({"payload_bytes": sum(payload), "results": results}))
-    dist.barrier()
-    os._exit(0)  # gloo can abort an interpreter that is on its way out
+    finish(rank, options, {"payload_bytes": sum(payload), "results": results})
 
 
 def table(entry: dict) -> str:
@@ -359,9 +327,10 @@ def table(entry: dict) -> str:
             f"| {name} | {spread(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
             f"{facts['peak_bytes'] / 1e6:.0f} | {facts[f'{moved}_bytes'] / entry['payload_bytes']:.4f} |"
         )
-    middle, low, high = ratio(own["seconds"], contestants["raw"]["seconds"])
-    least = min(own["seconds"]) / min(contestants["raw"]["seconds"])
-    lines += ["", f"ours / bare machine: {middle:.2f} ({low:.2f} - {high:.2f}); least / least: {least:.2f}"]
+    if "error" not in contestants["bare"]:
+        middle, low, high = ratio(own["seconds"], contestants["bare"]["seconds"])
+        least = min(own["seconds"]) / min(contestants["bare"]["seconds"])
+        lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f}); least / least: {least:.2f}"]
     return "\n".join(lines)
 
 
@@ -378,38 +347,37 @@ def panels(entries: list[dict]) -> list[tuple[str, dict[str, list[float]]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--disk", type=Path, default=Path("runs/benchmark"))
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/benchmark"))
     parser.add_argument("--where", nargs="+", default=["disk", "tmpfs"], choices=["disk", "tmpfs"])
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parse(
+        parser,
+        smoke={"ranks": [2], "where": ["disk"]},
+        places={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
+    )
     entries = []
     for where, case, ranks in ((w, c, r) for w in args.where for c in args.cases for r in args.ranks):
         place = args.disk if where == "disk" else args.tmpfs
-        place.mkdir(parents=True, exist_ok=True)
         options = {
             "case": case,
+            "ranks": ranks,
             "rounds": args.rounds,
+            "smoke": args.smoke,
             "cold": where == "disk",
             "folder": str(place / "checkpoint"),
-            "store": str(place / f"store-{os.getpid()}-{case}-{ranks}"),
-            "results": str(place / "results.json"),
         }
-        mp.spawn(work, (ranks, options), nprocs=ranks)
-        measured = json.loads((place / "results.json").read_text())
+        try:
+            measured = on_ranks(work, options)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
         for kind, contestants in measured["results"].items():
             entry = {"kind": kind, "case": case, "ranks": ranks, "where": where}
-            entry |= {"payload_bytes": measured["payload_bytes"], **circumstances()}
+            entry |= {"payload_bytes": measured["payload_bytes"], **circumstances(smoke=args.smoke)}
             entry["contestants"] = {name: summary(turns) for name, turns in contestants.items()}
             entries = merge(args.out / "checkpoint.json", entry, ("kind", "case", "ranks", "where"))
             print(table(entry), end="\n\n", flush=True)
-        shutil.rmtree(place, ignore_errors=True)
-    draw(panels(entries), args.out / "checkpoint.png")
+    draw(panels(entries), args.out / "checkpoint.png", smoke=args.smoke)
 
 
 if __name__ == "__main__":

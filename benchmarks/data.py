@@ -1,14 +1,15 @@
 """The data order: how long until the first batch after a resume, what an order costs, what a loader adds to a batch.
 
-    python benchmarks/data.py [--rounds 7] [--out runs/benchmarks]
+    python benchmarks/data.py [--rounds 7] [--out DIR] [--smoke]
 
-Resuming: a loader goes on after so many samples, each contestant in its own way; ours computes the place, torchdata's
-StatefulDataLoader runs through a plain iterable again, Hugging Face's IterableDataset skips examples (from memory, in
-pieces). Orders: ids a second and memory, beside a permutation in memory. Overhead: an epoch of tiny samples through our
-loader and through a plain DataLoader, in turns. One process, no ranks. Writes data.json, prints tables.
+Resuming: a loader goes on after so many samples, each contestant in its own way; ours computes the position,
+torchdata's StatefulDataLoader runs through a plain iterable again, Hugging Face's IterableDataset skips examples (from
+memory, in pieces). Orders: ids a second and memory, beside a permutation in memory. Overhead: an epoch of tiny samples
+through our loader and through a plain DataLoader, in turns. One process, no ranks. Outside of the timed part the first
+batch after a resume, the ids of an order and the samples of an epoch are compared with the expected ones. Writes
+data.json, prints tables. `--smoke` runs all of it in seconds, with fewer samples.
 """
 
-import argparse
 import json
 import logging
 import statistics
@@ -16,13 +17,12 @@ import time
 import tracemalloc
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from harness import OUT, circumstances, in_turns, merge, ratio
+from harness import ValuesError, circumstances, in_turns, merge, parse, parser_of, ratio
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, ResumableLoader
@@ -53,35 +53,42 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def ours(consumed: int) -> Callable[[], object]:
-    loader = ResumableLoader(Numbers(BILLIONS), BATCH)
-    state = loader.state_dict() | {"batches": consumed // BATCH, "samples": consumed}
+Resume = Callable[[], torch.Tensor]
+"""Return the first batch after a resume."""
 
-    def resume() -> None:
+
+def ours(batches: int) -> tuple[Resume, torch.Tensor]:
+    consumed = batches * BATCH
+    loader = ResumableLoader(Numbers(BILLIONS), BATCH)
+    state = loader.state_dict() | {"batches": batches, "samples": consumed}
+
+    def resume() -> torch.Tensor:
         fresh = ResumableLoader(Numbers(BILLIONS), BATCH)
         fresh.load_state_dict(state)
-        next(iter(fresh))
+        return next(iter(fresh))
 
-    return resume
+    order = GlobalOrder(BILLIONS, loader.seed, 0)
+    return resume, torch.as_tensor(order.indices(consumed, consumed + BATCH))
 
 
-def torchdata(consumed: int) -> Callable[[], object]:
+def torchdata(batches: int) -> tuple[Resume, torch.Tensor]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader = StatefulDataLoader(Stream(), BATCH)
-    for _, _ in zip(range(consumed // BATCH), loader, strict=False):
-        pass
+    given = iter(loader := StatefulDataLoader(Stream(), BATCH))
+    for _ in range(batches):
+        next(given)
     state = loader.state_dict()
 
-    def resume() -> None:
+    def resume() -> torch.Tensor:
         fresh = StatefulDataLoader(Stream(), BATCH)
         fresh.load_state_dict(state)
-        next(iter(fresh))
+        return next(iter(fresh))
 
-    return resume
+    return resume, torch.arange(batches * BATCH, (batches + 1) * BATCH)
 
 
-def hugging_face(consumed: int) -> Callable[[], object]:
+def hugging_face(batches: int) -> tuple[Resume, None]:
+    """Resume a stream with a shuffle buffer; which samples come is not known: the buffer starts empty again."""
     import datasets
 
     def make() -> datasets.IterableDataset:
@@ -91,59 +98,73 @@ def hugging_face(consumed: int) -> Callable[[], object]:
         )
         return examples.shuffle(seed=0, buffer_size=1000).batch(BATCH)
 
-    stream = make()
-    for _, _ in zip(range(consumed // BATCH), stream, strict=False):
-        pass
+    given = iter(stream := make())
+    for _ in range(batches):
+        next(given)
     state = stream.state_dict()
 
-    def resume() -> None:
+    def resume() -> torch.Tensor:
         fresh = make()
         fresh.load_state_dict(state)
-        next(iter(fresh))
+        return torch.tensor(next(iter(fresh))["i"])
 
-    return resume
+    return resume, None
 
 
-def resuming(rounds: int) -> dict:
+def resuming(rounds: int, samples: Sequence[int]) -> dict:
     """Measure the time to the first batch, by what was consumed; a contestant that replays does not get the billion."""
-    rows: dict[str, dict[str, list[float]]] = {}
-    for consumed in (10**3, 10**6, 10**9):
+    rows: dict[str, dict] = {}
+    for consumed in samples:
         contestants = {"ours": ours} | ({"torchdata": torchdata, "datasets": hugging_face} if consumed < 10**9 else {})
-        calls = {name: make(consumed) for name, make in contestants.items()}
-        for call in calls.values():
-            call()
+        calls: dict[str, Resume] = {}
+        missing: dict[str, dict[str, str]] = {}
+        for name, make in contestants.items():
+            try:
+                calls[name], expected = make(consumed // BATCH)
+            except ModuleNotFoundError as error:
+                missing[name] = {"error": f"not installed: {error.name}"}
+                print(f"{name}: {missing[name]['error']}")
+                continue
+            batch = calls[name]()
+            if batch.shape != (BATCH,) or (expected is not None and not torch.equal(batch, expected)):
+                raise ValuesError(f"{name} goes on with {batch.tolist()}, expected {expected}")
         times: dict[str, list[float]] = {name: [] for name in calls}
         for name in in_turns(list(calls), rounds):
             times[name].append(seconds(calls[name]))
-        rows[str(consumed)] = times
+        rows[str(consumed)] = {**times, **missing}
         for name, values in times.items():
             print(f"first batch after {consumed:>13,d} samples, {name:9s}: {statistics.median(values) * 1e3:10.2f} ms")
     return rows
 
 
-def in_slices(order: GlobalOrder | EpisodeOrder) -> None:
-    for at in range(10**7, 10**7 + 2**20, 4096):
-        order.indices(at, at + 4096)
+def in_slices(order: GlobalOrder | EpisodeOrder, count: int) -> list[np.ndarray]:
+    return [order.indices(at, at + 4096) for at in range(10**7, 10**7 + count, 4096)]
 
 
-def orders(rounds: int) -> dict:
+def orders(rounds: int, count: int) -> dict:
     """Measure ids a second in slices of 4,096, memory, and a permutation of 10^7 in memory beside them."""
     lengths = np.full(10**5, 300)
     made = {
-        "GlobalOrder(10^9)": lambda: GlobalOrder(10**9, 0, 0),
-        "GlobalOrder(10^12)": lambda: GlobalOrder(10**12, 0, 0),
-        "EpisodeOrder(10^5 x 300, pool 64)": lambda: EpisodeOrder(lengths, 0, 0, 64),
-        "EpisodeOrder(10^5 x 300, pool 64, 8 lanes)": lambda: EpisodeOrder(lengths, 0, 0, 64, lanes=8, batch=4096),
+        "GlobalOrder(10^9)": (10**9, lambda: GlobalOrder(10**9, 0, 0)),
+        "GlobalOrder(10^12)": (10**12, lambda: GlobalOrder(10**12, 0, 0)),
+        "EpisodeOrder(10^5 x 300, pool 64)": (3 * 10**7, lambda: EpisodeOrder(lengths, 0, 0, 64)),
+        "EpisodeOrder(10^5 x 300, pool 64, 8 lanes)": (
+            3 * 10**7,
+            lambda: EpisodeOrder(lengths, 0, 0, 64, lanes=8, batch=4096),
+        ),
     }
     rows = {}
-    for name, make in made.items():
+    for name, (samples, make) in made.items():
         tracemalloc.start()
         order = make()
         order.indices(10**7, 10**7 + 4096)
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        times = [seconds(partial(in_slices, order)) for _ in range(rounds)]
-        rows[name] = {"ids_per_second": 2**20 / statistics.median(times), "peak_bytes": peak_bytes}
+        ids = np.concatenate(in_slices(order, count))
+        if len(np.unique(ids)) != count or ids.min() < 0 or ids.max() >= samples:
+            raise ValuesError(f"{name} gives a sample twice, or one that there is not")
+        times = [seconds(partial(in_slices, order, count)) for _ in range(rounds)]
+        rows[name] = {"ids_per_second": count / statistics.median(times), "peak_bytes": peak_bytes}
     times = [seconds(lambda: torch.randperm(10**7)) for _ in range(rounds)]
     rows["torch.randperm(10^7)"] = {"ids_per_second": 1e7 / statistics.median(times), "peak_bytes": 8 * 10**7}
     for name, row in rows.items():
@@ -151,19 +172,22 @@ def orders(rounds: int) -> dict:
     return rows
 
 
-def overhead(rounds: int) -> dict:
+def overhead(rounds: int, *, smoke: bool) -> dict:
     """Measure an epoch of tiny samples through ours and through a plain DataLoader, in turns."""
     rows = {}
-    for batch, workers, n in ((32, 0, 20_000), (256, 0, 20_000), (32, 2, 60_000)):
+    for batch, workers, samples in ((32, 0, 20_000), (256, 0, 20_000), (32, 2, 60_000)):
+        n = 1024 if smoke else samples
         dataset = Numbers(n)
         loaders = {
             "ours": ResumableLoader(dataset, batch, num_workers=workers),
             "plain": DataLoader(dataset, batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0),
         }
         times: dict[str, list[float]] = {name: [] for name in loaders}
-        for name in [*loaders, *in_turns(list(loaders), rounds)]:
+        for name, loader in loaders.items():
+            if not torch.equal(torch.cat(list(loader)).sort().values, torch.arange(n)):
+                raise ValuesError(f"an epoch of the {name} loader is not each sample once")
+        for name in in_turns(list(loaders), rounds):
             times[name].append(seconds(partial(deque, loaders[name], maxlen=0)))
-        times = {name: values[1:] for name, values in times.items()}
         batches = n / batch
         added = [(a - b) / batches for a, b in zip(times["ours"], times["plain"], strict=True)]
         rows[f"batch {batch}, {workers} workers"] = {
@@ -180,20 +204,16 @@ def overhead(rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
+    args = parse(parser_of(__doc__), smoke={})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torchdata's, of torch
     logging.disable()  # the contestants', of what they replay
     entry = {
-        **circumstances(),
-        "resuming": resuming(args.rounds),
-        "orders": orders(args.rounds),
-        "overhead": overhead(args.rounds),
+        **circumstances(smoke=args.smoke),
+        "resuming": resuming(args.rounds, (100, 1000, 10**9) if args.smoke else (10**3, 10**6, 10**9)),
+        "orders": orders(args.rounds, 2**14 if args.smoke else 2**20),
+        "overhead": overhead(args.rounds, smoke=args.smoke),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     merge(args.out / "data.json", json.loads(json.dumps(entry)), ("hardware",))
 
 

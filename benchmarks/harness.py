@@ -1,9 +1,14 @@
-"""What the benchmarks share: ranks, turns with seconds, memory and bytes, ratios, and panels of a chart.
+"""Share what all benchmarks need: options, ranks, turns with seconds, checks of values, ratios, panels of a chart.
 
-All contestants take turns in one process group, in another order each round, so that a machine that slows down slows
-them all. Peak memory is the kernel's own (VmHWM, reset before each turn) above what the process held before.
+All contestants take turns on the same ranks, in another order each round, so that a machine that slows down slows them
+all. Barriers around a turn are on a process group of the harness's own, so that they meet no contestant's traffic. Peak
+memory is the kernel's own (VmHWM, reset before each turn) above what the process held before.
+
+A turn ends with a check of all values that it moved, outside of the timed part: one that fails is an error, not a time.
 """
 
+import argparse
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -11,29 +16,98 @@ import json
 import logging
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers import LlamaConfig
+
+from fsdp2_strategy.hf.container import memory_of
 
 OUT = Path("runs/benchmarks")
 """Where figures and charts go by default, in the working directory; `--out benchmarks/results` records them."""
-THREADS = 4
-PIECE = 16 << 20
+IMPORTED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy"]
+"""Modules that take seconds to import: ranks are forked from a process that has them."""
+SEVERAL = 2
+"""Wrong tensors that an error names."""
+SMOKE_TITLE = "smoke run at tiny sizes: the figures mean nothing"
 
 
-def become_rank(rank: int, ranks: int, store: str) -> None:
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=OUT, help="where figures and charts go")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run everything in seconds, at tiny sizes: the figures mean nothing"
+    )
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, smoke: Mapping[str, Any], places: Mapping[str, Path] | None = None
+) -> argparse.Namespace:
+    """Parse the command line, and create the folder for the output.
+
+    Args:
+        parser: from `parser_of`, with the benchmark's own options added.
+        smoke: defaults of the benchmark's options with ``--smoke``, which has one round.
+        places: options that name a folder for scratch data, with their defaults; with ``--smoke`` they are under
+            ``--out``, and deleted at the end.
+    """
+    places = places or {}
+    for name, place in places.items():
+        parser.add_argument(f"--{name}", type=Path, default=place, help=f"folder for scratch data, {place} by default")
+    args = parser.parse_args()
+    if args.smoke:
+        parser.set_defaults(rounds=1, out=OUT / "smoke", **smoke)
+        scratch = parser.parse_args().out / "scratch"
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        parser.set_defaults(**{name: scratch / name for name in places})
+        args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / f"{Path(parser.prog).stem}.json"
+    if results.exists() and _is_smoke(json.loads(results.read_text())) != args.smoke:
+        kinds = ("measured figures", "figures of a smoke run")[:: -1 if args.smoke else 1]
+        parser.error(f"cannot add {kinds[0]} to {results}: it holds {kinds[1]}. Name another --out.")
+    return args
+
+
+def _is_smoke(entries: dict | list[dict]) -> bool:
+    return any(entry.get("smoke", False) for entry in (entries if isinstance(entries, list) else [entries]))
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def become_rank(rank: int, options: dict) -> None:
+    """Join the process group of a benchmark, whose options `on_ranks` has completed."""
+    ranks = options["ranks"]
     torch.set_num_threads(1)
+    if options["smoke"]:
+        gc.freeze()  # a collection before each turn would take longer than the turn
+    tqdm.set_lock(threading.RLock())  # its own one is a named semaphore, which `os._exit` leaves behind
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("fsdp2_strategy").setLevel(logging.ERROR)
@@ -44,14 +118,23 @@ def become_rank(rank: int, ranks: int, store: str) -> None:
     if cuda:
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=dist.FileStore(options["store"], ranks), rank=rank, world_size=ranks)
+    own_group()
+
+
+@cache
+def own_group() -> dist.ProcessGroup:
+    """Return the process group of the harness, which no contestant uses; collective when first called."""
+    return dist.new_group(backend="gloo")
 
 
 def on_ranks(work: Callable[[int, dict], None], options: dict) -> dict:
     """Run ``work(rank, options)`` in as many processes as the options say; return what rank 0 passed to `finish`."""
+    method = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot start CUDA again
+    mp.get_context("forkserver").set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         paths = {"store": f"{folder}/store", "results": f"{folder}/results.json"}
-        mp.spawn(work, ({**options, **paths},), nprocs=options["ranks"])
+        mp.start_processes(work, ({**options, **paths},), nprocs=options["ranks"], start_method=method)
         return json.loads(Path(paths["results"]).read_text())
 
 
@@ -67,9 +150,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def pieces_of(memory: memoryview, offset: int) -> list[tuple[int, memoryview]]:
-    """Cut memory that lies at an offset of a file into parts that threads share."""
-    return [(offset + at, memory[at : at + PIECE]) for at in range(0, len(memory), PIECE)]
+def llama_config(size: str, *, smoke: bool) -> LlamaConfig:
+    """Return a Llama of 0.4 billion parameters in fp32, or of 1.5 billion in bf16; or a tiny one of that dtype."""
+    shape, dtype = {
+        "0.4": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22}, torch.float32),
+        "1.5": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 29}, torch.bfloat16),
+    }[size]
+    words = 32000
+    if smoke:
+        shape, words = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}, 128
+    return LlamaConfig(**shape, num_attention_heads=16, num_key_value_heads=8, vocab_size=words, dtype=dtype)
+
+
+# --- files and memory -------------------------------------------------------------------------------------------------
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -102,17 +195,72 @@ def status(name: str, file: str = "status") -> int:
     return int(value[0]) * (1024 if value[-1] == "kB" else 1)
 
 
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class ValuesError(Exception):
+    """A contestant did not bring the values that it should."""
+
+
+@torch.no_grad()
+def fill(tensors: Sequence[torch.Tensor]) -> None:
+    """Give this rank's part of each tensor values that no other tensor or rank has, without a generator's time."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for i, tensor in enumerate(tensors):
+        flat = local_of(tensor).reshape(-1)
+        torch.arange(flat.numel(), dtype=torch.float32, out=(scratch := torch.empty(0)))
+        flat.copy_(scratch.mul_(1e-6).add_(0.01 + 0.001 * (i * ranks + rank)))
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return a checksum of this rank's part of a tensor: of its dtype, its shape, and all its bytes."""
+    local = local_of(tensor.detach()).cpu().contiguous()
+    return f"{local.dtype} {list(local.shape)} {xxhash.xxh3_64_hexdigest(memory_of(local) if local.numel() else b'')}"
+
+
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: digest_of(tensor) for name, tensor in tensors.items()}
+
+
+def check_values(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Compare digests by name.
+
+    Raises:
+        ValuesError: one differs, is missing, or is one too many.
+    """
+    names = [*expected, *(found.keys() - expected.keys())]
+    wrong = [name for name in names if found.get(name) != expected.get(name)]
+    if wrong:
+        some = ", ".join(wrong[:SEVERAL]) + ", ..." * (len(wrong) > SEVERAL)
+        raise ValuesError(f"{len(wrong)} of {len(names)} tensors do not have the values that were saved: {some}")
+
+
+def check_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Compare values, dtypes and shapes.
+
+    Raises:
+        ValuesError: they differ.
+    """
+    if found.dtype != expected.dtype or not torch.equal(found, expected):
+        raise ValuesError(f"{what} does not have the values that it should")
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
 def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> dict:
     """Run one contestant on all ranks; return seconds, and this rank's memory and bytes read and written."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     resident, read, written = status("VmRSS"), status("rchar", "io"), status("wchar", "io")
-    dist.barrier()
+    dist.barrier(own_group())
     start = time.perf_counter()
-    result = call()
-    finish(result)
-    dist.barrier()
+    try:
+        result = call()
+        finish(result)
+    finally:
+        dist.barrier(own_group())  # also after an error, which other ranks may not have
     end = time.perf_counter()
     return {
         "start": start,
@@ -124,14 +272,22 @@ def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> d
     }
 
 
-def attempt(call: Callable[[], dict]) -> list[dict]:
-    """Run a contestant and return every rank's outcome; one that cannot do it says why."""
+def attempt(call: Callable[[], dict], check: Callable[[], object] = int) -> list[dict]:
+    """Run a contestant and return every rank's outcome; one that cannot do it, or fails the check after it, says why.
+
+    Args:
+        call: the turn.
+        check: what raises where values are wrong; it has no collective, since another rank may not come to it.
+    """
     try:
         outcome = call()
+        check()
+    except ModuleNotFoundError as error:
+        outcome = {"error": f"not installed: {error.name}"}
     except (Exception, CheckpointException) as error:  # noqa: BLE001  whatever it says is its result
         outcome = {"error": f"{type(error).__name__}: {error}"[-600:]}
     outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    dist.all_gather_object(outcomes, outcome, own_group())
     return outcomes
 
 
@@ -162,14 +318,25 @@ def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
 
 
-def spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f})"
+def spread(seconds: list[float], digits: int = 2) -> str:
+    """Return the median with the least and the most."""
+    return f"{statistics.median(seconds):.{digits}f} ({min(seconds):.{digits}f} - {max(seconds):.{digits}f})"
 
 
-def circumstances() -> dict[str, str]:
-    """Return what a figure was measured with."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def circumstances(*, smoke: bool) -> dict[str, str | bool]:
+    """Return what a figure was measured with, and whether it is one at all."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return {
+        "smoke": smoke,
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
@@ -190,7 +357,7 @@ def merge(results: Path, entry: dict, keys: tuple[str, ...]) -> list[dict]:
     return entries
 
 
-def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path) -> None:
+def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path, *, smoke: bool) -> None:
     """Draw a panel of bars for each title: seconds by contestant, turn by turn."""
     import matplotlib as mpl
 
@@ -204,7 +371,7 @@ def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path) -> Non
         axes.set_visible(False)
     for axes, (title, contestants) in zip(grid.flat, panels, strict=False):
         for row, (name, seconds) in enumerate(contestants.items()):
-            color = "#1f6fb4" if name == "ours" else "#c0392b" if name.startswith("raw") else "#999999"
+            color = "#1f6fb4" if name == "ours" else "#c0392b" if name.startswith("bare") else "#999999"
             axes.barh(row, statistics.median(seconds), color=color)
             axes.plot(seconds, [row] * len(seconds), "k.", markersize=3)
         axes.set_yticks(range(len(contestants)), contestants, fontsize=8)
@@ -212,4 +379,6 @@ def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path) -> Non
         axes.set_xlabel("seconds", fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
+    if smoke:
+        figure.suptitle(SMOKE_TITLE, fontsize=9)
     figure.savefig(picture, dpi=120)

@@ -1,6 +1,7 @@
 """The LeRobot reader: frames a second, rows a second, workers, memory, and bytes from an HTTP root.
 
-    python benchmarks/lerobot.py [--rounds 5] [--only frames rows workers memory bytes] [--dir DIR]
+    python benchmarks/lerobot.py [--rounds 7] [--only frames rows workers memory bytes] [--dir DIR] [--out DIR]
+                                 [--smoke]
 
 Frames: our reader behind our loader, without workers, against a bare PyAV loop over the very same frames in the same
 order: files kept open, seek, decode to the frame, convert to an RGB array, and throw it away, or make batches of them
@@ -10,24 +11,27 @@ the first batch from nothing, also after a resume. Memory: of the trainer and it
 rows so wide that they show. Bytes: what a server sends for an epoch, beside the packets and row groups that hold the
 episodes, and the files that hold them.
 
-Contestants take turns, in another order each round. Data sets are written once, and kept in DIR. Writes lerobot.json,
-prints tables.
+Contestants take turns, in another order each round. Values are compared outside of the timed part: our pictures with
+those of the bare loop, rows with the parquet files, batches of workers with those without, first batches with the
+loader's order, batches from the server with those of local files. Data sets are written once, and kept in DIR. Writes
+lerobot.json, prints tables. `--smoke` runs all of it in seconds, with small pictures and short episodes.
 """
 
-import argparse
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -38,7 +42,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from av.video.reformatter import VideoReformatter
-from harness import OUT, circumstances, in_turns, merge, ratio
+from harness import IMPORTED, ValuesError, circumstances, digest_of, in_turns, merge, parse, parser_of, ratio
 from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
@@ -55,6 +59,32 @@ POOL = 16
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 Place = tuple[str, float]
 """A video file, and seconds in it."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the data sets, and how much of them a turn reads."""
+
+    heights: tuple[int, int]
+    """Of pictures from two cameras, and of those from one."""
+    in_turn: int
+    """Batches of pictures from one camera."""
+    numbers: tuple[int, int, int]
+    """Episodes, their length, and numbers a row."""
+    rows_in_turn: int
+    """Batches of rows."""
+    steady: tuple[int, int]
+    """Batches before those that are timed, and with them."""
+    wide: tuple[int, int, int]
+    """Episodes, their length, and numbers a row, where memory is measured."""
+    looks: tuple[int, int]
+    """Batches from one look at the memory to the next, and to the last."""
+    large: tuple[int, int]
+    """Length and height of episodes that are served."""
+
+
+MEASURED = Sizes((240, 480), 12, (64, 300, 14), 100, (6, 18), (160, 128, 2048), (40, 240), (120, 240))
+SMOKE = Sizes((48, 48), 2, (16, 40, 14), 10, (2, 4), (80, 16, 64), (4, 12), (12, 48))
 
 
 # --- data sets, written once -------------------------------------------------------------------------------------
@@ -110,16 +140,16 @@ def numbers(folder: Path, episodes: int, length: int, width: int) -> Path:
     return once(folder / f"numbers-{episodes}-{length}-{width}", write)
 
 
-def large_episodes(folder: Path) -> Path:
-    """Return 16 episodes of 120 frames, some MB each, four in a file, and in a data file eight."""
+def large_episodes(folder: Path, length: int, height: int) -> Path:
+    """Return 16 episodes, some MB each if they have 120 frames, four in a file, and in a data file eight."""
     return once(
-        folder / "large",
+        folder / f"large-{length}-{height}",
         lambda root: write_barcoded(
             root,
-            [120] * 16,
+            [length] * 16,
             cameras=(TOP,),
-            height=240,
-            width=320,
+            height=height,
+            width=height * 4 // 3,
             episodes_per_video_file=4,
             episodes_per_data_file=8,
             crf=8,
@@ -169,6 +199,40 @@ def batches(dataset: Any, count: int, **options: Any) -> Iterator[Any]:
                     break
     finally:
         loader.close()
+
+
+# --- checking ----------------------------------------------------------------------------------------------------
+
+
+def digests(batch: Mapping[str, Any]) -> dict[str, str]:
+    """Return a checksum for each part of a batch."""
+    return {key: digest_of(part) if isinstance(part, torch.Tensor) else repr(part) for key, part in batch.items()}
+
+
+def check_batches(given: Iterable[Mapping[str, Any]], expected: Iterable[Mapping[str, str]], what: str) -> None:
+    """Compare batches with digests, as long as there are both."""
+    for i, (batch, digest) in enumerate(zip(given, expected, strict=False)):
+        if digests(batch) != digest:
+            raise ValuesError(f"{what}: batch {i} does not have the values that it should")
+
+
+def check_pictures(root: Path, wanted: Sequence[Place], count: int) -> None:
+    """Compare our first batches with those of the bare loop."""
+    with closing(opened(root)) as dataset, closing(batches(dataset, count)) as ours:
+        keys = dataset.metadata.video_keys
+        bare = bare_batches(wanted, len(keys), [0])
+        for i, (batch, pictures) in enumerate(zip(ours, bare, strict=False)):
+            if not all(map(torch.equal, (batch[key] for key in keys), pictures)):
+                raise ValuesError(f"{root.name}: pictures of batch {i} are not those of the bare loop")
+
+
+def check_rows(batch: Mapping[str, Any], root: Path, what: str) -> None:
+    """Compare a batch, or a single row, with the parquet files."""
+    files = [pq.read_table(file).to_pydict() for file in sorted((root / "data").rglob("*.parquet"))]
+    for key in ("observation.state", "action"):
+        whole = np.array([row for file in files for row in file[key]], dtype=np.float32)
+        if not np.array_equal(np.asarray(batch[key], dtype=np.float32), whole[np.asarray(batch["index"])]):
+            raise ValuesError(f"{what}: {key} is not that of the files")
 
 
 # --- frames ------------------------------------------------------------------------------------------------------
@@ -222,16 +286,17 @@ def next_of(given: Iterator[Any], count: int) -> tuple[float, float]:
     return timed(lambda: deque(islice(given, count), maxlen=0))
 
 
-def frames(folder: Path, rounds: int) -> dict:
+def frames(folder: Path, rounds: int, sizes: Sizes) -> dict:
     """Measure both codecs, small pictures of two cameras and large ones of one; a turn is the next epoch, or two.
 
     In the turn that does not count files are opened and rows cut out, as for each episode once.
     """
     rows = {}
-    for codec, (height, cameras) in product(("libx264", "libsvtav1"), ((240, 2), (480, 1))):
+    for codec, (height, cameras) in product(("libx264", "libsvtav1"), zip(sizes.heights, (2, 1), strict=True)):
         root = pictures(folder, codec, height) if cameras == 2 else of_one_camera(pictures(folder, codec, height))
-        in_turn = 12 // cameras  # batches
+        in_turn = sizes.in_turn // cameras  # batches
         wanted = places(root, in_turn * (rounds + 1))
+        check_pictures(root, wanted, in_turn)
         count, decoded = in_turn * BATCH * cameras, [0]
         bare, in_batches = bare_loop(wanted, decoded), bare_batches(wanted, cameras, [0])
         with closing(opened(root)) as dataset, closing(batches(dataset, in_turn * (rounds + 1))) as ours:
@@ -271,36 +336,41 @@ def endless(given: Iterable[Any]) -> Iterator[Any]:
         yield from given
 
 
-def rows(folder: Path, rounds: int) -> dict:
+def rows(folder: Path, rounds: int, sizes: Sizes) -> dict:
     """Measure samples a second of a data set without pictures: 64 episodes of 300 frames, 28 numbers each.
 
     All mix the frames of as many samples as 16 episodes have. Lists come one by one, all others as batches of tensors.
     """
-    root = numbers(folder, 64, 300, 14)
-    count = 100
+    root = numbers(folder, *sizes.numbers)
+    count = sizes.rows_in_turn
     with closing(opened(root)) as dataset:
-        given = {"ours": batches(dataset, count * (rounds + 1))}
-        sizes = {"ours": 1}
+        given = {"ours": batches(dataset, 1 + count * (rounds + 1))}
+        in_batch = {"ours": 1}
+        missing = {}
         try:
             import datasets
-        except ImportError:
-            print("datasets is not installed: left out")
+        except ModuleNotFoundError as error:
+            missing["datasets"] = {"error": f"not installed: {error.name}"}
+            print(f"datasets: {missing['datasets']['error']}")
         else:
             datasets.disable_progress_bars()
             files = sorted(str(file) for file in (root / "data").rglob("*.parquet"))
-            shards = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-            stream = shards.shuffle(seed=0, buffer_size=POOL * 300)
+            cache = str(folder / "datasets")
+            shards = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=cache)
+            stream = shards.shuffle(seed=0, buffer_size=POOL * sizes.numbers[1])
             for form in ("torch", "numpy"):
                 given[f"datasets, {form}"] = endless(DataLoader(stream.with_format(form), BATCH))
             given["datasets, lists"] = endless(stream)
-            sizes = {name: BATCH if name.endswith("lists") else 1 for name in given}
-        turns = take_turns({name: partial(next_of, of, count * sizes[name]) for name, of in given.items()}, rounds)
+            in_batch = {name: BATCH if name.endswith("lists") else 1 for name in given}
+        for name, of in given.items():
+            check_rows(next(of), root, name)
+        turns = take_turns({name: partial(next_of, of, count * in_batch[name]) for name, of in given.items()}, rounds)
         given["ours"].close()
     for name, of in turns.items():
         against = ratio(of["seconds"], turns["ours"]["seconds"])
         a_second = count * BATCH / statistics.median(of["seconds"])
         print(f"rows alone, {name:15s}: {a_second:7.0f} samples/s; its time / ours {shown(against)}")
-    return {"samples": count * BATCH, "turns": turns}
+    return {"samples": count * BATCH, "turns": turns | missing}
 
 
 # --- workers -----------------------------------------------------------------------------------------------------
@@ -309,30 +379,38 @@ def rows(folder: Path, rounds: int) -> dict:
 def first_batch(root: Path, workers: int, consumed: int) -> tuple[float, float]:
     """Return the time until the first batch, from a root alone: metadata, loader, position, workers."""
 
-    def begin() -> None:
+    def begin(workers: int) -> tuple[ResumableLoader, LeRobotDataset]:
         dataset = opened(root)
         loader = ResumableLoader(dataset, BATCH, pool=POOL, num_workers=workers)
         loader.load_state_dict(loader.state_dict() | {"batches": consumed, "samples": consumed * BATCH})
-        next(iter(loader))
-        held.extend((loader, dataset))
+        return loader, dataset
+
+    def first() -> None:
+        held.extend(begin(workers))
+        got.append(next(iter(held[0])))
 
     held: list[Any] = []
-    seconds = timed(begin)
+    got: list[Mapping[str, Any]] = []
+    seconds = timed(first)
+    held.extend(begin(0))
+    if got[0]["index"].tolist() != list(held[2].peek(BATCH)):
+        raise ValuesError(f"the first batch after {consumed} is not the next one of the order")
     for one in held:
         one.close()
     return seconds
 
 
-def workers(folder: Path, rounds: int) -> dict:
+def workers(folder: Path, rounds: int, sizes: Sizes) -> dict:
     """Measure two cameras of 240x320: the steady speed, and the time to the first batch."""
-    root = pictures(folder, "libx264", 240)
-    begin, end = 6, 18
+    root = pictures(folder, "libx264", sizes.heights[0])
+    begin, end = sizes.steady
+    with closing(opened(root)) as dataset:
+        expected = [digests(batch) for batch in batches(dataset, begin)]
 
     def steady(count: int) -> tuple[float, float]:
         with closing(opened(root)) as dataset:
             given = batches(dataset, end, num_workers=count)
-            for _ in range(begin):
-                next(given)
+            check_batches(islice(given, begin), expected, f"{count} workers")
             return timed(lambda: [None for _ in given])
 
     turns = take_turns({str(count): lambda count=count: steady(count) for count in (0, 1, 2)}, rounds)
@@ -372,14 +450,14 @@ def mappings(process: int, named: str = "") -> dict[str, int]:
     return sums
 
 
-def memory_of(root: Path, pool: int, count: int) -> dict[str, Any]:
+def memory_of(root: Path, pool: int, count: int, step: int, last: int) -> dict[str, Any]:
     """Measure this process and its workers in the middle of an epoch; it is a process of its own."""
     with closing(opened(root, pool)) as dataset:
         before = mappings(os.getpid())
         loader = ResumableLoader(dataset, BATCH, pool=pool, num_workers=count)
         peaks: dict[str, dict[str, float]] = {}
         for n, _ in enumerate(loader):
-            if n % 40 == 39:
+            if n % step == step - 1:
                 children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
                 for name, process in (
                     ("trainer", os.getpid()),
@@ -389,19 +467,21 @@ def memory_of(root: Path, pool: int, count: int) -> dict[str, Any]:
                     flat = {f"{part} {kind}": n for part, of in found.items() for kind, n in of.items()}
                     peak = peaks.setdefault(name, flat)
                     peak.update({kind: max(peak[kind], n) for kind, n in flat.items()})
-            if n == 240:
+            if n == last:
                 break
         loader.close()
-        episode_bytes = float(dataset.episode_lengths[0]) * (2048 + 14) * 4
+        row = dataset[0]
+        row_bytes = 4 * (row["observation.state"].numel() + row["action"].numel())
+        episode_bytes = float(dataset.episode_lengths[0]) * row_bytes
     return {"before": before, "peaks": peaks, "pool_bytes": pool * episode_bytes}
 
 
-def memory(folder: Path, _rounds: int) -> dict:
+def memory(folder: Path, _rounds: int, sizes: Sizes) -> dict:
     """Measure two workers with 1 MB of rows an episode and without pictures; then what open decoders take."""
-    root = numbers(folder, 160, 128, 2048)
+    root = numbers(folder, *sizes.wide)
     found = {}
     for pool in (16, 64):
-        measured = alone("memory_of", root, pool, 2)
+        measured = alone(memory_of, root, pool, 2, *sizes.looks, smoke=sizes is SMOKE)
         found[f"pool {pool}, 2 workers"] = measured
         print(
             f"pool {pool}, 2 workers: the pool's rows take {measured['pool_bytes'] / 1e6:.0f} MB; the trainer has "
@@ -414,8 +494,10 @@ def memory(folder: Path, _rounds: int) -> dict:
                 f"{mb['rows Rss']}, {mb['rows Pss']}, {mb['rows Private']} MB"
             )
     for codec in ("libx264", "libsvtav1"):
-        found[f"{codec} decoders, 480x640"] = taken = alone("decoders_of", pictures(folder, codec, 480))
-        print(f"a decoder of {codec}, 480x640: {taken['bytes_per_decoder'] / 1e6:.1f} MB")
+        height = sizes.heights[1]
+        name = f"{codec} decoders, {height}x{height * 4 // 3}"
+        found[name] = taken = alone(decoders_of, pictures(folder, codec, height), smoke=sizes is SMOKE)
+        print(f"{name}: {taken['bytes_per_decoder'] / 1e6:.1f} MB each")
     return found
 
 
@@ -429,11 +511,21 @@ def decoders_of(root: Path) -> dict[str, float]:
         return {"bytes_per_decoder": (mappings(os.getpid())["Private"] - before) / 8}
 
 
-def alone(name: str, *arguments: Any) -> Any:
-    """Call a function of this file in a new process; return what it returns."""
-    command = [sys.executable, __file__, "--call", name, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def alone(function: Callable[..., Any], *arguments: Any, smoke: bool) -> Any:
+    """Call a function in a new process and return what it returns.
+
+    With ``--smoke`` the process is forked from one that has the imports, which saves seconds; its memory means nothing.
+    """
+    context = multiprocessing.get_context("forkserver" if smoke else "spawn")
+    context.set_forkserver_preload(IMPORTED)
+    with ProcessPoolExecutor(1, context, be_trainer, (multiprocessing.get_start_method(),)) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def be_trainer(start_method: str) -> None:
+    """Set a new process up as a trainer is: else its workers would be started as it was itself."""
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method(start_method, force=True)
 
 
 # --- bytes -------------------------------------------------------------------------------------------------------
@@ -490,13 +582,16 @@ def sent_for(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
         LeRobotDataset.hold(dataset, now, soon)
 
     cache = root.parent / "cache"
+    with closing(opened(root, pool, episodes=episodes)) as local:
+        loader = ResumableLoader(local, BATCH, pool=pool)
+        expected = [digests(batch) for batch in loader]
+        loader.close()
     with FileServer(root) as server, closing(opened(server.url, pool, episodes=episodes, cache_dir=cache)) as dataset:
         dataset.hold = hold  # type: ignore[method-assign]
         watching = threading.Thread(target=watch)
         watching.start()
         loader = ResumableLoader(dataset, BATCH, pool=pool)
-        for _ in loader:
-            pass
+        check_batches(loader, expected, "over HTTP")
         before = -1
         while sum(server.sent.values()) > before:  # what is fetched ahead
             before = sum(server.sent.values())
@@ -511,8 +606,8 @@ def sent_for(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
     return {"sent": sent, "requests": requests, "peak_disk_bytes": max(disk), "admitted": admitted}
 
 
-def bytes_(folder: Path, _rounds: int) -> dict:
-    root = large_episodes(folder)
+def bytes_(folder: Path, _rounds: int, sizes: Sizes) -> dict:
+    root = large_episodes(folder, *sizes.large)
     found = {}
     for name, episodes, pool in (
         ("all episodes", range(16), 4),
@@ -536,25 +631,17 @@ def bytes_(folder: Path, _rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--dir", type=Path, default=Path("runs/lerobot"), help="where the data sets are kept")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--call", nargs="+", help=argparse.SUPPRESS)
-    args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("SVT_LOG", "1")  # the encoder's greetings
-    if args.call:
-        name, root, *rest = args.call
-        print(json.dumps(globals()[name](Path(root), *map(int, rest))))
-        return
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
+    args = parse(parser, smoke={}, places={"dir": Path("runs/lerobot")})
     logging.disable()  # the contestants'
     parts = dict(zip(PARTS, (frames, rows, workers, memory, bytes_), strict=True))
-    args.out.mkdir(parents=True, exist_ok=True)
+    sizes = SMOKE if args.smoke else MEASURED
     for name in args.only:
         start = time.perf_counter()
-        entry = {**circumstances(), "part": name, "result": parts[name](args.dir, args.rounds)}
+        entry = {**circumstances(smoke=args.smoke), "part": name, "result": parts[name](args.dir, args.rounds, sizes)}
         merge(args.out / "lerobot.json", json.loads(json.dumps(entry)), ("hardware", "part"))
         print(f"{name}: {time.perf_counter() - start:.0f} s")
 

@@ -1,28 +1,34 @@
 """Log-probabilities in chunks against full logits: seconds and peak memory of forward and backward.
 
-    python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 512] [--out runs/benchmarks]
+    python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 512] [--vocabularies 32000 128000] [--out DIR]
+                                 [--smoke]
 
 A sharded Llama of two layers with a head of its own, over vocabularies of 32,000 and 128,000 words, gives the
 log-probability of each token of two sequences; a mean of them goes backward. In turns: a log_softmax over the full
 logits, as trainers write it; cross entropy over them, which keeps one copy less; ours, in chunks. With and without
-gradients (the reference model of an RLHF step has none). Writes logprob.json and a chart, prints a table.
+gradients (the reference model of an RLHF step has none). After each turn log-probabilities and gradients are compared
+with those of a log_softmax. Writes logprob.json and a chart, prints a table. `--smoke` runs all of it in seconds, with
+small vocabularies and short sequences.
 """
 
-import argparse
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from harness import (
-    OUT,
+    ValuesError,
     attempt,
     become_rank,
     circumstances,
     draw,
+    error_of,
     finish,
     in_turns,
+    local_of,
     merge,
     on_ranks,
+    parse,
+    parser_of,
     ratio,
     spread,
     summary,
@@ -33,7 +39,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, token_log_probs
 
-VOCABULARIES = [32_000, 128_000]
+LOG_PROBS = "the log-probability of a token"
+LARGEST_DIFFERENCE = 0.1 if torch.cuda.is_available() else 1e-4  # bf16 or fp32
+"""Of a log-probability from that of a log_softmax, and of a gradient in units of its largest value."""
 
 
 def of_full_logits(model, ids) -> torch.Tensor:
@@ -46,54 +54,87 @@ def of_cross_entropy(model, ids) -> torch.Tensor:
     return -cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
 
 
-def in_chunks(model, ids) -> torch.Tensor:
-    return token_log_probs(model, ids, chunk_bytes=64 << 20)
+def in_chunks(model, ids, chunk_bytes: int = 64 << 20) -> torch.Tensor:
+    return token_log_probs(model, ids, chunk_bytes=chunk_bytes)
 
 
-CONTESTANTS = {"log_softmax of full logits": of_full_logits, "cross entropy of full logits": of_cross_entropy}
-CONTESTANTS["ours"] = in_chunks
+REFERENCE = "log_softmax of full logits"
+CONTESTANTS = {REFERENCE: of_full_logits, "cross entropy of full logits": of_cross_entropy, "ours": in_chunks}
 
 
-def measured(vocabulary: int, tokens: int, rounds: int) -> dict:
-    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=torch.cuda.is_available()))
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-        pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(1, vocabulary, (2, tokens), generator=generator).to(strategy.device)
-    values = {}
+class Passes:
+    """Passes of one model over one batch, and the values that they should give."""
 
-    def run(name: str, trains: bool) -> None:
+    def __init__(self, vocabulary: int, options: dict) -> None:
+        strategy = FSDPV2Strategy(config=StrategyConfig(bf16=torch.cuda.is_available()))
+        config = LlamaConfig(
+            vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
+            pad_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        ids = torch.randint(1, vocabulary, (2, options["tokens"]), generator=generator)
+        self.ids = ids.to(strategy.device)
+        self.contestants = dict(CONTESTANTS)
+        if options["smoke"]:
+            self.contestants["ours"] = partial(in_chunks, chunk_bytes=16 * vocabulary)  # four tokens
+        self.largest_difference = 0.0
+        self.run(REFERENCE, trains=True)
+        self.expected = self.take()
+
+    def run(self, name: str, *, trains: bool) -> None:
         with torch.set_grad_enabled(trains):
-            found = CONTESTANTS[name](model, ids)
+            found = self.contestants[name](self.model, self.ids)
         if trains:
             found.mean().backward()
-            model.zero_grad()
-        values[name] = found.detach()
+        self.log_probs = found.detach()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the values of the last pass, with this rank's part of the gradients, and clear the gradients."""
+        gradients = {n: local_of(p.grad).clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad()
+        return {LOG_PROBS: self.log_probs, **gradients}
+
+    def check(self, *, trains: bool) -> None:
+        found = self.take()
+        if found.keys() != (self.expected.keys() if trains else {LOG_PROBS}):
+            raise ValuesError("some gradients are missing" if trains else "there are gradients, expected none")
+        for name, value in found.items():
+            if not value.numel():
+                continue
+            scale = 1.0 if name == LOG_PROBS else float(self.expected[name].abs().max()) or 1.0
+            difference = float((value - self.expected[name]).abs().max()) / scale
+            if not difference <= LARGEST_DIFFERENCE:
+                raise ValuesError(f"{name} differs from that of a log_softmax by {difference:.2g}")
+            if name == LOG_PROBS:
+                self.largest_difference = max(self.largest_difference, difference)
+
+
+def measured(vocabulary: int, options: dict) -> dict:
+    passes = Passes(vocabulary, options)
     results: dict = {}
     for trains in (True, False):
         kind = "forward and backward" if trains else "forward"
-        turns = {name: [] for name in CONTESTANTS}
-        for name in in_turns(list(CONTESTANTS), rounds + 1):
-            torch.cuda.reset_peak_memory_stats() if torch.cuda.is_available() else None
-            outcomes = attempt(lambda n=name, t=trains: turn(lambda: run(n, t)))
+        turns = {name: [] for name in passes.contestants}
+        for name in in_turns(list(passes.contestants), options["rounds"] + 1):
             if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            outcomes = attempt(
+                lambda n=name, t=trains: turn(lambda: passes.run(n, trains=t)), lambda t=trains: passes.check(trains=t)
+            )
+            if torch.cuda.is_available() and not error_of([outcomes]):
                 outcomes[0]["peak_bytes"] = torch.cuda.max_memory_allocated()
             turns[name].append(outcomes)
         results[kind] = {name: summary(of_name[1:]) for name, of_name in turns.items()}
-    largest = max(float((values[name] - values["ours"]).abs().max()) for name in CONTESTANTS)
-    return {"kinds": results, "largest_difference": largest}
+    return {"kinds": results, "largest_difference": passes.largest_difference}
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options["ranks"], options["store"])
-    found = {str(v): measured(v, options["tokens"], options["rounds"]) for v in VOCABULARIES}
+    become_rank(rank, options)
+    found = {str(v): measured(v, options) for v in options["vocabularies"]}
     finish(rank, options, found)
 
 
@@ -103,6 +144,9 @@ def table(entry: dict) -> str:
     for vocabulary, found in entry["vocabularies"].items():
         for kind, contestants in found["kinds"].items():
             for name, facts in contestants.items():
+                if failed := facts.get("error", contestants["ours"].get("error")):
+                    lines.append(f"| {int(vocabulary):,} | {kind}: {name} | {failed} | | |")
+                    continue
                 beside = ratio(facts["seconds"], contestants["ours"]["seconds"])
                 text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
                 peak = facts["peak_bytes"] / 1e6
@@ -114,22 +158,23 @@ def table(entry: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
+    args = parse(parser, smoke={"tokens": 8, "vocabularies": [320, 1280]})
     found = on_ranks(work, vars(args))
-    entry = {"ranks": args.ranks, "tokens": args.tokens, **circumstances(), "vocabularies": found}
+    entry = {"ranks": args.ranks, "tokens": args.tokens, **circumstances(smoke=args.smoke), "vocabularies": found}
     merge(args.out / "logprob.json", entry, ("ranks", "tokens", "hardware"))
     panels = [
-        (f"{int(vocabulary):,} words, {kind}", {name: facts["seconds"] for name, facts in contestants.items()})
+        (
+            f"{int(vocabulary):,} words, {kind}",
+            {name: facts["seconds"] for name, facts in contestants.items() if "seconds" in facts},
+        )
         for vocabulary, of_vocabulary in found.items()
         for kind, contestants in of_vocabulary["kinds"].items()
     ]
-    draw(panels, args.out / "logprob.png")
+    draw(panels, args.out / "logprob.png", smoke=args.smoke)
     print(table(entry))
 
 

@@ -1,30 +1,35 @@
 """Memory that moves: offload and reload against bare copies; and what the modes of accumulation cost.
 
-    python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out runs/benchmarks]
+    python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out DIR] [--smoke]
 
 The state of AdamW over a model of so many million parameters goes to host memory and comes back, in turns with copies
-of the same bytes into fresh memory (pinned, beside an accelerator). Then one optimizer step of 8 micro-batches in each
-mode of accumulation, on all ranks in one shard group and, from 4 ranks on, in groups of two (HSDP): seconds, bytes that
-a rank sends into collectives, peak memory. Writes memory.json, prints tables.
+of the same bytes into fresh memory (pinned, beside an accelerator); all values are compared each time. Then one
+optimizer step of 8 micro-batches in each mode of accumulation, on all ranks in one shard group and, from 4 ranks on, in
+groups of two (HSDP): seconds, bytes that a rank sends into collectives, peak memory; the modes' gradient norms must
+agree. Writes memory.json, prints tables. `--smoke` runs all of it in seconds, with tiny models on 4 ranks.
 """
 
-import argparse
 import statistics
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from harness import (
-    OUT,
+    ValuesError,
     attempt,
     become_rank,
+    check_values,
     circumstances,
+    digests_of,
+    fill,
     finish,
     in_turns,
     local_of,
     merge,
     on_ranks,
+    parse,
+    parser_of,
     ratio,
     spread,
     summary,
@@ -35,9 +40,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload
+from fsdp2_strategy.offload import is_offloaded
 
-MICRO_BATCHES = 8
 MODES = ["every", "defer_all_reduce", "last"]
+LARGEST_DIFFERENCE = 0.01
+"""Between the gradient norms of two modes, relative: gradients are summed in bf16, in another order."""
 
 
 class CountBytes(TorchDispatchMode):
@@ -61,57 +68,87 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def moves(rounds: int, millions: int) -> dict:
-    """Let AdamW's state go and come back, in turns with bare copies."""
+class BareCopies:
+    """Copy tensors into fresh host memory, and from there into fresh memory of the device."""
+
+    def __init__(self, like: list[torch.Tensor]) -> None:
+        self.sources = [torch.empty_like(t) for t in like]
+        fill(self.sources)
+        pinned = torch.cuda.is_available()
+        self._kept = [torch.empty(t.shape, pin_memory=True) for t in self.sources] if pinned else None
+        self.copies: list[torch.Tensor] = []
+        self.returned: list[torch.Tensor] = []
+
+    def offload(self) -> None:
+        self.copies = self._kept or [torch.empty(t.shape) for t in self.sources]
+        for target, source in zip(self.copies, self.sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        synchronize()
+
+    def reload(self) -> None:
+        for copy, source in zip(self.copies, self.sources, strict=True):
+            self.returned.append(torch.empty_like(source).copy_(copy, non_blocking=True))
+        synchronize()
+
+
+def numbered(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"tensor {i}": tensor for i, tensor in enumerate(tensors)}
+
+
+def moves(rounds: int, millions: float) -> dict:
+    """Offload AdamW's state and reload it, in turns with bare copies."""
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
     side = int((millions * 1e6 / 4) ** 0.5)  # large enough that freed memory goes back to the system at once
     model = strategy.prepare_model(nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4))), True)
     optimizer = strategy.create_optimizer(model, lr=1e-3)
     strategy.backward(model(torch.ones(1, side, device=strategy.device)).mean(), model, optimizer)
     strategy.optimizer_step(optimizer, model)
-    state = [local_of(t) for s in optimizer.state.values() for t in s.values() if t.ndim]
-    sources = [torch.ones_like(t) for t in state]
-    pinned = torch.cuda.is_available()
-    copies: list[torch.Tensor] = []
-    kept = [torch.empty(t.shape, pin_memory=True) for t in sources] if pinned else None
 
-    def copy_away() -> None:
-        targets = kept or [torch.empty(t.shape) for t in sources]
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-        copies[:] = targets
-        synchronize()
+    def state() -> list[torch.Tensor]:
+        return [local_of(t) for s in optimizer.state.values() for t in s.values() if t.ndim]
 
-    def copy_back() -> None:
-        fresh = []
-        for there in copies:
-            back = torch.empty(there.shape, device=strategy.device)
-            fresh.append(back.copy_(there, non_blocking=True))
-        synchronize()
+    fill(state())
+    bare = BareCopies(state())
+    expected = digests_of(numbered(state())), digests_of(numbered(bare.sources))
 
-    def go(call) -> None:
+    def move(call: Callable[[object], None]) -> None:
         call(optimizer)
         synchronize()
 
+    def check_offloaded() -> None:
+        if not is_offloaded(optimizer):
+            raise ValuesError("the optimizer's state is not offloaded")
+
     contestants = {
-        "bare copy": (copy_away, copy_back),
-        "ours": (lambda: go(offload), lambda: go(reload)),
+        "bare copy": (
+            (bare.offload, lambda: check_values(digests_of(numbered(bare.copies)), expected[1])),
+            (bare.reload, lambda: check_values(digests_of(numbered(bare.returned)), expected[1])),
+        ),
+        "ours": (
+            (lambda: move(offload), check_offloaded),
+            (lambda: move(reload), lambda: check_values(digests_of(numbered(state())), expected[0])),
+        ),
     }
     results: dict = {"away": {}, "back": {}}
     for name in in_turns(list(contestants), rounds + 1):
-        for kind, call in zip(("away", "back"), contestants[name], strict=True):
-            results[kind].setdefault(name, []).append(attempt(lambda c=call: turn(c)))
-        copies.clear()
+        for kind, (call, check) in zip(results, contestants[name], strict=True):
+            results[kind].setdefault(name, []).append(attempt(lambda c=call: turn(c), check))
+        bare.copies, bare.returned = [], []
     warm = {kind: {name: turns[1:] for name, turns in by_name.items()} for kind, by_name in results.items()}
-    return {"bytes_of_a_rank": sum(t.nbytes for t in sources), "results": warm}
+    return {"bytes_of_a_rank": sum(t.nbytes for t in bare.sources), "results": warm}
 
 
-def accumulation(rounds: int, shard_size: int) -> dict:
-    """Take steps of 8 micro-batches in each mode."""
+def accumulation(options: dict, shard_size: int) -> dict:
+    """Take steps of some micro-batches in each mode."""
+    words, width, layers = (64, 32, 2) if options["smoke"] else (4096, 384, 8)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
     )
-    total = MICRO_BATCHES * dist.get_world_size()
+    total = options["micro_batches"] * dist.get_world_size()
     steps = {}
     for mode in MODES:
         strategy = FSDPV2Strategy(config=StrategyConfig(max_norm=1.0, train_batch_size=total, grad_sync=mode))
@@ -119,11 +156,11 @@ def accumulation(rounds: int, shard_size: int) -> dict:
         model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True, shard_size=shard_size)
         optimizer = strategy.create_optimizer(model, lr=1e-3)
         steps[mode] = (strategy, model, optimizer)
-    ids = torch.randint(0, 4096, (1, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ids = torch.randint(0, words, (1, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(mode: str) -> float:
         strategy, model, optimizer = steps[mode]
-        for _ in range(MICRO_BATCHES):
+        for _ in range(options["micro_batches"]):
             batch = ids.to(strategy.device)
             strategy.backward(model(input_ids=batch, labels=batch).loss, model, optimizer)
             result = strategy.optimizer_step(optimizer, model)
@@ -136,16 +173,18 @@ def accumulation(rounds: int, shard_size: int) -> dict:
         with CountBytes() as counter:
             norm = step(mode)
         found[mode] = {"sent_bytes": dict(counter.sent), "grad_norm": norm, "turns": []}
-    for mode in in_turns(MODES, rounds):
+        if not abs(norm / found[MODES[0]]["grad_norm"] - 1) <= LARGEST_DIFFERENCE:
+            raise ValuesError(f"the gradient norm of {mode} is {norm}, that of {MODES[0]} {found[MODES[0]]}")
+    for mode in in_turns(MODES, options["rounds"]):
         found[mode]["turns"].append(attempt(lambda m=mode: turn(lambda: step(m))))
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options["ranks"], options["store"])
+    become_rank(rank, options)
     result = {"moves": moves(options["rounds"], options["parameters"])}
     sizes = [-1, 2] if options["ranks"] >= 4 else [-1]
-    result["accumulation"] = {str(size): accumulation(options["rounds"], size) for size in sizes}
+    result["accumulation"] = {str(size): accumulation(options, size) for size in sizes}
     finish(rank, options, result)
 
 
@@ -155,15 +194,22 @@ def table(entry: dict) -> str:
     lines += ["| | s, median (least - most) | GB/s a rank | extra memory, MB | ours / bare |", "|---|---|---|---|---|"]
     for kind, contestants in entry["moves"].items():
         for name, facts in contestants.items():
+            if failed := facts.get("error", contestants["bare copy"].get("error")):
+                lines.append(f"| {kind}: {name} | {failed} | | | |")
+                continue
             rate = nbytes / statistics.median(facts["seconds"]) / 1e9
             beside = ratio(facts["seconds"], contestants["bare copy"]["seconds"])
             text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
             peak = facts["peak_bytes"] / 1e6
             lines.append(f"| {kind}: {name} | {spread(facts['seconds'])} | {rate:.2f} | {peak:.0f} | {text} |")
-    lines += ["", "| accumulation of 8 | s a step | gathered, MB | reduce-scattered, MB | all-reduced, MB | peak, MB |"]
+    head = f"accumulation of {entry['micro_batches']}"
+    lines += ["", f"| {head} | s a step | gathered, MB | reduce-scattered, MB | all-reduced, MB | peak, MB |"]
     lines += ["|---|---|---|---|---|---|"]
     for size, modes in entry["accumulation"].items():
         for mode, facts in modes.items():
+            if "error" in facts:
+                lines.append(f"| {mode}, shard size {size} | {facts['error']} | | | | |")
+                continue
             sent = [facts["sent_bytes"].get(n, 0) / 1e6 for n in ("allgather_base", "reduce_scatter_base", "allreduce")]
             columns = " | ".join(f"{number:.1f}" for number in sent)
             peak = facts["peak_bytes"] / 1e6
@@ -172,15 +218,18 @@ def table(entry: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--parameters", type=int, default=200, help="in millions")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--parameters", type=float, default=200, help="in millions")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of one step")
+    args = parse(parser, smoke={"ranks": 4, "parameters": 0.05, "micro_batches": 2})
     measured = on_ranks(work, vars(args))
-    entry = {"ranks": args.ranks, **circumstances(), "bytes_of_a_rank": measured["moves"]["bytes_of_a_rank"]}
+    entry = {
+        "ranks": args.ranks,
+        "micro_batches": args.micro_batches,
+        **circumstances(smoke=args.smoke),
+        "bytes_of_a_rank": measured["moves"]["bytes_of_a_rank"],
+    }
     entry["moves"] = {
         kind: {name: summary(turns) for name, turns in contestants.items()}
         for kind, contestants in measured["moves"]["results"].items()

@@ -1,31 +1,38 @@
 """Weights to an engine: streaming against a gather of each parameter, and against a gathered state dict.
 
-    python benchmarks/rollout.py [--rounds 7] [--ranks 2] [--large 150x2048x2048] [--small 3000x64x64]
-                                 [--out runs/benchmarks]
+    python benchmarks/rollout.py [--rounds 7] [--ranks 2] [--large 150x2048x2048] [--small 3000x64x64] [--out DIR]
+                                 [--smoke]
 
 Each rank shards a model of so many fp32 matrices, FSDP2's units of ten each, and every rank runs through all of them in
 bf16, as an engine beside each rank does: `stream_weights`; ``full_tensor()`` of each parameter, cast after, as trainers
 do; torch's ``get_model_state_dict`` with ``full_state_dict``, cast tensor by tensor. What is fetched is read once, by
-copying it into the memory that an engine has for it. Seconds, collectives, bytes that they leave with a rank, and peak
-extra memory, turn by turn. Writes rollout.json and a chart, prints a table.
+copying it into the memory that an engine has for it. That memory is set to zero before each turn and compared with the
+weights after it, outside of the timed part. Seconds, collectives, bytes that they leave with a rank, and peak extra
+memory, turn by turn. Writes rollout.json and a chart, prints a table. `--smoke` runs all of it in seconds, with small
+matrices and buckets.
 """
 
-import argparse
+import math
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from harness import (
-    OUT,
     attempt,
     become_rank,
+    check_values,
     circumstances,
+    digest_of,
+    digests_of,
     draw,
+    error_of,
     finish,
     in_turns,
     merge,
     on_ranks,
+    parse,
+    parser_of,
     ratio,
     spread,
     summary,
@@ -39,6 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2_strategy import build_mesh, stream_weights
 
 UNIT = 10
+PERIOD = 251
+"""A prime below 256; bf16 can represent all integers up to there."""
 CONTESTANTS = ("ours", "full_tensor() of each", "full state dict")
 
 
@@ -61,14 +70,24 @@ class Count(TorchDispatchMode):
         return result
 
 
-def sharded(count: int, shape: tuple[int, ...]) -> nn.Module:
+def values_of(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the values of one matrix: integers that bf16 can represent, in another order in each matrix."""
+    elements = torch.arange(math.prod(shape))
+    return elements.mul_(1 + number // PERIOD).add_(number).remainder_(PERIOD).float().view(shape)
+
+
+def sharded(count: int, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, str]]:
+    """Return a sharded model, and the digests of its whole weights in bf16."""
     model = nn.Module()
+    expected = {}
     for i in range(0, count, UNIT):
         unit = nn.Module()
         for j in range(i, min(i + UNIT, count)):
-            unit.register_parameter(f"weight{j}", nn.Parameter(torch.full(shape, 1 + j / count)))
+            values = values_of(j, shape)
+            expected[f"unit{i // UNIT}.weight{j}"] = digest_of(values.to(torch.bfloat16))
+            unit.register_parameter(f"weight{j}", nn.Parameter(values))
         model.add_module(f"unit{i // UNIT}", fully_shard(unit, mesh=build_mesh()))
-    return fully_shard(model, mesh=build_mesh())
+    return fully_shard(model, mesh=build_mesh()), expected
 
 
 def each_gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,33 +100,40 @@ def all_gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor.to(torch.bfloat16)
 
 
-def measured(rounds: int, count: int, shape: tuple[int, ...]) -> dict:
-    """Let the contestants bring one model's weights to an engine, in turns."""
-    model = sharded(count, shape)
+def measured(options: dict, count: int, shape: tuple[int, ...]) -> dict:
+    """Bring one model's weights to an engine, each contestant in its turn."""
+    model, expected = sharded(count, shape)
     engine = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, _ in model.named_parameters()}
     streams = dict(zip(CONTESTANTS, (stream_weights, each_gathered, all_gathered), strict=True))
+    if options["smoke"]:
+        streams["ours"] = partial(stream_weights, bucket_bytes=4096)
 
     def update(name: str) -> None:
         for key, tensor in streams[name](model):
             engine[key].copy_(tensor)
 
-    found: dict = {}
-    for name in CONTESTANTS:
+    def checked_turn(name: str, take: Callable[[Callable[[], None]], dict]) -> list[dict]:
         for tensor in engine.values():
             tensor.zero_()
+        return attempt(lambda: take(lambda: update(name)), lambda: check_values(digests_of(engine), expected))
+
+    def count_in(call: Callable[[], None]) -> dict:
         with Count() as counter:
-            update(name)
-        for i, tensor in enumerate(engine.values()):
-            assert bool((tensor == torch.tensor(1 + i / count).to(torch.bfloat16)).all()), (name, i)
-        found[name] = {"counted": dict(counter.counted), "turns": []}
-    for name in in_turns(list(CONTESTANTS), rounds):
-        found[name]["turns"].append(attempt(lambda n=name: turn(lambda: update(n))))
+            call()
+        return {"counted": dict(counter.counted)}
+
+    found: dict = {}
+    for name in CONTESTANTS:
+        outcomes = checked_turn(name, count_in)
+        found[name] = {"counted": outcomes[0].get("counted", {}), "turns": [outcomes] if error_of([outcomes]) else []}
+    for name in in_turns(list(CONTESTANTS), options["rounds"]):
+        found[name]["turns"].append(checked_turn(name, turn))
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options["ranks"], options["store"])
-    cases = {kind: measured(options["rounds"], *options[kind]) for kind in ("large", "small")}
+    become_rank(rank, options)
+    cases = {kind: measured(options, *options[kind]) for kind in ("large", "small")}
     finish(rank, options, cases)
 
 
@@ -135,8 +161,8 @@ def table(entry: dict) -> str:
     for kind, contestants in entry["cases"].items():
         for name, facts in contestants.items():
             start = f"| {title(entry, kind)}: {name} |"
-            if "error" in facts:
-                lines.append(f"{start} {facts['error']} | | | | |")
+            if failed := facts.get("error", contestants["ours"].get("error")):
+                lines.append(f"{start} {failed} | | | | |")
                 continue
             over = ratio(facts["seconds"], contestants["ours"]["seconds"])
             counted = dict(facts["counted"])
@@ -149,16 +175,13 @@ def table(entry: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--large", type=numbers, default=(150, (2048, 2048)), help="count x rows x columns")
     parser.add_argument("--small", type=numbers, default=(3000, (64, 64)), help="count x rows x columns")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parse(parser, smoke={"large": (12, (32, 32)), "small": (30, (8, 8))})
     found = on_ranks(work, vars(args))
-    entry = {"ranks": args.ranks, "large": args.large, "small": args.small, **circumstances()}
+    entry = {"ranks": args.ranks, "large": args.large, "small": args.small, **circumstances(smoke=args.smoke)}
     entry["cases"] = {
         kind: {name: {"counted": facts["counted"], **summary(facts["turns"])} for name, facts in contestants.items()}
         for kind, contestants in found.items()
@@ -168,7 +191,7 @@ def main() -> None:
         (title(entry, kind), {name: facts["seconds"] for name, facts in contestants.items() if "seconds" in facts})
         for kind, contestants in entry["cases"].items()
     ]
-    draw(panels, args.out / "rollout.png")
+    draw(panels, args.out / "rollout.png", smoke=args.smoke)
     print(table(entry))
 
 

@@ -1,16 +1,17 @@
 """What planning and committing a save cost at thousands of ranks and many tensors, simulated in one process.
 
-    python benchmarks/scale.py [--rounds 3] [--dcp 8 64 256]
+    python benchmarks/scale.py [--rounds 7] [--ranks 8 64 512 4096] [--tensors 1000 10000 100000] [--dcp 8 64 256]
+                               [--out DIR] [--smoke]
 
 A group of torch's fake backend says that this process is one rank of many; tensors are rows of matrices on the meta
-device, every one split over all ranks, which is the most that can be asked. What is measured is what runs on a rank:
-the layout of files, the ranges that the rank writes, its list of checksums; the bytes that arrive at the coordinator
-from all ranks in all of a save; and rank 0's commit, over real files, and its manifest. Beside it the default planner
-of torch.distributed.checkpoint, with 1,000 tensors. Exponents are slopes of the logarithms. Writes scale.json and
-scale.png, prints tables.
+device, every one split over all ranks, which is the most that can be asked. Measured is what runs on a rank: the layout
+of files, the ranges that the rank writes, its list of checksums; the bytes that arrive at the coordinator from all
+ranks in all of a save; and rank 0's commit, over real files, and its manifest. Each plan is checked: the ranges are as
+many bytes as the rank holds, and no two overlap. Beside it the default planner of torch.distributed.checkpoint, with
+the least number of tensors. Exponents are slopes of the logarithms. Writes scale.json and scale.png, prints tables.
+`--smoke` runs all of it in seconds, with few ranks and tensors.
 """
 
-import argparse
 import json
 import math
 import pickle
@@ -19,11 +20,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import OUT, circumstances
+from harness import SMOKE_TITLE, ValuesError, circumstances, local_of, parse, parser_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -36,7 +38,6 @@ from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, Safetensor
 from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.write import _runs, _together
 
-RANKS, TENSORS = (8, 64, 512, 4096), (1_000, 10_000, 100_000)
 ROWS, COLUMNS = 8192, 16
 
 
@@ -68,6 +69,19 @@ def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
     return sent, groups[0]
 
 
+def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
+    """Compare the ranges that a rank would write with what it holds.
+
+    Raises:
+        ValuesError: they are more or fewer bytes, or overlap.
+    """
+    ranges = sorted((run.path, run.offset, run.end) for group in groups for run in group)
+    overlap = any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(ranges))
+    planned, held = sum(end - begin for _, begin, end in ranges), sum(local_of(t).nbytes for t in tensors.values())
+    if overlap or planned != held:
+        raise ValuesError(f"the plan writes {planned} bytes{' that overlap' * overlap}, and the rank holds {held}")
+
+
 def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
     """Let rank 0 commit what so many ranks have left; return seconds, and the bytes of the manifest."""
     partial = Places.of_ours(directory.partial_path(save_dir, "tag"))
@@ -89,7 +103,10 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     for _ in range(rounds):
         took, (sent, groups) = seconds(lambda: plan(tensors, folder / "model"))
         turns.append(took)
-    blocks = {folder / "model" / "model.safetensors": [Block(g[0].offset, g[-1].end, "0" * 16) for g in groups]}
+    check_plan(groups, tensors)
+    blocks: dict[Path, list[Block]] = {}
+    for group in groups:
+        blocks.setdefault(group[0].path, []).append(Block(group[0].offset, group[-1].end, "0" * 16))
     places = Places.of_ours(folder)
     (folder / CHECKSUMS).mkdir(exist_ok=True)
     directory.write_checksums(places, 0, blocks)
@@ -113,21 +130,24 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     }
 
 
-def measure_dcp(ranks: int, count: int) -> dict:
-    """Let torch's planner plan: every rank for itself, then the coordinator for all."""
-    plans = []
-    for rank in range(ranks):
-        become(rank, ranks)
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(tensors_of(ranks, count), is_coordinator=True)
-        took, own = seconds(planner.create_local_plan)
-        plans.append(own)
+def measure_dcp(ranks: int, count: int, rounds: int) -> dict:
+    """Run torch's planner: every rank for itself, then the coordinator for all."""
+    turns = []
+    for _ in range(rounds):
+        plans = []
+        for rank in range(ranks):
+            become(rank, ranks)
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(tensors_of(ranks, count), is_coordinator=True)
+            took, own = seconds(planner.create_local_plan)
+            plans.append(own)
+        together, (_, metadata) = seconds(lambda planner=planner, plans=plans: planner.create_global_plan(plans))
+        turns.append(took + together)
     arriving = sum(len(pickle.dumps(p)) for p in plans)
-    together, (_, metadata) = seconds(lambda: planner.create_global_plan(plans))
     return {
         "ranks": ranks,
         "tensors": count,
-        "plan_seconds": [took + together],
+        "plan_seconds": turns,
         "sent_bytes": arriving // ranks,
         "coordinator_bytes": arriving,
         "manifest_bytes": len(pickle.dumps(metadata)),
@@ -175,7 +195,7 @@ def tables(result: dict) -> str:
     lines += ["", "| torch's planner: ranks | tensors | planning, s | at the coordinator, kB | metadata, kB |"]
     lines.append("|---|---|---|---|---|")
     for e in result["dcp"]:
-        sizes = (e["plan_seconds"][0], e["coordinator_bytes"] / 1e3, e["manifest_bytes"] / 1e3)
+        sizes = (statistics.median(e["plan_seconds"]), e["coordinator_bytes"] / 1e3, e["manifest_bytes"] / 1e3)
         lines.append(f"| {e['ranks']:,} | {e['tensors']:,} | " + " | ".join(f"{s:,.2f}" for s in sizes) + " |")
     return "\n".join(lines)
 
@@ -186,35 +206,37 @@ def draw(result: dict, picture: Path) -> None:
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
+    least = min(e["tensors"] for e in result["ours"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
     for axes, what, title in (
-        (left, QUANTITIES["planning, s"], "seconds of planning, 1,000 tensors"),
-        (right, QUANTITIES["bytes at the coordinator"], "bytes that arrive at the coordinator, 1,000 tensors"),
+        (left, QUANTITIES["planning, s"], f"seconds of planning, {least:,} tensors"),
+        (right, QUANTITIES["bytes at the coordinator"], f"bytes that arrive at the coordinator, {least:,} tensors"),
     ):
         for name, color in (("ours", "#1f6fb4"), ("dcp", "#999999")):
-            entries = [e for e in result[name] if e["tensors"] == TENSORS[0]]
+            entries = [e for e in result[name] if e["tensors"] == least]
             label = "ours" if name == "ours" else "torch's planner"
             axes.loglog([e["ranks"] for e in entries], [what(e) for e in entries], "o-", color=color, label=label)
         axes.set_xlabel("ranks", fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
+    if result["smoke"]:
+        figure.suptitle(SMOKE_TITLE, fontsize=9)
     figure.savefig(picture, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--dcp", type=int, nargs="*", default=[8, 64, 256], help="ranks at which torch's planner runs")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
+    args = parse(parser, smoke={"ranks": [2, 8], "tensors": [10, 100], "dcp": [2, 4]})
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(prefix="scale-"))
-    ours = [measure(ranks, count, args.rounds, folder) for ranks in RANKS for count in TENSORS]
-    shutil.rmtree(folder)
-    result = {**circumstances(), "ours": ours, "exponents": exponents(ours)}
-    result["dcp"] = [measure_dcp(ranks, TENSORS[0]) for ranks in args.dcp]
-    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        pairs = [(ranks, count) for ranks in args.ranks for count in args.tensors]
+        ours = [measure(ranks, count, args.rounds, Path(folder)) for ranks, count in pairs]
+    result = {**circumstances(smoke=args.smoke), "ours": ours, "exponents": exponents(ours)}
+    result["dcp"] = [measure_dcp(ranks, min(args.tensors), args.rounds) for ranks in args.dcp]
     (args.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, args.out / "scale.png")
     print(tables(result))

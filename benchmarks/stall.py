@@ -1,17 +1,20 @@
 """How long a save keeps the training thread, and what training loses while it runs.
 
-    python benchmarks/stall.py [--ranks 2] [--rounds 7] [--parameters 100] [--dir DIR]
+    python benchmarks/stall.py [--ranks 2] [--rounds 7] [--parameters 100] [--dir DIR] [--out DIR] [--smoke]
 
 The state is a Llama of so many million parameters with AdamW, all fp32: 12 bytes a parameter over all ranks.
-Contestants take turns: ours behind the trainer, ours in front of it, torch's `dcp.async_save` in a thread and in a
-process, and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). Beside them
-a copy of the same bytes into memory that is there. What is timed is the call, on the rank where it takes longest; then
-the files are waited for, and not timed. After that, steps of a smaller model are timed with a save of the large state
-in flight and without. Writes stall.json and stall.png, prints a table.
+Contestants take turns: ours in the background, ours synchronous, torch's `dcp.async_save` in a thread and in a process,
+and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). The bare copy is one
+of the same bytes into memory that is there. What is timed is the call, on the rank where it takes longest; then the
+files are waited for, and not timed. After that, steps of a smaller model are timed with a save of the large state in
+flight and without. At the end each contestant saves once more, all tensors are set to zero as soon as its call returns,
+and what it has written is loaded: a contestant whose files do not hold the values of the moment of the call gets an
+error in place of its times. Writes stall.json and stall.png, prints a table. `--smoke` runs all of it in seconds, with
+a tiny model.
 """
 
-import argparse
 import gc
+import multiprocessing
 import shutil
 import statistics
 import threading
@@ -23,22 +26,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import (
-    OUT,
     attempt,
     become_rank,
+    check_values,
     circumstances,
+    digests_of,
     draw,
+    error_of,
     finish,
     in_turns,
     local_of,
     merge,
     on_ranks,
+    own_group,
+    parse,
+    parser_of,
     ratio,
     spread,
     summary,
     turn,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,8 +55,8 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def llama(strategy: FSDPV2Strategy, millions: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    width = 1024 if millions > 20 else 256
+def llama(strategy: FSDPV2Strategy, millions: float, *, smoke: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    width, words = (1024 if millions > 20 else 256, 4096) if not smoke else (32, 64)
     layers = max(2, round(millions * 1e6 / (15.7 * width * width)))
     config = LlamaConfig(
         hidden_size=width,
@@ -56,7 +64,7 @@ def llama(strategy: FSDPV2Strategy, millions: float) -> tuple[torch.nn.Module, t
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=4096,
+        vocab_size=words,
     )
     model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True)
     optimizer = strategy.create_optimizer(model, lr=1e-4)
@@ -75,14 +83,21 @@ class Contestants:
 
     def __init__(self, strategy: FSDPV2Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
-        state = [t for slots in optimizer.state.values() for t in slots.values()]
-        self.tensors = [local_of(t.detach()) for t in [*model.parameters(), *state]]
-        self.copies = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in self.tensors]
+        self.tensors = self.now()
+        self.copies = {n: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for n, t in self.tensors.items()}
         self.group = dist.new_group(backend="gloo")
 
-    def memcpy(self, _folder: Path) -> Callable[[], object]:
-        for copy, tensor in zip(self.copies, self.tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of all tensors, where they are now."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            slots = sorted(self.optimizer.state[parameter].items())
+            found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
+        return {name: local_of(tensor.detach()) for name, tensor in found.items()}
+
+    def bare_copy(self, _folder: Path) -> Callable[[], object]:
+        for name, copy in self.copies.items():
+            copy.copy_(self.tensors[name], non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return int
@@ -109,6 +124,8 @@ class Contestants:
 
     def gather_then_thread(self, folder: Path) -> Callable[[], object]:
         state = get_state_dict(self.model, self.optimizer, options=FULL)
+        # The state dict has the optimizer's own CPU scalars, which the next step would change while they are written.
+        state = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t if t.ndim else t.clone(), state)
         if dist.get_rank():
             return int
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,8 +133,31 @@ class Contestants:
         thread.start()
         return thread.join
 
+    def load(self, name: str, folder: Path) -> None:
+        """Load what a contestant has written."""
+        if name == "bare_copy":
+            for key, tensor in self.now().items():
+                tensor.copy_(self.copies[key])
+        elif name.startswith("ours"):
+            self.strategy.load_ckpt(self.model, folder, tag="tag")
+        else:
+            if name.startswith("dcp"):
+                state = dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
+                dcp.load(state, checkpoint_id=folder)
+                options = StateDictOptions()
+            else:
+                state = dict(zip(("model", "optimizer"), torch.load(folder / "state.pt"), strict=True))
+                options = StateDictOptions(full_state_dict=True)
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=options,
+            )
 
-NAMES = ["memcpy", "ours", "ours_sync", "dcp_thread", "dcp_process", "gather_then_thread"]
+
+NAMES = ["bare_copy", "ours", "ours_sync", "dcp_thread", "dcp_process", "gather_then_thread"]
 
 
 def stalls(contestants: Contestants, rounds: int, folder: Path) -> dict[str, list]:
@@ -151,9 +191,42 @@ def stalls(contestants: Contestants, rounds: int, folder: Path) -> dict[str, lis
     return {name: turns[1:] or turns for name, turns in found.items()}
 
 
-def throughput(strategy: FSDPV2Strategy, large: Contestants, rounds: int, folder: Path) -> dict[str, list[float]]:
+def check_snapshots(contestants: Contestants, found: dict[str, list], folder: Path) -> None:
+    """Compare what each contestant writes with the values of the moment of its call; an error replaces its times."""
+    expected = digests_of(contestants.now())
+    before = {key: tensor.clone() for key, tensor in contestants.now().items()}
+
+    def save_and_load(name: str) -> dict:
+        try:
+            end = getattr(contestants, name)(folder / name)
+            for tensor in contestants.now().values():
+                tensor.zero_()
+            end()
+        finally:
+            dist.barrier(own_group())  # all ranks have written; also after an error, which other ranks may not have
+        contestants.load(name, folder / name)
+        return {}
+
+    for name in NAMES:
+        if error_of(found[name]):
+            continue
+        outcomes = attempt(
+            lambda name=name: save_and_load(name), lambda: check_values(digests_of(contestants.now()), expected)
+        )
+        if error_of([outcomes]):
+            found[name] = [outcomes]
+            for key, tensor in contestants.now().items():
+                tensor.copy_(before[key])
+        dist.barrier(own_group())
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def throughput(
+    strategy: FSDPV2Strategy, large: Contestants, rounds: int, folder: Path, *, smoke: bool
+) -> dict[str, list[float]]:
     """Time steps of a small model while nothing is saved, and while the large state is."""
-    model, optimizer = llama(strategy, 4)
+    model, optimizer = llama(strategy, 0.03 if smoke else 4, smoke=smoke)
     found: dict[str, list[float]] = {"alone": [], "beside a save": []}
     for _ in range(rounds):
         for name, times in found.items():
@@ -171,30 +244,39 @@ def throughput(strategy: FSDPV2Strategy, large: Contestants, rounds: int, folder
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options["ranks"], options["store"])
+    become_rank(rank, options)
     folder = Path(options["dir"])
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, max_norm=1.0))
-    contestants = Contestants(strategy, *llama(strategy, options["parameters"]))
-    result = {
-        "bytes_of_a_rank": sum(t.nbytes for t in contestants.tensors),
-        "stalls": stalls(contestants, options["rounds"], folder),
-        "throughput": throughput(strategy, contestants, options["rounds"], folder),
-    }
-    finish(rank, options, result)
+    smoke, rounds = options["smoke"], options["rounds"]
+    contestants = Contestants(strategy, *llama(strategy, options["parameters"], smoke=smoke))
+    found = stalls(contestants, rounds, folder)
+    steps = throughput(strategy, contestants, rounds, folder, smoke=smoke)
+    check_snapshots(contestants, found, folder)
+    nbytes = sum(t.nbytes for t in contestants.tensors.values())
+    for process in multiprocessing.active_children():  # that of dcp.async_save reports an error when it is left alone
+        process.terminate()
+    finish(rank, options, {"bytes_of_a_rank": nbytes, "stalls": found, "throughput": steps})
+
+
+def label_of(name: str) -> str:
+    return {"ours_sync": "ours, synchronous", "gather_then_thread": "gather + thread"}.get(name, name.replace("_", " "))
 
 
 def table(entry: dict) -> str:
     nbytes = entry["bytes_of_a_rank"]
     lines = [f"{nbytes / 1e9:.2f} GB a rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
-    lines += ["| | stall, s (least - most) | over memcpy (middle half) | extra memory, MB |", "|---|---|---|---|"]
-    bare = entry["stalls"]["memcpy"]["seconds"]
+    lines += [
+        "| | stall, s (least - most) | over the bare copy (middle half) | extra memory, MB |",
+        "|---|---|---|---|",
+    ]
+    bare = entry["stalls"]["bare_copy"]["seconds"]
     for name, facts in entry["stalls"].items():
         if "error" in facts:
-            lines.append(f"| {name} | {facts['error'][:120]} | | |")
+            lines.append(f"| {label_of(name)} | {facts['error'][:120]} | | |")
             continue
         beside = ratio(facts["seconds"], bare)
         text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
-        lines.append(f"| {name} | {spread(facts['seconds'])} | {text} | {facts['peak_bytes'] / 1e6:.0f} |")
+        lines.append(f"| {label_of(name)} | {spread(facts['seconds'])} | {text} | {facts['peak_bytes'] / 1e6:.0f} |")
     alone, beside_a_save = (entry["throughput"][name] for name in ("alone", "beside a save"))
     slower = ratio(beside_a_save, alone)
     lines += ["", f"a step of the small model: {statistics.median(alone) * 1e3:.0f} ms alone, "]
@@ -207,26 +289,20 @@ def _title(entry: dict) -> str:
 
 
 def _bars(entry: dict) -> dict[str, list[float]]:
-    labels = {"memcpy": "raw copy", "ours_sync": "ours, in front", "gather_then_thread": "gather + thread"}
-    found = entry["stalls"].items()
-    return {labels.get(name, name.replace("_", " ")): f["seconds"] for name, f in found if "seconds" in f}
+    return {label_of(name): facts["seconds"] for name, facts in entry["stalls"].items() if "seconds" in facts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parameters", type=float, default=100, help="in millions")
-    parser.add_argument("--dir", type=Path, default=Path("runs/stall"), help="where the checkpoints go")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parse(parser, smoke={"parameters": 0.05}, places={"dir": Path("runs/stall")})
     measured = on_ranks(work, vars(args))
     shutil.rmtree(args.dir, ignore_errors=True)
-    entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(), **measured}
+    entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(smoke=args.smoke), **measured}
     entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
     entries = merge(args.out / "stall.json", entry, ("ranks", "hardware", "dir"))
-    draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png")
+    draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png", smoke=args.smoke)
     print(table(entry))
 
 

@@ -1,83 +1,97 @@
 """Loading a Hugging Face folder into shards, and exporting one, against the bare machine and the other ways.
 
-    python benchmarks/weights.py [--sizes 0.4 1.5] [--ranks 1 2 4] [--rounds 5] [--disk DIR] [--tmpfs DIR] [--only load]
+    python benchmarks/weights.py [--sizes 0.4 1.5] [--ranks 1 2 4] [--rounds 7] [--where disk tmpfs] [--disk DIR]
+                                 [--tmpfs DIR] [--only load] [--out DIR] [--smoke]
 
 Each contestant goes from nothing to a sharded model whose every page was written to, as a step would, or from a
 sharded model to files that are forced to disk; all of them take turns in one process group, in another order each
-round. Reads from disk begin with the files dropped from the page cache; bytes read are those of the read calls. Writes
-weights.json and weights.png, prints tables; configurations that were measured before and not now stay in the file.
+round. The bare machine has a file of its own for each rank, see bare.py. After each turn all values are compared with
+those of the folder that was loaded, or of the model that was exported, outside of the timed part. Reads from disk begin
+with the files dropped from the page cache; bytes read are those of the read calls. Writes weights.json and weights.png,
+prints tables; configurations that were measured before and not now stay in the file. `--smoke` runs all of it in
+seconds, with tiny models.
 """
 
-import argparse
-import json
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import bare
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from harness import (
-    OUT,
-    THREADS,
+    ValuesError,
     attempt,
     become_rank,
+    check_equal,
+    check_values,
     circumstances,
+    digest_of,
     draw,
     drop_from_cache,
+    finish,
     in_turns,
+    llama_config,
     local_of,
     merge,
-    pieces_of,
+    on_ranks,
+    parse,
+    parser_of,
     ratio,
     spread,
     summary,
     turn,
 )
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import init_on_meta, load_weights, save_model, shard_model
-from fsdp2_strategy.hf.container import memory_of, read_header, read_into, write_from
+from fsdp2_strategy.hf.container import read_header
 
-CONFIGS = {
-    "0.4": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22}, torch.float32),
-    "1.5": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 29}, torch.bfloat16),
-}
-
-
-def config_of(size: str) -> LlamaConfig:
-    shape, dtype = CONFIGS[size]
-    return LlamaConfig(**shape, num_attention_heads=16, num_key_value_heads=8, vocab_size=32000, dtype=dtype)
+SIZES = ["0.4", "1.5"]
 
 
 # --- contestants: loading ---------------------------------------------------------------------------------------------
 
 
-def raw_read(folder: Path, marks: dict) -> object:
-    """Read the bytes of this rank's rows of every tensor into fresh memory."""
-    entries = list(read_header(folder / "model.safetensors").values())
-    fd = os.open(folder / "model.safetensors", os.O_RDONLY)
+def prepare_bare(source: Path) -> torch.Tensor:
+    """Write this rank's rows of every tensor to its own file; return their bytes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    parts = []
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                whole = file.get_slice(name)
+                rows = whole.get_shape()[0]
+                a, b = (min(r * -(-rows // ranks), rows) for r in (rank, rank + 1))
+                parts.append(whole[a:b].reshape(-1).view(torch.uint8))
+    own = torch.cat(parts)
+    folder = bare_folder(source)
+    folder.mkdir(exist_ok=True)
+    bare.write(bare.calls_of([own]), folder)
+    return own
 
-    marks["start"] = time.perf_counter()
-    buffers, jobs = [], []
-    for entry in entries:
-        rows = entry.shape[0]
-        a, b = (min(r * -(-rows // ranks), rows) for r in (rank, rank + 1))
-        buffers.append(torch.empty((b - a) * (entry.nbytes // rows), dtype=torch.uint8))
-        jobs += pieces_of(memory_of(buffers[-1]), entry.offset + a * (entry.nbytes // rows))
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: read_into(fd, *job), jobs))
-    os.close(fd)
-    return buffers
+
+def bare_folder(source: Path) -> Path:
+    """Return where the ranks' own files are: outside of the folder that the others load."""
+    return source.with_name(f"{source.name}-bare")
+
+
+def bare_read(source: Path, _marks: dict) -> torch.Tensor:
+    """Read this rank's own file into fresh memory."""
+    fresh = torch.empty(bare.path_in(bare_folder(source)).stat().st_size, dtype=torch.uint8)
+    bare.read(bare.calls_of([fresh]), bare_folder(source))
+    return fresh
 
 
 def ours(folder: Path, marks: dict) -> torch.nn.Module:
@@ -134,7 +148,7 @@ def dcp_reader(folder: Path, _marks: dict) -> torch.nn.Module:
 
 
 LOADERS = {
-    "raw preadv": raw_read,
+    "bare": bare_read,
     "ours": ours,
     "rank 0 + broadcast": rank_0_and_broadcast,
     "accelerate": accelerate_prepare,
@@ -146,25 +160,8 @@ LOADERS = {
 # --- contestants: exporting -------------------------------------------------------------------------------------------
 
 
-def raw_write(model: torch.nn.Module, folder: Path) -> None:
-    """Write this rank's bytes one after the other to its part of one file, and force them to disk."""
-    path = folder / "raw"
-    locals_ = [p.to_local() for p in model.parameters()]
-    sizes = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, sum(t.nbytes for t in locals_))
-    if dist.get_rank() == 0:
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, sum(sizes))
-    dist.barrier()
-    fd = os.open(path, os.O_WRONLY)
-    jobs, at = [], sum(sizes[: dist.get_rank()])
-    for tensor in locals_:
-        jobs += pieces_of(memory_of(tensor), at)
-        at += tensor.nbytes
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: write_from(fd, *job), jobs))
-    os.fsync(fd)
-    os.close(fd)
+def bare_write(model: torch.nn.Module, folder: Path) -> None:
+    bare.write(bare.calls_of([local_of(p.detach()) for p in model.parameters()]), folder)
 
 
 def our_export(model: torch.nn.Module, folder: Path) -> None:
@@ -192,7 +189,7 @@ def dcp_writer(model: torch.nn.Module, folder: Path) -> None:
 
 
 EXPORTERS = {
-    "raw pwrite + fsync": raw_write,
+    "bare": bare_write,
     "ours": our_export,
     "gather + save_file": gather_and_save,
     "DCP consolidated writer": dcp_writer,
@@ -202,56 +199,111 @@ EXPORTERS = {
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
+def check_parts(named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Compare this rank's part of every tensor with the files of a folder, which have these tensors and no others."""
+    held = dict(named)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                if name not in held:
+                    raise ValuesError(f"{path} has {name}, which the model lacks or another file has as well")
+                tensor = held.pop(name).detach()
+                check_equal(local_of(tensor), file.get_slice(name)[_part_of(tensor)], name)
+    if held:
+        raise ValuesError(f"{folder} lacks {len(held)} tensors, {next(iter(held))} among them")
+
+
+def _part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank has."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, n) for n in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + n) for begin, n in zip(offset, shape, strict=True))
+
+
 @torch.no_grad()
-def touch(result: object) -> None:
+def touch(result: torch.nn.Module | torch.Tensor) -> None:
     """Write to every page of every shard, as the first optimizer step does."""
-    for tensor in result.parameters() if isinstance(result, torch.nn.Module) else result or ():
+    for tensor in result.parameters() if isinstance(result, torch.nn.Module) else [result]:
         local = local_of(tensor).reshape(-1)
         local[:: max(1, 4096 // local.element_size())] += 0
 
 
-def load_turn(name: str, source: Path) -> dict:
+def load_turn(name: str, source: Path, expected: str) -> list[dict]:
+    """Take a contestant's turn, and compare what it loaded.
+
+    Args:
+        name: of the contestant.
+        source: the folder that is loaded.
+        expected: the digest of this rank's bare bytes.
+    """
     marks: dict = {}
-    held: list[int] = []
+    loaded: list[torch.nn.Module | torch.Tensor] = []
 
-    def finish(result: object) -> None:
+    def end(result: torch.nn.Module | torch.Tensor) -> None:
         touch(result)
-        if isinstance(result, torch.nn.Module):
-            held.append(sum(local_of(p).nbytes for p in result.parameters()))
+        loaded.append(result)
 
-    facts = turn(lambda: LOADERS[name](source, marks), finish)
-    return facts | {"core_seconds": facts["end"] - marks.get("start", facts["start"]), "held_bytes": sum(held)}
+    def call() -> dict:
+        facts = turn(lambda: LOADERS[name](source, marks), end)
+        held = sum(local_of(p).nbytes for p in loaded[0].parameters()) if name != "bare" else loaded[0].nbytes
+        return facts | {"core_seconds": facts["end"] - marks.get("start", facts["start"]), "held_bytes": held}
+
+    def check() -> None:
+        if name == "bare":
+            check_values({"bare": digest_of(loaded[0])}, {"bare": expected})
+        else:
+            check_parts(list(loaded[0].named_parameters()), source)
+
+    return attempt(call, check)
 
 
-def export_turn(name: str, model: torch.nn.Module, out: Path) -> dict:
-    facts = turn(lambda: EXPORTERS[name](model, out))
-    return facts | {"core_seconds": facts["seconds"], "held_bytes": 0}
+def export_turn(name: str, model: torch.nn.Module, out: Path) -> list[dict]:
+    """Take a contestant's turn, and compare what it wrote."""
+
+    def call() -> dict:
+        facts = turn(lambda: EXPORTERS[name](model, out))
+        return facts | {"core_seconds": facts["seconds"], "held_bytes": 0}
+
+    def check() -> None:
+        if name != "bare":
+            check_parts(list(model.named_parameters()), out)
+            return
+        written = {key: local_of(p.detach()) for key, p in model.named_parameters()}
+        read = {key: torch.empty_like(local) for key, local in written.items()}
+        bare.read(bare.calls_of(list(read.values())), out)
+        for key, local in written.items():
+            check_equal(read[key], local, key)
+
+    return attempt(call, check)
 
 
-def work(rank: int, ranks: int, options: dict) -> None:
-    become_rank(rank, ranks, options["store"])
-    source, out = Path(options["source"]), Path(options["out"])
+def work(rank: int, options: dict) -> None:
+    become_rank(rank, options)
+    source, out = Path(options["source"]), Path(options["target"])
     results: dict = {}
     for kind in options["kinds"]:
         model = ours(source, {}) if kind == "export" else None
+        expected = digest_of(prepare_bare(source)) if kind == "load" else ""
         for name in in_turns(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
             if kind == "load":
                 if options["cold"] and rank == 0:
                     drop_from_cache(source)
-                outcomes = attempt(lambda n=name: load_turn(n, source))
+                    drop_from_cache(bare_folder(source))
+                outcomes = load_turn(name, source, expected)
             else:
                 if rank == 0:
                     shutil.rmtree(out, ignore_errors=True)
                     out.mkdir(parents=True)
                 dist.barrier()
-                outcomes = attempt(lambda n=name, m=model: export_turn(n, m, out))
+                outcomes = export_turn(name, model, out)
             results.setdefault(kind, {}).setdefault(name, []).append(outcomes)
         del model
-    if rank == 0:
-        shutil.rmtree(out, ignore_errors=True)
-        Path(options["results"]).write_text(json.dumps(results))
-    dist.barrier()
-    os._exit(0)  # gloo can abort an interpreter that is on its way out
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.rmtree(bare_folder(source), ignore_errors=True)
+    finish(rank, options, results)
 
 
 def summed_up(turns: list) -> dict:
@@ -266,7 +318,7 @@ def summed_up(turns: list) -> dict:
 def table(entry: dict) -> str:
     """Return one configuration's table, in Markdown."""
     contestants = entry["contestants"]
-    own, bare = contestants["ours"], next(iter(contestants.values()))
+    own, least = contestants["ours"], contestants["bare"]
     if "error" in own:
         return own["error"]
     lines = [
@@ -285,8 +337,10 @@ def table(entry: dict) -> str:
         lines.append(
             f"| {name} | {spread(s)} | {middle:.2f} ({low:.2f} - {high:.2f}) | {facts['peak_bytes'] / 1e9:.2f} |"
         )
-    middle, low, high = ratio(own["core_seconds"], bare["core_seconds"])
-    lines += ["", f"ours / bare machine: {middle:.2f} ({low:.2f} - {high:.2f})"]
+    if "error" in least:
+        return "\n".join(lines)
+    middle, low, high = ratio(own["core_seconds"], least["core_seconds"])
+    lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f})"]
     if entry["kind"] == "load":
         lines[-1] += f"; bytes read / needed {own['read_bytes'] / entry['payload_bytes']:.4f}"
         lines[-1] += f"; held beyond the shard {own['extra_bytes'] / 2**20:.0f} MiB"
@@ -305,56 +359,51 @@ def panels(entries: list[dict]) -> list[tuple[str, dict[str, list[float]]]]:
     ]
 
 
-def make(size: str, folder: Path) -> int:
-    """Save a model of random weights, once; return the bytes of its weights."""
-    if not (folder / "model.safetensors").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.set_default_dtype(CONFIGS[size][1])
-        LlamaForCausalLM(config_of(size)).save_pretrained(folder, max_shard_size="100GB")
-        torch.set_default_dtype(torch.float32)
-    return sum(entry.nbytes for entry in read_header(folder / "model.safetensors").values())
+def make(size: str, folder: Path, *, smoke: bool) -> int:
+    """Save a model of random weights; return the bytes of its weights."""
+    config = llama_config(size, smoke=smoke)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_default_dtype(config.dtype)
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100GB")
+    torch.set_default_dtype(torch.float32)
+    files = folder.glob("*.safetensors")
+    return sum(entry.nbytes for path in files for entry in read_header(path).values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
+    parser = parser_of(__doc__)
+    parser.add_argument("--sizes", nargs="+", default=SIZES, choices=SIZES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--disk", type=Path, default=Path("runs/benchmark"))
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/benchmark"))
     parser.add_argument("--where", nargs="+", default=["disk", "tmpfs"], choices=["disk", "tmpfs"])
     parser.add_argument("--only", choices=["load", "export"])
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = args.out / "weights.json"
+    args = parse(
+        parser,
+        smoke={"ranks": [2], "where": ["disk"]},
+        places={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
+    )
     entries = []
-    for where in args.where:
+    for where, size in ((w, s) for w in args.where for s in args.sizes):
         place = args.disk if where == "disk" else args.tmpfs
-        for size in args.sizes:
-            payload = make(size, place / size)
+        options = {
+            "rounds": args.rounds,
+            "smoke": args.smoke,
+            "cold": where == "disk",
+            "kinds": [args.only] if args.only else ["load", "export"],
+            "source": str(place / size),
+            "target": str(place / "out"),
+        }
+        try:
+            payload = make(size, place / size, smoke=args.smoke)
             for ranks in args.ranks:
-                measured = place / "results.json"
-                options = {
-                    "size": size,
-                    "rounds": args.rounds,
-                    "cold": where == "disk",
-                    "kinds": [args.only] if args.only else ["load", "export"],
-                    "source": str(place / size),
-                    "out": str(place / "out"),
-                    "store": str(place / f"store-{os.getpid()}-{size}-{ranks}"),
-                    "results": str(measured),
-                }
-                mp.spawn(work, (ranks, options), nprocs=ranks)
-                for kind, contestants in json.loads(measured.read_text()).items():
+                for kind, contestants in on_ranks(work, {**options, "ranks": ranks}).items():
                     entry = {"kind": kind, "size": size, "ranks": ranks, "where": where, "payload_bytes": payload}
-                    entry |= circumstances()
+                    entry |= circumstances(smoke=args.smoke)
                     entry["contestants"] = {name: summed_up(turns) for name, turns in contestants.items()}
-                    entries = merge(results, entry, ("kind", "size", "ranks", "where"))
+                    entries = merge(args.out / "weights.json", entry, ("kind", "size", "ranks", "where"))
                     print(table(entry), end="\n\n", flush=True)
-            shutil.rmtree(place / size)
-        shutil.rmtree(place, ignore_errors=True)
-    draw(panels(entries), args.out / "weights.png")
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    draw(panels(entries), args.out / "weights.png", smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,677 @@
+"""One run on an accelerator: GPU tests, training step, async save, offload, weight streaming, log-probabilities.
+
+    python benchmarks/gpu.py [--parts tests step ...] [--parameters 1.5] [--minutes 9.5] [--ranks N] [--out DIR]
+    python benchmarks/gpu.py --smoke  # the same code at tiny sizes, on the CPU where there is no accelerator
+
+Each part runs in processes of its own, one rank per accelerator, and has a time limit: a part that fails, crashes or
+hangs costs none of the others. A part compares the library with a reference (a loop written in plain torch, or one
+plain copy of the same bytes) in alternating turns, and checks that both compute the same values. Rates are per rank.
+`gpu.json` is written again after each part; at the end a table is printed. The exit code is 1 if a part failed.
+Outside of a git checkout the environment variable FSDP2_COMMIT names the commit.
+
+To add a part, write a function that takes a `Job` and returns measures, facts and perhaps an error; enter it in PARTS.
+"""
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from harness import IMPORTED, OUT, become_rank, finish, in_turns, local_of, ratio
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload, stream_weights, token_log_probs
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 4  # of one sample
+PRECISION = StrategyConfig(bf16=True, max_norm=1.0)
+TOLERANCE = {"loss": 1e-2, "grad_norm": 0.1, "log_prob": 5e-2, "gradient": 2e-2}
+
+# Dense bf16 TFLOP/s by the vendors' datasheets; the first name that the device's name contains.
+DATASHEET_TFLOPS = {
+    "A100": 312, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "L40S": 362,
+    "A10": 125, "L4": 121, "RTX 4090": 165, "B200": 2250, "MI300X": 1307,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Options of a part."""
+
+    rank: int
+    billions: float
+    """Parameters of the largest model."""
+    rounds: int
+    smoke: bool
+    scratch: Path
+    """Folder that is removed after the part."""
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    seconds: float
+    peak_bytes: int | None
+    """Device memory above what was allocated before; None on the CPU."""
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated() -> int | None:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+
+
+def host_bytes(nbytes: int) -> torch.Tensor:
+    """Return host memory, pinned where there is an accelerator."""
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def timed(call: Callable[[], object]) -> Turn:
+    """Time a call on all ranks, with idle devices before and after it; collective."""
+    gc.collect()
+    synchronize()
+    before = allocated()
+    if before is not None:
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    return Turn(seconds, None if before is None else torch.cuda.max_memory_allocated() - before)
+
+
+Calls = Sequence[Callable[[], object]]
+
+
+def in_pairs(
+    ours: Calls, reference: Calls, rounds: int, between: Callable[[], object] = int
+) -> list[tuple[list[Turn], list[Turn]]]:
+    """Time two contestants in turns, after a round that does not count; collective.
+
+    Args:
+        ours: the calls of a turn, each timed by itself.
+        reference: the same number of calls.
+        rounds: turns of each contestant.
+        between: called after each turn, not timed.
+
+    Returns:
+        For each call the turns of both contestants.
+    """
+    calls = {"ours": ours, "reference": reference}
+    found: dict[str, list[list[Turn]]] = {name: [] for name in calls}
+    for name in [*calls, *in_turns(list(calls), rounds)]:
+        found[name].append([timed(call) for call in calls[name]])
+        between()
+    by_call = {name: [list(turns) for turns in zip(*of[1:], strict=True)] for name, of in found.items()}
+    return list(zip(by_call["ours"], by_call["reference"], strict=True))
+
+
+def compared(unit: str, amount: float, ours: list[Turn], reference: list[Turn]) -> dict:
+    """Return the rates, times and memory peaks of turns that each processed an amount of a unit."""
+    times = [[turn.seconds for turn in turns] for turns in (ours, reference)]
+    sides = [
+        {
+            "value": amount / statistics.median(seconds),
+            "seconds": seconds,
+            "peak_bytes": max((turn.peak_bytes for turn in turns if turn.peak_bytes is not None), default=None),
+        }
+        for turns, seconds in zip((ours, reference), times, strict=True)
+    ]
+    # Median and middle half of our time over the reference's, pair by pair.
+    return {"unit": f"{unit}/s", "ours": sides[0], "reference": sides[1], "time_ratio": ratio(*times)}
+
+
+def least(value: int) -> int:
+    """Return the least value of all ranks; for booleans, whether all are true; collective."""
+    box = torch.tensor(int(value))
+    dist.all_reduce(box, dist.ReduceOp.MIN)
+    return int(box)
+
+
+def matmul_tflops(size: int, repeats: int = 50) -> float | None:
+    """Return the rate of large bf16 matrix products, the practical peak of an accelerator; None on the CPU."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device()) for _ in range(2))
+    product = torch.empty_like(a)
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            torch.matmul(a, b, out=product)
+
+    turns = [timed(multiply) for _ in range(4)][1:]
+    rate = repeats * 2 * size**3 / min(turn.seconds for turn in turns) / 1e12
+    return rate if torch.cuda.is_available() else None
+
+
+def datasheet_tflops(name: str | None) -> float | None:
+    return next((tflops for key, tflops in DATASHEET_TFLOPS.items() if re.search(rf"\b{key}\b", name or "")), None)
+
+
+class Bus:
+    """Copy a number of bytes between the device and pinned host memory in one piece, as fast as the bus allows."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.host = host_bytes(nbytes)
+        self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device())
+
+    def to_host(self) -> None:
+        self.host.copy_(self.device, non_blocking=True)
+
+    def to_device(self) -> None:
+        self.device.copy_(self.host, non_blocking=True)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def llama(billions: float, **changes: int) -> LlamaConfig:
+    """Configure a Llama of about so many parameters, at least two layers."""
+    width = 3072 if billions >= 2.5 else 2048 if billions >= 0.05 else 64
+    heads = max(2, width // 128)
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,  # with half as many heads for keys and values, 15 x width^2 in a layer
+        "num_hidden_layers": max(2, round((billions * 1e9 / width**2 - 32) / 15)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "vocab_size": 16 * width,
+    }
+    return LlamaConfig(**sizes | changes, max_position_embeddings=8192, pad_token_id=0, use_cache=False)
+
+
+def build(config: LlamaConfig) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    with device():
+        return LlamaForCausalLM(config)
+
+
+def tokens(config: LlamaConfig, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(1, config.vocab_size, shape, generator=generator).to(device())
+
+
+def rate_of(model: nn.Module) -> float:
+    """Return a learning rate at which the loss falls within a few steps: 1e-4 at a width of 2048."""
+    return 0.2 / model.config.hidden_size
+
+
+Loop = Callable[[torch.Tensor], tuple[torch.Tensor, float]]
+
+
+def through_strategy(model: nn.Module) -> tuple[Loop, FSDPV2Strategy, torch.optim.Optimizer]:
+    strategy = FSDPV2Strategy(config=PRECISION)
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=rate_of(model), weight_decay=0.1)
+
+    def step(ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+        loss = model(input_ids=ids, labels=ids).loss
+        strategy.backward(loss, model, optimizer)
+        return loss.detach(), strategy.optimizer_step(optimizer, model).grad_norm
+
+    return step, strategy, optimizer
+
+
+def by_hand(model: nn.Module) -> Loop:
+    """Shard and step with nothing but torch, as the strategy does it."""
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in [*model.model.layers, model.model.embed_tokens, model.lm_head, model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate_of(model), weight_decay=0.1, fused=True)
+
+    def step(ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def trained(billions: float) -> tuple[FSDPV2Strategy, nn.Module, torch.optim.Optimizer, Callable[[], object]]:
+    """Return a model that has taken a step, so that its optimizer has state, and what takes another one."""
+    model = build(config := llama(billions))
+    step, strategy, optimizer = through_strategy(model)
+    ids = tokens(config, 1, 32)
+    step(ids)
+    return strategy, model, optimizer, lambda: step(ids)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return this rank's part of what an optimizer keeps, in a fixed order."""
+    slots = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    return [local_of(slot[key]) for slot in slots for key in sorted(slot)]
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    return [local_of(parameter.detach()) for parameter in model.parameters()]
+
+
+def outcome(measures: dict, facts: dict, wrong: list[str]) -> dict:
+    return {"measures": measures, "facts": facts, "error": "; ".join(wrong) or None}
+
+
+def all_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Say whether tensors are bitwise equal on every rank; collective."""
+    return bool(least(all(torch.equal(a, b) for a, b in zip(some, others, strict=True))))
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def tests(job: Job) -> dict:
+    """Run the tests that want an accelerator."""
+    if job.rank:
+        return outcome({}, {}, [])
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    report = job.scratch / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    facts = {}
+    if report.exists():
+        suite = ET.parse(report).getroot().find("testsuite").attrib
+        counts = {name: int(suite[name]) for name in ("tests", "failures", "errors", "skipped")}
+        failed = counts["failures"] + counts["errors"]
+        passed = counts["tests"] - failed - counts["skipped"]
+        facts = {"passed": passed, "failed": failed, "skipped": counts["skipped"]}
+    said = f"{(done.stdout + done.stderr)[-3000:]}\npytest exited with {done.returncode}"
+    return outcome({}, facts, [said] if done.returncode else [])
+
+
+def step(job: Job) -> dict:
+    """Train through the strategy and with a loop written by hand."""
+    model = build(config := llama(job.billions))
+    count = sum(p.numel() for p in model.parameters())
+    hand = by_hand(copy.deepcopy(model))
+    ours, *_ = through_strategy(model)
+    length = 64 if job.smoke else 2048
+    size = sequences_that_fit((ours, hand), tokens(config, 1, length), most=2 if job.smoke else 8)
+    batches = tokens(config, STEPS, size, length)
+    values, differing = {}, {}
+    steps = {"ours": [ours(batches[0]) for _ in batches], "reference": [hand(batches[0]) for _ in batches]}
+    for i, key in enumerate(("loss", "grad_norm")):
+        values[key] = {name: [float(pair[i]) for pair in of] for name, of in steps.items()}
+        differing[key] = max(abs(a - b) / abs(b) for a, b in zip(*values[key].values(), strict=True))
+
+    def sample(loop: Loop) -> None:
+        for batch in batches:
+            loop(batch)
+
+    [pair] = in_pairs([lambda: sample(ours)], [lambda: sample(hand)], job.rounds)
+    speed = compared("tokens", batches.numel(), *pair)
+    per_token = 6 * (count - config.vocab_size * config.hidden_size)
+    per_token += 6 * config.num_hidden_layers * config.hidden_size * length
+    peaks = {"datasheet": datasheet_tflops(device_name()), "measured matmul": matmul_tflops(256 if job.smoke else 8192)}
+    measures = {"step, against a loop by hand": speed}
+    for name, tflops in peaks.items():
+        mfu = {side: {"value": tflops and speed[side]["value"] * per_token / tflops / 1e12} for side in steps}
+        measures[f"MFU of the {name} peak"] = {"unit": "of 1", **mfu}
+    facts = {
+        "parameters": count,
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "sequences": size,
+        "length": length,
+        "flops_per_token": per_token,
+        "flops": "6 x parameters without the input embedding + 6 x layers x width x length (causal: half of 12)",
+        "peak_tflops": peaks,
+        "largest_relative_difference": differing,
+        **values,
+    }
+    wrong = [
+        f"{key} differs by {by:.2g} between the loops" for key, by in differing.items() if not by <= TOLERANCE[key]
+    ]
+    return outcome(measures, facts, wrong)
+
+
+def sequences_that_fit(loops: Iterable[Loop], one: torch.Tensor, most: int) -> int:
+    """Return how many sequences a step takes with a tenth of the device left free: a power of two; collective."""
+    turns = [timed(lambda loop=loop: loop(one)) for loop in [*loops] * 2]
+    peak = max(turn.peak_bytes or 0 for turn in turns[len(turns) // 2 :])  # the first steps allocate Adam's state
+    if not peak:
+        return most
+    free = 0.9 * torch.cuda.get_device_properties(device()).total_memory - torch.cuda.memory_allocated()
+    fitting = least(min(most, max(1, int(free / peak))))
+    return 1 << (fitting.bit_length() - 1)
+
+
+def stall(job: Job) -> dict:
+    """Save asynchronously, against one copy of the same bytes to pinned memory."""
+    strategy, model, optimizer, step = trained(job.billions / 6)
+
+    def state() -> list[torch.Tensor]:
+        return [*weights_of(model), *state_of(optimizer)]
+
+    nbytes = sum(t.nbytes for t in state())
+    folder, numbers = job.scratch / "checkpoints", itertools.count()
+
+    def save() -> None:
+        strategy.save_ckpt(model, folder, f"save{next(numbers)}", max_num=1, async_save=True)
+
+    [pair] = in_pairs([save], [Bus(nbytes).to_host], job.rounds, between=strategy.wait_for_checkpoint)
+    before = [tensor.clone() for tensor in state()]
+    start = time.perf_counter()
+    save()
+    step()  # what is saved must be the state before
+    strategy.wait_for_checkpoint()
+    written = time.perf_counter() - start
+    strategy.load_ckpt(model, folder)
+    measure = compared("GB", nbytes / 1e9, *pair)
+    held_up = 1 / measure["ours"]["value"]
+    facts = {"bytes": nbytes, "held_up_seconds_per_gb": held_up, "seconds_until_written": written}
+    wrong = [] if all_equal(state(), before) else ["the loaded checkpoint differs from the state that was saved"]
+    return outcome({"async save, against one pinned copy": measure}, facts, wrong)
+
+
+def offloading(job: Job) -> dict:
+    """Move a model and an optimizer to the host and back, against plain copies of the same bytes."""
+    strategy, model, optimizer, _ = trained(job.billions / 3)
+    cases = {
+        "strategy.offload_model": (strategy.offload_model, strategy.reload_model, model, weights_of),
+        "offload(model)": (offload, reload, model, weights_of),
+        "offload(optimizer)": (offload, reload, optimizer, state_of),
+    }
+    measures, facts, wrong = {}, {}, []
+    for name, (there, back, subject, tensors_of) in cases.items():
+        before = [tensor.clone() for tensor in tensors_of(subject)]
+        nbytes = sum(tensor.nbytes for tensor in before)
+        bus = Bus(nbytes)
+        pairs = in_pairs([partial(there, subject), partial(back, subject)], [bus.to_host, bus.to_device], job.rounds)
+        for way, (turns, plain) in zip(("to the host", "back"), pairs, strict=True):
+            measures[f"{name} {way}, against one pinned copy"] = compared("GB", nbytes / 1e9, turns, plain)
+        held = allocated()
+        there(subject)
+        freed = None if held is None else held - allocated()
+        back(subject)
+        facts[name] = {"bytes": nbytes, "freed_bytes": freed}
+        if not all_equal(tensors_of(subject), before):
+            wrong.append(f"{name} came back with other values")
+        if freed is not None and not least(freed > 0.95 * nbytes):
+            wrong.append(f"{name} freed {freed} of {nbytes} bytes of the device")
+    return outcome(measures, facts, wrong)
+
+
+def streaming(job: Job) -> dict:
+    """Bring a model's fp32 weights in bf16 into an engine's tensors, against `full_tensor` of each parameter."""
+    model = build(llama(job.billions))
+    FSDPV2Strategy(config=PRECISION).prepare_model(model, is_training=True)
+
+    def by_full_tensor() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
+            yield name, parameter.detach().full_tensor().to(torch.bfloat16)
+
+    streams = {"stream_weights": partial(stream_weights, model), "full_tensor": by_full_tensor}
+    expected = dict(by_full_tensor())
+    ends = dict(zip(expected, itertools.accumulate(tensor.nbytes for tensor in expected.values()), strict=True))
+    nbytes = max(ends.values())
+    measures, wrong = {}, []
+    for place in ("device", "host"):
+        memory = host_bytes(nbytes) if place == "host" else torch.zeros(nbytes, dtype=torch.uint8, device=device())
+        engine = {
+            name: memory[ends[name] - tensor.nbytes : ends[name]].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in expected.items()
+        }
+
+        def update(name: str, engine: dict = engine) -> list[str]:
+            names = []
+            for key, tensor in streams[name]():
+                engine[key].copy_(tensor, non_blocking=True)
+                names.append(key)
+            return names
+
+        for name in streams:
+            memory.zero_()
+            names = update(name)
+            synchronize()
+            arrived = (tensor.to(device()) for tensor in engine.values())
+            if sorted(names) != sorted(expected) or not all_equal(arrived, expected.values()):
+                wrong.append(f"{name} to the {place} gave other names or values")
+        [pair] = in_pairs(*([partial(update, name)] for name in streams), job.rounds)
+        measures[f"to the {place}, against full_tensor() of each"] = compared("GB", nbytes / 1e9, *pair)
+    return outcome(measures, {"bytes": nbytes, "tensors": len(expected)}, wrong)
+
+
+def log_probs(job: Job) -> dict:
+    """Compute log-probabilities of tokens in chunks, against a log_softmax of the full logits."""
+    config = llama(job.billions / 10, vocab_size=1024 if job.smoke else 128_256)
+    model = build(config)
+    FSDPV2Strategy(config=PRECISION).prepare_model(model, is_training=True)
+    ids = tokens(config, 2, 32 if job.smoke else 4096)
+
+    def in_chunks() -> torch.Tensor:
+        return token_log_probs(model, ids, chunk_bytes=32 << 10 if job.smoke else None)
+
+    def of_full_logits() -> torch.Tensor:
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        return logits.log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+    def forward(compute: Callable[[], torch.Tensor]) -> None:
+        with torch.no_grad():
+            compute()
+
+    def forward_and_backward(compute: Callable[[], torch.Tensor]) -> None:
+        compute().mean().backward()
+        model.zero_grad()
+
+    values, gradients = [], []
+    for compute in (in_chunks, of_full_logits):
+        values.append(compute())
+        values[-1].mean().backward()
+        gradients.append([local_of(parameter.grad) for parameter in model.parameters()])
+        model.zero_grad()
+    errors = torch.stack([(a - b).norm() for a, b in zip(*gradients, strict=True)])
+    norms = torch.stack([gradient.norm() for gradient in gradients[1]])
+    differing = {
+        "log_prob": (values[0] - values[1]).abs().max().item(),
+        "gradient": (errors.norm() / norms.norm()).item(),
+    }
+    del values, gradients
+    measures = {}
+    for run in (forward, forward_and_backward):
+        calls = [[lambda run=run, compute=compute: run(compute)] for compute in (in_chunks, of_full_logits)]
+        [pair] = in_pairs(*calls, job.rounds)
+        measures[f"{run.__name__.replace('_', ' ')}, against full logits"] = compared("tokens", ids.numel(), *pair)
+    facts = {"tokens": list(ids.shape), "vocabulary": config.vocab_size, "largest_difference": differing}
+    wrong = [f"{key} differs by {by:.2g}" for key, by in differing.items() if not by <= TOLERANCE[key]]
+    return outcome(measures, facts, wrong)
+
+
+PARTS: dict[str, Callable[[Job], dict]] = {
+    "tests": tests,
+    "step": step,
+    "stall": stall,
+    "offload": offloading,
+    "stream": streaming,
+    "logprob": log_probs,
+}
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def be_rank(rank: int, name: str, options: dict) -> None:
+    """Be one rank of a part."""
+    os.setpgrp()  # a part that is cut ends with all the processes that it started
+    gc.freeze()  # what the imports made: `timed` collects garbage before each turn
+    become_rank(rank, options)
+    job = Job(rank=rank, scratch=Path(options["scratch"]), **options["job"])
+    finish(rank, options, PARTS[name](job))
+
+
+def run(name: str, ranks: int, job: dict, limit_seconds: float) -> dict:
+    """Run a part in processes of its own; return its result, or the error that ended it."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
+        paths = {"scratch": scratch, "store": f"{scratch}/store", "results": f"{scratch}/results.json"}
+        options = {"ranks": ranks, "smoke": job["smoke"], "job": job, **paths}
+        # CUDA needs processes that start from nothing; without it they are forked from one that has done the imports.
+        method = "spawn" if torch.cuda.is_available() else "forkserver"
+        context = mp.start_processes(be_rank, (name, options), nprocs=ranks, join=False, start_method=method)
+        try:
+            while not context.join(timeout=max(0.0, start + limit_seconds - time.monotonic())):
+                if time.monotonic() >= start + limit_seconds:
+                    raise TimeoutError(f"cut after {limit_seconds:.0f} seconds")
+            found = json.loads(Path(options["results"]).read_text())
+        except BaseException as error:
+            end(context)
+            if not isinstance(error, mp.ProcessRaisedException | mp.ProcessExitedException | OSError):
+                raise
+            found = outcome({}, {}, [str(error).strip()[-3000:]])
+    return {"seconds": round(time.monotonic() - start, 1), **found}
+
+
+def end(context: mp.ProcessContext) -> None:
+    """Kill what is left of the ranks and of all that they started."""
+    for process in context.processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def device_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def output_of(*command: str) -> str | None:
+    """Return what a program prints; None where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def hardware() -> dict:
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    smi = ("nvidia-smi", "--id=0", "--format=csv,noheader")
+    return {
+        "device": device_name(),
+        "count": len(properties),
+        "memory_gb": [round(p.total_memory / 1e9, 1) for p in properties],
+        "capability": [f"{p.major}.{p.minor}" for p in properties],
+        "driver": output_of(*smi, "--query-gpu=driver_version"),
+        "bus": output_of(*smi, "--query-gpu=pcie.link.gen.max,pcie.link.width.max"),
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": os.cpu_count(),
+        "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+    }
+
+
+def circumstances(args: argparse.Namespace) -> dict:
+    commit = output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or os.environ.get("FSDP2_COMMIT"),
+        "command": " ".join(["python", *sys.argv]),
+        "smoke": args.smoke,
+        "ranks": args.ranks,
+        "hardware": hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def table(entry: dict) -> str:
+    def number(side: dict, key: str, scale: float = 1.0) -> str:
+        value = side.get(key)
+        return "-" if value is None else f"{value / scale:,.0f}" if value / scale >= 100 else f"{value / scale:.3g}"
+
+    lines = [f"{entry['hardware']['device'] or entry['hardware']['cpu']}, torch {entry['versions']['torch']}, "]
+    lines[0] += f"{entry['ranks']} ranks, {entry['date']}, commit {entry['commit']}"
+    lines += ["", "| part | measure | ours | reference | unit | time, ours / reference (middle half) | peak GB |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for part, found in entry["parts"].items():
+        for name, measure in found["measures"].items():
+            sides = measure["ours"], measure["reference"]
+            values = " | ".join(number(side, "value") for side in sides)
+            peaks = " / ".join(number(side, "peak_bytes", 1e9) for side in sides)
+            times = "{:.3f} ({:.3f} - {:.3f})".format(*measure["time_ratio"]) if "time_ratio" in measure else ""
+            lines.append(f"| {part} | {name} | {values} | {measure['unit']} | {times} | {peaks} |")
+        if found["error"] or not found["measures"]:
+            text = f"FAILED: {found['error'].splitlines()[-1]}" if found["error"] else json.dumps(found["facts"])
+            lines.append(f"| {part} | {text} | | | | | |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parameters", type=float, default=1.5, help="of the largest model, in billions")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of turns")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all parts; half a minute is for starting")
+    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="one per accelerator")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU where there is no accelerator")
+    parser.add_argument("--out", type=Path, help=f"{OUT} by default, {OUT / 'smoke'} with --smoke")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        print("gpu.py needs an accelerator; --smoke tries the script without one", file=sys.stderr)
+        return 2
+    job = {"billions": args.parameters, "rounds": args.rounds, "smoke": args.smoke}
+    if args.smoke:
+        job |= {"billions": 0.0, "rounds": 2}
+    mp.set_forkserver_preload(IMPORTED)
+    out = args.out or (OUT / "smoke" if args.smoke else OUT)
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * args.minutes
+    entry = {**circumstances(args), "parts": {}}
+    for i, name in enumerate(args.parts):
+        # Twice an equal share of the time that is left: one that hangs leaves enough for the others.
+        limit = (deadline - time.monotonic()) * min(1.0, 2 / (len(args.parts) - i))
+        found = entry["parts"][name] = run(name, args.ranks, job, max(0.0, limit))
+        (out / "gpu.json").write_text(json.dumps(entry, indent=1) + "\n")
+        print(f"{name}: {found['seconds']} s{', FAILED: ' + found['error'] if found['error'] else ''}", flush=True)
+    print("", table(entry), sep="\n")
+    return int(any(found["error"] for found in entry["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
