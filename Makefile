@@ -1,7 +1,8 @@
 # make test       the checks of a change     make demo   the main job, killed and resumed
 # make test-full  everything that CI runs    make grpo   reinforcement learning, killed and resumed
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
-# make bench      the benchmarks
+# make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
+# make big        runs of a real size, 16 GB
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
@@ -10,7 +11,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full demo grpo robot lint bench format clean
+.PHONY: test test-full big demo grpo robot lint bench gpu format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -28,7 +29,10 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-full: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
+
+big: .venv/installed
+	$(BIN)/python -m pytest -m big tests/test_big.py
 
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py
@@ -51,6 +55,9 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/vla.py
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/logprob.py
+
+gpu: .venv/installed
+	$(BIN)/python benchmarks/gpu.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,177 @@
+"""The script that waits for an accelerator runs here, at tiny sizes: each part, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+# Parts as later work adds them, and what can go wrong with one.
+BROKEN = f"""
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu
+
+def fine(job):
+    return gpu.outcome({{}}, {{"answer": 42}}, [])
+
+def fails(job):
+    raise ValueError("on purpose")
+
+def crashes(job):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hangs(job):
+    Path("pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    time.sleep(600)
+
+def is_wrong(job):
+    return gpu.outcome({{}}, {{"answer": 43}}, ["the answer is 43"])
+
+run = gpu.run
+gpu.run = lambda name, ranks, job, seconds: run(name, ranks, job, 3 if name == "hangs" else seconds)
+gpu.PARTS |= dict(first=fine, fails=fails, crashes=crashes, hangs=hangs, is_wrong=is_wrong, last=fine)
+if __name__ == "__main__":
+    sys.exit(gpu.main())
+"""
+
+
+def run(script, *options, cwd):
+    command = [sys.executable, str(script), *options]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu
+
+    return gpu
+
+
+@pytest.mark.full
+def test_every_part_runs_and_reports(tmp_path, gpu):
+    begin = datetime.now(UTC).replace(microsecond=0)
+    done = run(SCRIPT, "--smoke", "--out", "found", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["found", "gpu.json"]
+    entry = json.loads((tmp_path / "found" / "gpu.json").read_text())
+
+    assert timedelta(0) <= datetime.fromisoformat(entry["date"]) - begin < timedelta(minutes=2)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (entry["commit"] or "").startswith(head.stdout.strip())
+    assert entry["smoke"] is True
+    assert entry["command"].endswith("gpu.py --smoke --out found")
+    assert entry["versions"]["torch"] == torch.__version__
+    assert entry["hardware"]["count"] == torch.cuda.device_count()
+    assert entry["hardware"]["cores"] == os.cpu_count()
+    assert entry["hardware"]["ram_gb"] > 0
+
+    parts = entry["parts"]
+    assert list(parts) == list(gpu.PARTS)
+    assert {name: found["error"] for name, found in parts.items()} == dict.fromkeys(gpu.PARTS)
+    assert sum(parts["tests"]["facts"].values()) > 0
+    if not torch.cuda.is_available():
+        assert parts["tests"]["facts"].keys() == {"passed", "failed", "skipped"}
+        assert parts["tests"]["facts"]["passed"] == parts["tests"]["facts"]["failed"] == 0
+    for name, found in parts.items():
+        compared = [measure for measure in found["measures"].values() if "time_ratio" in measure]
+        assert bool(compared) == (name != "tests")
+        for measure in compared:
+            for side in (measure["ours"], measure["reference"]):
+                assert len(side["seconds"]) == 2
+                assert side["value"] > 0
+                assert (side["peak_bytes"] is None) == (not torch.cuda.is_available())
+        assert f"| {name} |" in done.stdout
+    step = parts["step"]["facts"]
+    assert step["loss"]["ours"][-1] < step["loss"]["ours"][0], "the loops train, so that a wrong step would show"
+    assert step["flops_per_token"] > 6 * (step["parameters"] - 16 * step["width"] ** 2)
+
+
+@pytest.mark.full
+def test_a_part_that_fails_crashes_or_hangs_costs_none_of_the_others(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    names = ["first", "fails", "crashes", "hangs", "is_wrong", "last"]
+    done = run("broken.py", "--smoke", "--out", ".", "--parts", *names, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert list(parts) == names
+    assert parts["first"]["facts"] == parts["last"]["facts"] == {"answer": 42}
+    assert parts["first"]["error"] is parts["last"]["error"] is None
+    assert parts["fails"]["error"].endswith("ValueError: on purpose")
+    assert parts["crashes"]["error"].endswith("signal SIGSEGV")
+    assert parts["hangs"]["error"] == "cut after 3 seconds"
+    assert parts["is_wrong"]["error"] == "the answer is 43"
+    assert parts["is_wrong"]["facts"] == {"answer": 43}, "what was measured is kept"
+    for name in names[1:-1]:
+        assert re.search(rf"^\| {name} \| FAILED: ", done.stdout, re.MULTILINE)
+    stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z", "what it started goes on"
+
+
+def test_without_an_accelerator_it_says_what_to_do(gpu, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path / "out")])
+    assert gpu.main() == 2
+    assert capsys.readouterr().err == "gpu.py needs an accelerator; --smoke tries the script without one\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD Instinct MI300X", 1307),
+        ("something else", None),
+        (None, None),
+    ],
+)
+def test_the_datasheet_peak_is_that_of_the_device(gpu, name, tflops):
+    assert gpu.datasheet_tflops(name) == tflops
+
+
+@pytest.mark.parametrize("billions", [0.25, 0.5, 1.5, 3.0, 4.0])
+def test_the_model_has_about_as_many_parameters_as_asked_for(gpu, billions):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(gpu.llama(billions))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.06)
+
+
+@pytest.mark.parametrize(("peak_gb", "sequences"), [(1, 8), (15, 4), (60, 1), (200, 1)])
+def test_a_step_takes_as_many_sequences_as_fit_on_the_device(gpu, monkeypatch, peak_gb, sequences):
+    monkeypatch.setattr(gpu, "timed", lambda _: gpu.Turn(1.0, peak_gb * 10**9))
+    monkeypatch.setattr(gpu, "least", int)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Namespace(total_memory=141 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 36 * 10**9)
+    assert gpu.sequences_that_fit([id], None, most=8) == sequences
+
+
+def test_the_commit_comes_from_the_environment_where_git_is_missing(gpu, monkeypatch):
+    args = Namespace(smoke=True, ranks=1)
+    monkeypatch.setenv("PATH", "")
+    assert gpu.circumstances(args)["commit"] is None
+    monkeypatch.setenv("FSDP2_COMMIT", "abc")
+    assert gpu.circumstances(args)["commit"] == "abc"
