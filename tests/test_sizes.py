@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -253,3 +254,21 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     assert save("other dtype")[0] == ["model"]
     assert len(storage._layouts) == 5
     strategy.load_ckpt(model, tmp_path, tag="small files")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tmp_path):
+    create = storage.create
+
+    def late(files):
+        if dist.get_rank() == slow:
+            time.sleep(0.3)
+        create(files)
+
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)  # its optimizer has nothing yet: a file of which rank 0 writes no tensor
+    with patch.object(storage, "create", late):
+        path = strategy.save_ckpt(model, tmp_path, "t")
+    assert verify_checkpoint(path).ok
+    strategy.load_ckpt(model, tmp_path)

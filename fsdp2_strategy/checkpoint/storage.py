@@ -284,8 +284,9 @@ class SafetensorsWriter(StorageWriter):
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
         create(own)
-        self.keep(write_all([job for part in self.parts for job in part.jobs()], hashed=True))
-        force_to_disk({*self.blocks, *(file.path for file in own)})
+        written = write_all([job for part in self.parts for job in part.jobs()], hashed=True)
+        self.keep(written)
+        force_to_disk({*written, *(file.path for file in own)})  # others may not be there yet
         if rank() == 0:
             for part in (part for part in self.parts if len(part.files) > 1):
                 index = part.folder / f"{part.stem}.safetensors.index.json"
