@@ -30,6 +30,7 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
+	$(MAKE) big
 
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
