@@ -1,8 +1,10 @@
 """How long a save keeps the training thread, and what training loses while it runs.
 
-    python benchmarks/stall.py [--ranks 2] [--rounds 7] [--parameters 100] [--dir DIR] [--out DIR] [--smoke]
+    python benchmarks/stall.py [--ranks 2] [--rounds 7] [--parameters 16 83 330] [--contestants NAME ...] [--dir DIR]
+                               [--out DIR] [--smoke]
 
-The state is a Llama of so many million parameters with AdamW, all fp32: 12 bytes a parameter over all ranks.
+The state is a Llama of so many million parameters with AdamW, all fp32: 12 bytes a parameter over all ranks, so by
+default 0.1, 0.5 and 2 GB a rank. Up to 20 million parameters its layers are 256 wide, so that there are many of them.
 Contestants take turns: ours in the background, ours synchronous, torch's `dcp.async_save` in a thread and in a process,
 and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). The bare copy is one
 of the same bytes into memory that is there. What is timed is the call, on the rank where it takes longest; then the
@@ -160,10 +162,10 @@ class Contestants:
 NAMES = ["bare_copy", "ours", "ours_sync", "dcp_thread", "dcp_process", "gather_then_thread"]
 
 
-def stalls(contestants: Contestants, rounds: int, folder: Path) -> dict[str, list]:
+def stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path) -> dict[str, list]:
     """Time the calls; each contestant has saved once before, so that what it keeps is there."""
-    found: dict[str, list] = {name: [] for name in NAMES}
-    for name in [*NAMES, *in_turns(NAMES, rounds)]:
+    found: dict[str, list] = {name: [] for name in names}
+    for name in [*names, *in_turns(names, rounds)]:
         if any("error" in outcome for outcomes in found[name] for outcome in outcomes):
             continue
         ends: list[Callable[[], object]] = []
@@ -207,8 +209,8 @@ def check_snapshots(contestants: Contestants, found: dict[str, list], folder: Pa
         contestants.load(name, folder / name)
         return {}
 
-    for name in NAMES:
-        if error_of(found[name]):
+    for name, timed in found.items():
+        if error_of(timed):
             continue
         outcomes = attempt(
             lambda name=name: save_and_load(name), lambda: check_values(digests_of(contestants.now()), expected)
@@ -249,13 +251,17 @@ def work(rank: int, options: dict) -> None:
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, max_norm=1.0))
     smoke, rounds = options["smoke"], options["rounds"]
     contestants = Contestants(strategy, *llama(strategy, options["parameters"], smoke=smoke))
-    found = stalls(contestants, rounds, folder)
+    found = stalls(contestants, options["contestants"], rounds, folder)
     steps = throughput(strategy, contestants, rounds, folder, smoke=smoke)
     check_snapshots(contestants, found, folder)
     nbytes = sum(t.nbytes for t in contestants.tensors.values())
     for process in multiprocessing.active_children():  # that of dcp.async_save reports an error when it is left alone
         process.terminate()
-    finish(rank, options, {"bytes_of_a_rank": nbytes, "stalls": found, "throughput": steps})
+    finish(
+        rank,
+        options,
+        {"bytes_of_a_rank": nbytes, "tensors": len(contestants.tensors), "stalls": found, "throughput": steps},
+    )
 
 
 def label_of(name: str) -> str:
@@ -264,7 +270,10 @@ def label_of(name: str) -> str:
 
 def table(entry: dict) -> str:
     nbytes = entry["bytes_of_a_rank"]
-    lines = [f"{nbytes / 1e9:.2f} GB a rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
+    lines = [
+        f"{nbytes / 1e9:.2f} GB a rank, {entry['tensors']} tensors, {entry['ranks']} ranks, {entry['hardware']}",
+        "",
+    ]
     lines += [
         "| | stall, s (least - most) | over the bare copy (middle half) | extra memory, MB |",
         "|---|---|---|---|",
@@ -295,15 +304,18 @@ def _bars(entry: dict) -> dict[str, list[float]]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--parameters", type=float, default=100, help="in millions")
-    args = parse(parser, smoke={"parameters": 0.05}, places={"dir": Path("runs/stall")})
-    measured = on_ranks(work, vars(args))
-    shutil.rmtree(args.dir, ignore_errors=True)
-    entry = {"ranks": args.ranks, "dir": str(args.dir), **circumstances(smoke=args.smoke), **measured}
-    entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
-    entries = merge(args.out / "stall.json", entry, ("ranks", "hardware", "dir"))
-    draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png", smoke=args.smoke)
-    print(table(entry))
+    parser.add_argument("--parameters", type=float, nargs="+", default=[16, 83, 330], help="in millions")
+    parser.add_argument("--contestants", nargs="+", default=NAMES, choices=NAMES, help="two at least, bare_copy first")
+    args = parse(parser, smoke={"parameters": [0.05]}, places={"dir": Path("runs/stall")})
+    for millions in args.parameters:
+        measured = on_ranks(work, {**vars(args), "parameters": millions})
+        shutil.rmtree(args.dir, ignore_errors=True)
+        entry = {"ranks": args.ranks, "parameters": millions, "dir": str(args.dir)}
+        entry |= {**circumstances(smoke=args.smoke), **measured}
+        entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
+        entries = merge(args.out / "stall.json", entry, ("ranks", "parameters", "hardware"))
+        draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png", smoke=args.smoke)
+        print(table(entry), end="\n\n")
 
 
 if __name__ == "__main__":
