@@ -360,12 +360,18 @@ class CopyQueue:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy values, without gradients; the queue's end says when they are there."""
-        if not self.is_async:
-            target.copy_(source)
+        self.copy_all([target], [source])
+
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy values of many tensors."""
+        if not targets:
             return
-        self._to_host |= target.device.type == "cpu"
+        if not self.is_async:
+            torch._foreach_copy_(targets, sources)
+            return
+        self._to_host |= any(target.device.type == "cpu" for target in targets)
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def event(self) -> Any:
         """Return an event that comes when all copies so far are through; None where they are already."""

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.names import modules_of
 from fsdp2_strategy.ranks import group_in_use
 
 # Inner models of wrappers that are sharded as a whole.
@@ -110,7 +111,7 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
 
 def is_computed(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's values are computed when somebody asks for them."""
-    return _storage_behind(tensor) in _computed
+    return bool(_computed) and _storage_behind(tensor) in _computed
 
 
 def _storage_behind(tensor: torch.Tensor) -> int:
@@ -171,7 +172,7 @@ def clear_gradients(model: nn.Module) -> None:
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Return FSDP2's own record of each unit's parameters; not collective."""
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(module, FSDPModule):
             yield from groups_of(module._get_fsdp_state())
 
@@ -190,7 +191,7 @@ def reshard(model: nn.Module) -> None:
     next forward pass would compute with values from before the step. So it would
     with what was gathered ahead for a unit that did not run any more.
     """
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(module, FSDPModule):
             module.reshard()
             for group in groups_of(module._get_fsdp_state()):

@@ -24,9 +24,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import background
 from fsdp2_strategy.checkpoint import save as saving
+from fsdp2_strategy.checkpoint.storage import Part, copied
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.hf.container import Entry
-from fsdp2_strategy.hf.write import Job
 
 
 class Gate:
@@ -282,16 +281,31 @@ def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
     monkeypatch.setattr(sizes, "BLOCK_BYTES", 4 << 10)
     staging = background.Staging()
     tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a slab each
-    entries = {n: Entry(n, Path("file"), 0, t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    jobs = [Job(entries[n], ((0, len(t)), (0, 16)), t) for n, t in tensors.items()]
-    staged = staging.copies_of(jobs)
+    [part] = copied([Part.of(Path("folder"), tensors)], staging.copies_of)
     total = sum(t.nbytes for t in tensors.values())
     assert sum(slab.numel() for slab in staging._slabs) <= total * (1 + 1 / 16) + sizes.STAGING_BYTES
     for name, tensor in tensors.items():
-        parts = [job for job in staged if job.entry.name == name]
-        assert [job.box[0][0] for job in parts] == [sum(len(p.tensor) for p in parts[:i]) for i in range(len(parts))]
-        assert torch.equal(torch.cat([job.tensor for job in parts]), tensor)
-    assert staging.copies_of([Job(Entry("x", Path("f"), 0, torch.float32, ()), (), torch.tensor(3.0))])[0].tensor == 3
+        jobs = [job for job in part.jobs() if job.entry.name == name]
+        assert max(job.tensor.nbytes for job in jobs) <= sizes.BLOCK_BYTES
+        assert [job.box[0][0] for job in jobs] == [sum(len(p.tensor) for p in jobs[:i]) for i in range(len(jobs))]
+        assert torch.equal(torch.cat([job.tensor for job in jobs]), tensor)
+
+
+def test_copies_of_other_tensors_take_the_memory_of_those_before():
+    staging = background.Staging()
+    forms = [[(2, 3), (), (0, 4), (5,)], [(2, 3), (), (7, 2), (5,), (1,)], [(2, 3)], [(2, 3), (), (7, 2), (5,), (1,)]]
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
+        for shapes in forms:
+            tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+            staging.begin()
+            copies = staging.copies_of(tensors[:2]) + staging.copies_of(tensors[2:])
+            before = [tensor.clone() for tensor in tensors]
+            for tensor in tensors:
+                tensor.zero_()
+            for copy, expected in zip(copies, before, strict=True):
+                assert copy.dtype == dtype
+                assert torch.equal(copy, expected)
+    assert len(staging._slabs) == 1
 
 
 @pytest.mark.ranks(2)

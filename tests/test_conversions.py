@@ -264,3 +264,74 @@ def test_what_a_save_would_write_comes_back_for_every_architecture(share, tmp_pa
     assert built > 0.8 * len(classes) / SHARES
     assert not failed
     assert set(marked) <= {"PixioBackbone"}
+
+
+def untied(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def with_other_values(model):
+    model.model.norm.weight = nn.Parameter(torch.ones(len(model.model.norm.weight)))
+
+
+def with_a_buffer(model):
+    model.model.register_buffer("seen", torch.zeros(3))
+
+
+def with_a_buffer_that_is_not_saved(model):
+    model.model._non_persistent_buffers_set.add("seen")
+
+
+def with_a_name_to_ignore(model):
+    model._keys_to_ignore_on_save = {"model.norm.weight"}
+
+
+def with_a_layer_less(model):
+    del model.model.layers[1]
+
+
+def with_another_order(model):
+    model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.gate_proj = (
+        model.model.layers[0].mlp.gate_proj,
+        model.model.layers[0].mlp.up_proj,
+    )
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_names_are_remembered_until_the_model_changes(is_wrapped):
+    model = build("llama_tied")
+    root = nn.Sequential(model) if is_wrapped else model
+    changes = [
+        lambda _: None,
+        untied,
+        with_other_values,
+        with_a_buffer,
+        with_a_buffer_that_is_not_saved,
+        with_a_name_to_ignore,
+        with_another_order,
+        with_a_layer_less,
+    ]
+    before = None
+    for change in changes:
+        change(model)
+        expected = arrange._find_tensors(root, None)
+        assert_same_tensors(tensors_to_write(root), expected)
+        with patch.object(arrange, "_find_tensors", side_effect=AssertionError("looked for again")):
+            assert_same_tensors(tensors_to_write(root), expected)
+        now = {name: id(tensor) for name, tensor in expected.items()}
+        assert now != before or (is_wrapped and change is with_a_name_to_ignore)
+        before = now
+
+
+def assert_same_tensors(found, expected):
+    assert list(found) == list(expected)
+    assert all(found[name] is expected[name] for name in expected)
+
+
+def test_names_of_tensors_that_no_module_holds_are_not_remembered():
+    model = build("llama")
+    model.register_state_dict_post_hook(
+        lambda _model, state, _prefix, _metadata: state.update({"model.norm.weight": state["model.norm.weight"] * 2})
+    )
+    for _ in range(2):
+        assert torch.equal(tensors_to_write(model)["model.norm.weight"], model.model.norm.weight * 2)

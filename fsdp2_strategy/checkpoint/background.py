@@ -11,18 +11,15 @@ collectives never mix with the trainer's. One save is in flight at a time. What 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
-from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.offload import CopyQueue
 from fsdp2_strategy.ranks import (
     adopt_device,
@@ -39,65 +36,63 @@ from fsdp2_strategy.ranks import (
 _ALIGNMENT = 64
 
 
+class _End(NamedTuple):
+    """Where what was given out ends."""
+
+    slab: int
+    filled: int
+
+
 class Staging:
     """Host memory for one copy of what a rank writes, kept from one save to the next, whichever model it is of."""
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
-        self._slab, self._filled = 0, 0
+        self._end = _End(0, 0)
+        self._rooms: list[tuple[torch.Tensor, _End]] = []
+        """What was given out since the beginning, and ahead of it what was given out in the save before."""
+        self._given = 0
 
     def begin(self) -> None:
         """Overwrite the copies of the save before."""
-        self._slab, self._filled = 0, 0
+        self._end, self._given = _End(0, 0), 0
 
-    def copies_of(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs with their tensors as they are now, whatever becomes of these."""
-        staged: list[Job] = []
+    def copies_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of tensors as they are now, whatever becomes of these."""
+        copies = [self._room_for(tensor) for tensor in tensors]
         with CopyQueue() as queue:
-            for job in itertools.chain.from_iterable(map(self._pieces, jobs)):
-                tensor = job.tensor
-                copied = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-                queue.copy(copied, tensor)
-                staged.append(replace(job, tensor=copied))
-        return staged
+            queue.copy_all(copies, tensors)
+        return copies
 
     def clear(self) -> None:
         """Give the memory back."""
         self._slabs.clear()
+        self._rooms.clear()
         self.begin()
 
-    def _pieces(self, job: Job) -> Iterator[Job]:
-        """Cut a job that does not fit into what is left of the slab into rows that do, where it has rows.
+    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for a copy: that of the save before, as long as all tensors are like its tensors were."""
+        if self._given < len(self._rooms):
+            room, end = self._rooms[self._given]
+            if room.shape == tensor.shape and room.dtype == tensor.dtype:
+                self._given, self._end = self._given + 1, end
+                return room
+            del self._rooms[self._given :]
+        room = self._new_room_for(tensor)
+        self._rooms.append((room, self._end))
+        self._given += 1
+        return room
 
-        It is cut where the blocks of its checksums are, so that a save has the same whether it was copied or not.
-        """
-        shape, nbytes = job.tensor.shape, job.tensor.nbytes
-        if not shape or nbytes <= self._left(nbytes):
-            yield job
-            return
-        row_bytes, step, at = nbytes // shape[0], job.rows_at_once, 0
-        while at < shape[0]:
-            fitting = self._left(nbytes - at * row_bytes) // row_bytes
-            rows = job.tensor[at : at + max(step, fitting - fitting % step)]
-            yield replace(job, box=((job.box[0][0] + at, len(rows)), *job.box[1:]), tensor=rows)
-            at += len(rows)
-
-    def _left(self, wanted: int) -> int:
-        """Return how much fits into the slab that is being filled; where that is little, into a new one."""
-        size = self._slabs[self._slab].numel() if self._slab < len(self._slabs) else sizes.STAGING_BYTES
-        left = size - self._filled
-        return left if left >= min(wanted, sizes.STAGING_BYTES // 16) else sizes.STAGING_BYTES
-
-    def _room(self, nbytes: int) -> torch.Tensor:
-        """Return memory for a tensor: in the slab that is being filled, or the next one that has room."""
-        while self._slab < len(self._slabs) and self._filled + nbytes > self._slabs[self._slab].numel():
-            self._slab, self._filled = self._slab + 1, 0
-        if self._slab == len(self._slabs):
+    def _new_room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory in the slab that is being filled, or the next one that has room."""
+        (slab, begin), nbytes = self._end, tensor.nbytes
+        while slab < len(self._slabs) and begin + nbytes > self._slabs[slab].numel():
+            slab, begin = slab + 1, 0
+        if slab == len(self._slabs):
             size = max(sizes.STAGING_BYTES, nbytes)
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
-        begin = self._filled
-        self._filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return self._slabs[self._slab][begin : begin + nbytes]
+        self._end = _End(slab, begin + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        return self._slabs[slab][begin : begin + nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _Save:

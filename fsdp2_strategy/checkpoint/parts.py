@@ -32,7 +32,7 @@ from fsdp2_strategy.hf.arrange import Arrangement, arrangement_of, tensors_to_wr
 from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
 from fsdp2_strategy.hf.match import LoadReport, match
 from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.hf.twin import original_class, twin
+from fsdp2_strategy.hf.twin import original_class, twin, twin_alone
 from fsdp2_strategy.names import named_parameters, persistent_buffers
 from fsdp2_strategy.ranks import all_or_none, log
 
@@ -63,9 +63,8 @@ class ModelOnDisk:
         """Lay it out: its folder, and where it is a wrapper, one for what else it has."""
         inner = inner_model(root)
         base = base_of(inner)
-        copied = twin(base) if is_transformers_model(base) else None  # which takes longer than the rest of a plan
-        tensors = tensors_to_write(base, copied)
-        arranged = _remembered_arrangement(inner, copied, tensors)
+        tensors = tensors_to_write(base)
+        arranged = _remembered_arrangement(inner, base, tensors)
         parts = [Part.of(places.model, tensors, arranged.regions, metadata=arranged.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
@@ -73,7 +72,7 @@ class ModelOnDisk:
             rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
             if rest:
                 parts.append(Part.of(places.state / WRAPPER, rest))
-        return cls(parts, Beside.of(places.model, copied, arranged.regions, folder_of(inner)))
+        return cls(parts, Beside.of(places.model, base, arranged.regions, folder_of(inner)))
 
     @classmethod
     def of_trainable(cls, root: nn.Module, places: Places, left_out: Container[str]) -> ModelOnDisk:
@@ -94,11 +93,11 @@ class ModelOnDisk:
         adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
         whole = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
         with all_or_none("lay out a policy", CheckpointError):
-            copied = twin(base_of(root))
+            base = base_of(root)
             regions: Mapping[str, Region] = {}
             if left_out is None:
-                tensors = tensors_to_write(root, copied)
-                arranged = _remembered_arrangement(root, copied, tensors)
+                tensors = tensors_to_write(base)
+                arranged = _remembered_arrangement(root, base, tensors)
                 regions = arranged.regions
                 folder = places.state / MODEL if lerobot.gather_for_save_pretrained else places.model
                 parts = [Part.of(folder, tensors, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
@@ -109,9 +108,9 @@ class ModelOnDisk:
                     own = adapters.folder_of(name, places.model)
                     parts.append(Part.of(own, tensors, held, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize))
             beside = replace(
-                Beside.of(places.model, copied, regions, folder_of(root)),
+                Beside.of(places.model, base, regions, folder_of(root)),
                 adapters=adapters,
-                policy=BesidePolicy.of(copied, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
+                policy=BesidePolicy.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
                 whole=whole,
             )
         return cls(parts, beside)
@@ -123,7 +122,7 @@ class Beside:
 
     folder: Path
     copied: nn.Module | None = None
-    """Twin of the model in the folder."""
+    """Twin of the model in the folder, without its tensors."""
     regions: Mapping[str, Region] = field(default_factory=dict)
     """What the files hold."""
     source: Path | None = None
@@ -134,11 +133,14 @@ class Beside:
     """The policy unsharded, on rank 0, where it writes its weights and its configuration itself."""
 
     @classmethod
-    def of(cls, folder: Path, copied: nn.Module | None, regions: Mapping[str, Region], source: Path | None) -> Beside:
-        """Give the twin a configuration of its own."""
-        for name in ("config", "generation_config"):
-            if copied is not None and is_transformers_model(copied) and hasattr(copied, name):
-                setattr(copied, name, copy.deepcopy(getattr(copied, name)))
+    def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> Beside:
+        """Keep what a model without adapters says of itself."""
+        copied = None
+        if is_transformers_model(model):
+            copied = twin_alone(model)
+            for name in ("config", "generation_config"):
+                if hasattr(copied, name):
+                    setattr(copied, name, copy.deepcopy(getattr(copied, name)))
         return cls(folder, copied, regions, source)
 
     @property
@@ -168,13 +170,17 @@ class Beside:
 _arrangements: WeakKeyDictionary[nn.Module, tuple[object, Arrangement]] = WeakKeyDictionary()
 
 
-def _remembered_arrangement(
-    inner: nn.Module, copied: nn.Module | None, tensors: Mapping[str, torch.Tensor]
-) -> Arrangement:
-    """Return names and arrangement in the files of ``model/``; chosen again only when the model has changed."""
+def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+    """Return names and arrangement in the files of ``model/``; chosen again only when the model has changed.
+
+    Args:
+        inner: a model.
+        base: the same without adapters.
+        tensors: those of its base.
+    """
     shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     if inner not in _arrangements or _arrangements[inner][0] != shapes:
-        _arrangements[inner] = (shapes, arrangement_of(copied if copied is not None else twin(base_of(inner)), tensors))
+        _arrangements[inner] = (shapes, arrangement_of(twin(base), tensors))
     return _arrangements[inner][1]
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,21 +19,40 @@ from safetensors.torch import load, save
 from fsdp2_strategy.ranks import seed_everything
 
 
+@dataclass(frozen=True)
+class RngState:
+    """The states of this rank's generators."""
+
+    python: tuple[Any, ...]
+    numpy: Mapping[str, Any]
+    torch: Mapping[str, torch.Tensor]
+    """By the kind of device."""
+
+    @classmethod
+    def now(cls) -> RngState:
+        """Return them as they are now."""
+        of_torch = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            of_torch["cuda"] = torch.cuda.get_rng_state()
+        return cls(random.getstate(), np.random.get_state(legacy=False), of_torch)  # noqa: NPY002  users draw from it
+
+    def content(self) -> bytes:
+        """Return them as the content of a file."""
+        version, words, gauss = self.python
+        tensors = {
+            "python.words": torch.tensor(words, dtype=torch.int64),
+            "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+            "numpy.keys": torch.from_numpy(np.asarray(self.numpy["state"]["key"], dtype=np.int64)),
+            "numpy.position": torch.tensor([self.numpy["state"]["pos"], self.numpy["has_gauss"]], dtype=torch.int64),
+            "numpy.cached": torch.tensor([self.numpy["gauss"]], dtype=torch.float64),
+        }
+        tensors |= {f"torch.{device}": state for device, state in self.torch.items()}
+        return save(tensors, metadata={"python.version": str(version)})
+
+
 def rng_content() -> bytes:
     """Return the states of this rank's generators, as the content of a file."""
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  the one users draw from
-    tensors = {
-        "torch.cpu": torch.get_rng_state(),
-        "python.words": torch.tensor(words, dtype=torch.int64),
-        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy.cached": torch.tensor([cached], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        tensors["torch.cuda"] = torch.cuda.get_rng_state()
-    return save(tensors, metadata={"python.version": str(version)})
+    return RngState.now().content()
 
 
 def load_rng(content: bytes) -> None:

@@ -39,10 +39,16 @@ from fsdp2_strategy.checkpoint.places import (
     TRAINING_STEP,
     Places,
 )
-from fsdp2_strategy.checkpoint.rng import rng_content
+from fsdp2_strategy.checkpoint.rng import RngState
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
-from fsdp2_strategy.checkpoint.state import check_json, optimizer_hyper, optimizer_tensors, prepared
-from fsdp2_strategy.checkpoint.storage import Part, staged, write_parts
+from fsdp2_strategy.checkpoint.state import (
+    check_json,
+    names_by_identity,
+    optimizer_hyper,
+    optimizer_tensors,
+    prepared,
+)
+from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
 from fsdp2_strategy.damage import check_usable
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.garbage import no_collections
@@ -150,12 +156,12 @@ def save_checkpoint(
     partial = directory.partial_path(save_dir, tag)
     places = Places.of_lerobot(partial) if layout else Places.of_ours(partial)
     left_out = LeftOut.of(root) if only_trainable or (layout and has_adapters(root)) else None
-    on_disk = _lay_out(root, places, layout, left_out)
+    policy = _lay_out_policy(root, places, layout, left_out) if layout else None
     with all_or_none("save", CheckpointError):
         state = _collect(
-            model,
+            root,
             places,
-            on_disk,
+            policy or _lay_out(root, places, left_out),
             optimizer=optimizer,
             scheduler=scheduler,
             ema=ema,
@@ -169,8 +175,13 @@ def save_checkpoint(
                 "loss_scale": loss_scale,
             },
         )
+        if async_save:
+            background.staging().begin()
+            state = replace(state, parts=copied(state.parts, background.staging().copies_of))
     if state.data is not None:
         agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
+    if async_save:
+        state = replace(state, parts=copied_gathered(state.parts, background.staging().copies_of))
     training_step = layout and {"step": step, "num_processes": world_size(), "batch_size": layout.batch_size}
     order = _Order(
         state=state,
@@ -194,8 +205,6 @@ def save_checkpoint(
         save_latest=save_latest,
     )
     if async_save:
-        background.staging().begin()
-        order = replace(order, state=replace(state, parts=staged(state.parts, background.staging().copies_of)))
         background.behind(str(save_dir / tag), functools.partial(_carry_out, order))
     else:
         _carry_out(order)
@@ -210,7 +219,7 @@ class _State:
     beside: Beside
     trainer_state: str
     """As JSON."""
-    rng: bytes
+    rng: RngState
     data: DataPosition | None
     shard_size: int
 
@@ -233,17 +242,20 @@ class _Order:
     save_latest: bool
 
 
-def _lay_out(root: nn.Module, places: Places, lerobot: LeRobotLayout | None, left_out: LeftOut | None) -> ModelOnDisk:
-    """Lay out what a model is on disk; collective."""
-    without = left_out.weights if left_out else None
-    if lerobot is not None:
-        return ModelOnDisk.of_policy(root, places, lerobot, without)
-    with all_or_none("save", CheckpointError):
-        return ModelOnDisk.of(root, places) if without is None else ModelOnDisk.of_trainable(root, places, without)
+def _lay_out(root: nn.Module, places: Places, left_out: LeftOut | None) -> ModelOnDisk:
+    """Lay out what a model is on disk in our own layout."""
+    if left_out is None:
+        return ModelOnDisk.of(root, places)
+    return ModelOnDisk.of_trainable(root, places, left_out.weights)
+
+
+def _lay_out_policy(root: nn.Module, places: Places, layout: LeRobotLayout, left_out: LeftOut | None) -> ModelOnDisk:
+    """Lay out what a policy is on disk in LeRobot's layout; collective."""
+    return ModelOnDisk.of_policy(root, places, layout, left_out.weights if left_out else None)
 
 
 def _collect(
-    model: nn.Module,
+    root: nn.Module,
     places: Places,
     on_disk: ModelOnDisk,
     *,
@@ -264,8 +276,10 @@ def _collect(
     hyper = None
     if optimizer is not None:
         check_usable(optimizer)
-        parts.append(Part.of(places.state / OPTIMIZER, optimizer_tensors(model, optimizer), stem=OPTIMIZER))
-        hyper = optimizer_hyper(model, optimizer)
+        names = names_by_identity(root)
+        tensors = optimizer_tensors(root, optimizer, names)
+        parts.append(Part.of(places.state / OPTIMIZER, tensors, stem=OPTIMIZER))
+        hyper = optimizer_hyper(root, optimizer, names)
         check_json(hyper, "optimizer")
     if ema is not None:
         parts.append(Part.of(places.state / EMA, ema, stem=EMA))
@@ -284,9 +298,9 @@ def _collect(
         parts=parts,
         beside=on_disk.beside,
         trainer_state=directory.as_json(trainer_state),
-        rng=rng_content(),
+        rng=RngState.now(),
         data=data,
-        shard_size=shard_count(prepared(model)),
+        shard_size=shard_count(root),
     )
 
 
@@ -337,7 +351,7 @@ def _write(order: _Order) -> list[str]:
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_parts(places.root, state.parts)
     with all_or_none(f"write what lies beside the tensors of {tag}", CheckpointError):
-        of_rank = {places.of_rank(RNG, rank()): state.rng}
+        of_rank = {places.of_rank(RNG, rank()): state.rng.content()}
         if state.data and state.data.of_rank is not None:
             of_rank[places.of_rank(DATA, rank())] = state.data.of_rank
         for path, content in of_rank.items():

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.masters import FSDPadaptOptimizer
-from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.names import modules_of, named_parameters
 from fsdp2_strategy.residency import is_sharded, reshard, sharded_like, unwrap_model
 
 # How a kernel is chosen is this run's affair, not the checkpoint's.
@@ -74,8 +74,9 @@ def prepared(model: nn.Module) -> nn.Module:
             f"cannot save or load: {type(inner).__name__} is not sharded, expected a prepared model. Call "
             "prepare_model first, and pass the model that it returned."
         )
-    for name, module in inner.named_modules():
+    for module in modules_of(inner):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = next(name for name, found in inner.named_modules() if found is module)
             raise CheckpointError(
                 f"cannot save or load: {name or type(inner).__name__} keeps an extra state, expected parameters and "
                 "buffers alone. Register what it keeps as a buffer, or store it in client_state."
@@ -84,29 +85,41 @@ def prepared(model: nn.Module) -> nn.Module:
     return inner
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``."""
+def optimizer_tensors(
+    model: nn.Module, optimizer: Optimizer, names: Mapping[int, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``.
+
+    Args:
+        model: the model that it steps.
+        optimizer: the optimizer.
+        names: of the model's parameters by identity, where they are known already.
+    """
     return {
         f"state.{name}.{key}": value
-        for name, state in _named_state(model, optimizer).items()
+        for name, state in _named_state(optimizer, names or names_by_identity(model)).items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what of an optimizer is no tensor, as JSON: settings by parameter name, and plain state values."""
+def optimizer_hyper(model: nn.Module, optimizer: Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Return what of an optimizer is no tensor, as JSON: settings by parameter name, and plain state values.
+
+    The arguments are those of `optimizer_tensors`.
+    """
     settings: list[dict[str, Any]] = []
     of_parameter: dict[str, int] = {}
-    names = _names_by_identity(model)
+    names = names or names_by_identity(model)
     for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
         if own not in settings:
             settings.append(own)
-        of_parameter |= {_name_of(p, names): settings.index(own) for p in group["params"]}
+        index = settings.index(own)
+        of_parameter |= {_name_of(p, names): index for p in group["params"]}
     values = {
         name: plain
-        for name, state in _named_state(model, optimizer).items()
+        for name, state in _named_state(optimizer, names).items()
         if (plain := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
     }
     return {
@@ -129,7 +142,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
             "Use the same class, or pass load_optimizer_states=False."
         )
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     known = hyper["of_parameter"]
     missing = [n for g in optimizer.param_groups for p in g["params"] if (n := _name_of(p, names)) not in known]
     if missing and strict:
@@ -180,7 +193,7 @@ def allocate_optimizer_state(
     Raises:
         CheckpointError: strict, and the checkpoint holds state of parameters that this optimizer does not have.
     """
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in of_optimizer}
     flat: dict[str, torch.Tensor] = {}
@@ -210,7 +223,7 @@ def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str
     Raises:
         CheckpointError: one group spans parameters that were saved with different settings.
     """
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     found = []
     for group in optimizer.param_groups:
         indices = {hyper["of_parameter"].get(names[id(p)]) for p in group["params"]} - {None}
@@ -241,7 +254,7 @@ def restore_optimizer(
         settings: hyper-parameters of each group.
         plain: what of the state is no tensor, by parameter name and key.
     """
-    names = _names_by_identity(model)
+    names = names_by_identity(model)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         # JSON has no tuples: betas come back as what they were.
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
@@ -286,12 +299,12 @@ def _class_of(optimizer: Optimizer) -> str:
     return f"{name}({type(optimizer.inner).__name__})" if isinstance(optimizer, FSDPadaptOptimizer) else name
 
 
-def _names_by_identity(model: nn.Module) -> dict[int, str]:
+def names_by_identity(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters by their identity."""
     return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
 
 
-def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    names = _names_by_identity(model)
+def _named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     return {_name_of(p, names): state for p, state in optimizer.state.items() if state}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,11 +56,12 @@ from fsdp2_strategy.hf.arrange import (
     create,
     file_bytes,
     files_for,
-    gathered_job,
+    gathered_jobs,
     index_of,
     is_direct,
     jobs_of,
     own_shares,
+    values_of_shares,
 )
 from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
@@ -97,7 +99,7 @@ class Layout:
     ) -> Layout:
         """Lay out a folder, or remember what was laid out for tensors like these; see [Note: remembered]."""
         kind = (stem, most_bytes, *metadata.items(), sizes.FILES, sizes.FILE_BYTES, sizes.LEAST_FILE_BYTES)
-        key = (*kind, sizes.SHORTEST_RUN_BYTES, rank(), id(regions), *_likeness(tensors))
+        key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_likeness(tensors))
         if key not in _layouts:
             while len(_layouts) >= _LAYOUTS:
                 del _layouts[next(iter(_layouts))]
@@ -138,8 +140,10 @@ class Part:
     stem: str
     tensors: Mapping[str, torch.Tensor]
     layout: Layout
-    staged: Sequence[Job] | None = None
-    """What this rank writes, where it was copied beforehand."""
+    staged: Sequence[torch.Tensor] | None = None
+    """The values of the layout's shares, where they were copied beforehand."""
+    staged_gathered: Sequence[Job] = ()
+    """What this rank writes of what needs whole tensors, copied like them."""
 
     @classmethod
     def of(
@@ -174,11 +178,16 @@ class Part:
         """Where everything lies."""
         return {name: entry for file in self.files for name, entry in file.entries.items()}
 
-    def jobs(self) -> Sequence[Job]:
-        """Return what this rank writes without the others."""
+    def values(self) -> Sequence[torch.Tensor]:
+        """Return the values of the layout's shares."""
         if self.staged is not None:
             return self.staged
-        return [job for jobs in jobs_of(self.layout.shares, self.tensors, self.entries) for job in jobs]
+        return [values for found in values_of_shares(self.layout.shares, self.tensors) for _, values in found]
+
+    def jobs(self) -> list[Job]:
+        """Return what this rank writes without the others."""
+        shares = zip(self.layout.shares, self.values(), strict=True)
+        return [*jobs_of(shares, self.entries), *self.staged_gathered]
 
     @property
     def total_bytes(self) -> int:
@@ -474,37 +483,46 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
             no_dist=not dist.is_initialized(),
         )
     for part in (part for part in parts if part.staged is None):
-        for job in _gathered_jobs(part):
-            with all_or_none(f"write {job.entry.name}", CheckpointError):
-                writer.keep(write_all([job], hashed=True))
-                force_to_disk([job.entry.path])
+        for name, jobs in _gathered_jobs(part):
+            with all_or_none(f"write {name}", CheckpointError):
+                writer.keep(write_all(jobs, hashed=True))
+                force_to_disk([part.entries[name].path])
     return writer.blocks
 
 
-def staged(parts: Sequence[Part], copies_of: Callable[[Sequence[Job]], Sequence[Job]]) -> list[Part]:
-    """Return parts that no longer look at their tensors; collective where some need a gather.
-
-    Args:
-        parts: what is to be written.
-        copies_of: copies the tensors of jobs.
-    """
-    with all_or_none("copy what is to be saved", CheckpointError):
-        copies = [list(copies_of(part.jobs())) for part in parts]
-    for part, jobs in zip(parts, copies, strict=True):
-        for job in _gathered_jobs(part):
-            with all_or_none("copy what is to be saved", CheckpointError):
-                jobs.extend(copies_of([job]))
-    # What is replaced or moved from now on is not to be held here.
-    return [replace(part, staged=jobs, tensors={}) for part, jobs in zip(parts, copies, strict=True)]
+Copies = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-def _gathered_jobs(part: Part) -> Iterator[Job]:
-    """Return this rank's share of what needs whole tensors, one after the other; collective."""
+def copied(parts: Sequence[Part], copies_of: Copies) -> list[Part]:
+    """Return parts that no longer look at what this rank writes without the others; not collective."""
+    values = [part.values() for part in parts]
+    copies = iter(copies_of([tensor for own in values for tensor in own]))
+    return [
+        replace(part, staged=list(itertools.islice(copies, len(own)))) for part, own in zip(parts, values, strict=True)
+    ]
+
+
+def copied_gathered(parts: Sequence[Part], copies_of: Copies) -> list[Part]:
+    """Return parts that no longer look at their tensors; collective where some need a gather."""
+    found = []
+    for part in parts:
+        gathered: list[Job] = []
+        for name, jobs in _gathered_jobs(part):
+            with all_or_none(f"copy {name}", CheckpointError):
+                tensors = copies_of([job.tensor for job in jobs])
+                gathered += [replace(job, tensor=tensor) for job, tensor in zip(jobs, tensors, strict=True)]
+        # What is replaced or moved from now on is not to be held here.
+        found.append(replace(part, staged_gathered=gathered, tensors={}))
+    return found
+
+
+def _gathered_jobs(part: Part) -> Iterator[tuple[str, list[Job]]]:
+    """Return this rank's share of what needs whole tensors, by names, one after the other; collective."""
     gathered: dict[str, torch.Tensor] = {}
     for name, region in part.layout.gathered.items():
         with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next gather needs every rank
-            job = gathered_job(region, part.tensors, gathered, part.entries[name])
-        yield job
+            jobs = gathered_jobs(region, part.tensors, gathered, part.entries[name])
+        yield name, jobs
 
 
 def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | None, what: str) -> None:

@@ -28,13 +28,14 @@ from fsdp2_strategy.hf.arrange import (
     File,
     create,
     files_for,
-    gathered_job,
+    gathered_jobs,
     index_of,
     is_direct,
     jobs_of,
     own_shares,
     regions_to_write,
     tensors_to_write,
+    values_of_shares,
     write_configuration,
 )
 from fsdp2_strategy.hf.folder import is_transformers_model
@@ -224,13 +225,13 @@ def _write(
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
-        for jobs in jobs_of(own_shares(direct, tensors), tensors, entries):
-            write_all(jobs)
+        for shares in values_of_shares(own_shares(direct, tensors), tensors):
+            write_all(jobs_of(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
         # A phase each: the next gather needs every rank.
         with all_or_none(f"export {name}", CheckpointError):
-            write_all([gathered_job(regions[tensor_name], tensors, gathered, entries[tensor_name])])
+            write_all(gathered_jobs(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
         force_to_disk([file.path for file in files])
 

@@ -70,16 +70,22 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
     return _copied(model, tensor, {})
 
 
+def twin_alone(module: nn.Module) -> nn.Module:
+    """Return a twin of a module without its parameters, buffers and children, which shares its attributes."""
+    cls = original_class(module)
+    new = cls.__new__(cls)
+    nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
+    own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
+    new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
+    return new
+
+
 # Not within `twin`: a function that refers to itself would keep what stands in for tensors until garbage is collected.
 def _copied(
     module: nn.Module, tensor: Callable[[torch.Tensor | None], torch.Tensor | None], modules: dict[int, nn.Module]
 ) -> nn.Module:
     if id(module) not in modules:
-        cls = original_class(module)
-        new = modules[id(module)] = cls.__new__(cls)
-        nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
-        own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
-        new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
+        new = modules[id(module)] = twin_alone(module)
         # Into the dictionary: `Module.__setattr__` looks at each value, which takes longer than all the rest.
         new.__dict__ |= {
             "_parameters": {name: tensor(p) for name, p in module._parameters.items()},

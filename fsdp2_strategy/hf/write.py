@@ -44,14 +44,6 @@ class Job:
     alone: bool = False
     """Whether it shares no block with what lies beside it: what is written before or after others."""
 
-    @property
-    def rows_at_once(self) -> int:
-        """Return a number of rows: a job that is cut at multiples of it has the blocks of the whole job."""
-        shape = self.entry.shape
-        if not shape or _whole_from(self) > 0:
-            return 1
-        return max(1, sizes.BLOCK_BYTES // max(1, math.prod(shape[1:]) * self.entry.dtype.itemsize))
-
 
 @dataclass(frozen=True, eq=False)
 class _Run:
