@@ -61,7 +61,7 @@ def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None)
 
     Args:
         tensors: sharded or not.
-        elements: of a block; by default 65,536. Fingerprints of other blocks are other fingerprints.
+        elements: of a block; by default ``sizes.FINGERPRINT_ELEMENTS``. Those of blocks of different sizes differ.
     """
     of_place = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
     sums = [_sums(t, of_place).to(control_device()) for t in tensors.values()]

@@ -1,8 +1,9 @@
 """All sizes at which the code takes another way, so that a test can shrink them and cross each one with small tensors.
 
-They are read as ``sizes.X`` at the time of use; an ``from … import`` or a default argument would keep an old value. All
-but one are free to change: a file says for itself how large the blocks of its checksums are, and a list of weights that
-were left out says how large the blocks of its fingerprints are.
+They are read as ``sizes.X`` at the time of use; a ``from … import`` or a default argument would keep an old value.
+Files do not depend on them: a list of checksums says how large its blocks are, and a list of weights that were left out
+says how large the blocks of its fingerprints are. Two have bounds: ``PACK_BYTES`` is at least ``LARGE_BYTES``, and both
+ends of a remote link have the same ``HEADER_BYTES``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ SCRATCH_BYTES = 8 << 20
 """Of a file, read at once to pick a strided view out of them."""
 SMALL_READ_BYTES = 64 << 10
 """Of a file, read at once even where less than half of them are wanted."""
+SHORT_READ_BYTES = 4 << 10
+"""Of one range of a file; shorter ones with gaps between them are read with what lies between."""
 SHORTEST_RUN_BYTES = 4 << 10
 """Of one range of a file; a tensor whose shards would be written in shorter ones is gathered."""
 COMPUTED_BYTES = 256 << 20
@@ -28,7 +31,7 @@ FILE_BYTES = 5 * 10**9
 FILES = 32
 """Files that a checkpoint's model is spread over, and its optimizer, so that ranks write to different ones."""
 LEAST_FILE_BYTES = 64 << 20
-"""Of the tensors in one file of a checkpoint, where there are several."""
+"""Of the tensors in one file of a checkpoint up to which no other is begun."""
 COPY_BYTES = 64 << 20
 """Of a tensor, copied at once from one folder to another."""
 CONVERSION_BYTES = 256 << 20

@@ -1,4 +1,4 @@
-"""Sizes so small that tensors of a few kilobytes cross each of them."""
+"""Sizes so small that tensors of a few kilobytes cross them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ SHRUNK = {
     "SMALL_WRITE_BYTES": 300,
     "SCRATCH_BYTES": 1024,
     "SMALL_READ_BYTES": 256,
+    "SHORT_READ_BYTES": 32,
     "COMPUTED_BYTES": 1000,
     "COPY_BYTES": 1000,
     "CONVERSION_BYTES": 1000,
@@ -24,7 +25,8 @@ SHRUNK = {
     "FINGERPRINT_ELEMENTS": 64,
     "FINGERPRINT_BLOCKS": 2,
 }
-"""By their names in `fsdp2_strategy.sizes`. Those of files are left: tests name the files that they look at."""
+"""By their names in `fsdp2_strategy.sizes`. Not those that say how many files there are: tests name the files that they
+look at, and `test_sizes` splits some."""
 
 FILES = (
     "test_async.py",

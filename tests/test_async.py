@@ -13,6 +13,7 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -89,6 +90,21 @@ def test_an_async_save_is_the_moment_of_the_call_whatever_comes_after(name, shar
     other, other_optimizer, other_scheduler = prepared(strategy, name, shard_size=shard_size, seed=1)
     strategy.load_ckpt(other, tmp_path / "async", optimizer=other_optimizer, scheduler=other_scheduler)
     assert_same(full_state(other, other_optimizer), before)
+
+
+@pytest.mark.ranks(2)
+def test_several_files_are_the_same_behind_the_trainer(tmp_path):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, [0])
+    with patch.multiple(sizes, FILES=5, LEAST_FILE_BYTES=1):
+        strategy.save_ckpt(model, tmp_path / "sync", "now")
+        strategy.save_ckpt(model, tmp_path / "async", "now", async_save=True)
+        train(strategy, model, optimizer, scheduler, [1])
+        strategy.wait_for_checkpoint()
+    dist.barrier()
+    assert len(list((tmp_path / "async/now/optimizer").glob("*.safetensors"))) > 3
+    assert contents(tmp_path / "sync" / "now") == contents(tmp_path / "async" / "now")
 
 
 @pytest.mark.ranks(2)

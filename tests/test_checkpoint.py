@@ -29,7 +29,7 @@ from fsdp2_strategy import (
     sizes,
     verify_checkpoint,
 )
-from fsdp2_strategy.checkpoint import directory, layout, rotation
+from fsdp2_strategy.checkpoint import directory, layout
 from fsdp2_strategy.checkpoint.state import optimizer_tensors
 from fsdp2_strategy.hf.container import read_header
 
@@ -376,12 +376,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(tmp_path):
     with pytest.raises(CheckpointError, match=r"the checkpoint takes 0\.000 GB, expected at most max_mem = 1e-06 GB"):
         strategy.save_ckpt(model, tmp_path, "new", max_mem=1e-6)
     usage = shutil.disk_usage
-    rotation.shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
     try:
         with pytest.raises(CheckpointError, match=r"has 0\.000 GB free"):
             strategy.save_ckpt(model, tmp_path, "new")
     finally:
-        rotation.shutil.disk_usage = usage
+        shutil.disk_usage = usage
     dist.barrier()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "old"]
     assert strategy.load_ckpt(model, tmp_path)[0] == str(tmp_path / "old")
@@ -487,8 +487,12 @@ class AtOnce:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("tag", ["next", "global_step2"], ids=["new tag", "same tag"])
-def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag):
+@pytest.mark.parametrize(
+    ("tag", "files"),
+    [("next", 32), ("global_step2", 32), pytest.param("next", 3, marks=pytest.mark.full)],
+    ids=["new tag", "same tag", "several files"],
+)
+def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag, files, monkeypatch):
     """Die before each rename, fsync, removal and write of a save in turn; what then loads equals a saved state."""
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy, "mlp")
@@ -503,6 +507,9 @@ def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_p
         (saving, "write_parts"): saving.write_parts,
     }
     thread, directory.Thread = directory.Thread, AtOnce
+    if files < 32:
+        monkeypatch.setattr(sizes, "FILES", files)
+        monkeypatch.setattr(sizes, "LEAST_FILE_BYTES", 1)
     points, committed_at = 0, None
     while True:
         saves = tmp_path / f"{points}"

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from fsdp2_strategy import (
     build_mesh,
     list_checkpoints,
     load_checkpoint,
+    sizes,
     verify_checkpoint,
 )
 from fsdp2_strategy.checkpoint import directory, layout, places
@@ -52,7 +54,6 @@ from fsdp2_strategy.checkpoint.storage import (
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf import arrange
 from fsdp2_strategy.hf.arrange import create, files_for
 from fsdp2_strategy.hf.container import DTYPES
 from fsdp2_strategy.hf.read import Reader, Wish
@@ -290,6 +291,32 @@ def test_beyond_two_gibibytes_a_tensor_is_written_and_read_as_any_other(tmp_path
     with Reader("reading") as reader:
         reader.read([Wish("x", Region.of(entry, entry.shape, torch.uint8), box, found)])
     assert torch.equal(found, values)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_can_be_saved_into_again_whatever_was_there(tmp_path):
+    writer = SafetensorsWriter(tmp_path)
+    many = {f"tensor{n}": torch.full((8,), float(n)) for n in range(4)}
+    few = {"tensor0": torch.full((8,), 9.0)}
+    for state, files in ((many, 4), (few, 1), (dict(list(many.items())[:2]), 2)):
+        with patch.multiple(sizes, FILES=4, LEAST_FILE_BYTES=1, FILE_BYTES=32):
+            dcp.save(state, storage_writer=writer, planner=LocalSavePlanner())
+        dist.barrier()
+        stored = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+        assert len(stored) == files and (tmp_path / "model.safetensors.index.json").exists() == (files > 1)
+        found = {name: tensor for tensors in stored for name, tensor in tensors.items()}
+        assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+        dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_each_host_has_for_itself_is_an_error(tmp_path, monkeypatch):
+    own = tmp_path / f"host{dist.get_rank()}"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    state = {"a": sharded(torch.ones(6), build_mesh(2), [Shard(0)])}
+    with pytest.raises(BaseException, match="all ranks see"):
+        dcp.save(state, storage_writer=SafetensorsWriter("."), planner=LocalSavePlanner())
 
 
 @pytest.mark.ranks(2)
@@ -548,12 +575,12 @@ def test_verifying_never_raises_for_damage(tmp_path):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "allocate", "write_bytes", "rename", "replace"])
+@pytest.mark.parametrize("owner", ["pwritev", "open", "fsync", "ftruncate", "write_bytes", "rename", "replace"])
 def test_a_call_that_fails_on_one_rank_raises_on_all_and_loses_nothing(tmp_path, owner, number):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
     strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
-    where = {"allocate": arrange}.get(owner, Path if owner in ("write_bytes", "rename", "replace") else os)
+    where = Path if owner in ("write_bytes", "rename", "replace") else os
     original = getattr(where, owner)
     one_rank = 0 if owner in ("rename", "replace") else 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 
@@ -11,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf import container
 from fsdp2_strategy.hf.container import (
     DTYPES,
-    allocate,
     lay_out,
     memory_of,
     read_header,
@@ -123,19 +120,3 @@ def test_a_broken_file_is_an_error_that_names_it_and_what_is_wrong(damage, said,
 def test_a_dtype_that_the_format_lacks_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"complex128.*dtype="):
         lay_out(tmp_path, {"x": (torch.complex128, (2,))}, {})
-
-
-def test_a_file_gets_its_length_also_where_room_cannot_be_given(tmp_path, monkeypatch):
-    with (tmp_path / "given").open("wb") as file:
-        allocate(file.fileno(), 1 << 20)
-        assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20, "the room is there"
-    for number, outcome in ((errno.EOPNOTSUPP, 1 << 20), (errno.ENOSPC, 0)):
-        with (tmp_path / str(number)).open("wb") as file, monkeypatch.context() as patched:
-            answers = iter([errno.EINTR, number])
-            patched.setattr(container, "_fallocate", lambda *_, answers=answers: next(answers))
-            if outcome:
-                allocate(file.fileno(), 1 << 20)
-            else:
-                with pytest.raises(OSError, match="No space left"):
-                    allocate(file.fileno(), 1 << 20)
-            assert os.fstat(file.fileno()).st_size == outcome

@@ -8,7 +8,9 @@ import gc
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from fsdp2_strategy import (
     save_model,
     shard_model,
 )
-from fsdp2_strategy.hf import arrange, export, write
+from fsdp2_strategy.hf import container, export, write
 
 
 def files_of(folder):
@@ -372,16 +374,41 @@ def test_a_failed_renaming_leaves_no_mix_of_two_exports_that_loads(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_full_disk_is_an_error_on_both_ranks_before_anybody_writes(tmp_path):
-    patch = pytest.MonkeyPatch()
-
-    def full_disk(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    patch.setattr(arrange, "allocate", full_disk)
     model = shard_model(build("llama"), bf16=False)
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    almost_full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with (
+        patch.object(shutil, "disk_usage", lambda _: almost_full),
+        pytest.raises(CheckpointError, match=r"has 0.000 GB free"),
+    ):
         save_model(model, None, tmp_path)
-    patch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+def test_a_full_disk_while_writing_is_an_error_on_both_ranks(tmp_path):
+    def write_from(fd, offset, memory):
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        container.write_from(fd, offset, memory)
+
+    model = shard_model(build("llama"), bf16=False)
+    with (
+        patch.object(write, "write_from", write_from),
+        pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device: '.*safetensors.partial'"),
+    ):
+        save_model(model, None, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_each_host_has_for_itself_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    own = tmp_path / f"host{dist.get_rank()}"
+    (own / "out").mkdir(parents=True)
+    monkeypatch.chdir(own)
+    model = shard_model(build("llama"), bf16=False)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*No such file or directory"):
+        save_model(model, None, "out")
+    assert not list((own / "out").glob("*.safetensors"))
 
 
 @pytest.mark.ranks(2)

@@ -5,12 +5,12 @@ Input: the committed checkpoints of a directory, and limits. Output: those to re
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2_strategy.checkpoint.layout import Checkpoint
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.arrange import check_free
 
 GB = 10**9
 
@@ -75,9 +75,4 @@ def check_room(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None
             f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, expected at most max_mem = {max_mem} GB. "
             "Raise max_mem, or save without the optimizer."
         )
-    free = shutil.disk_usage(save_dir).free
-    if needed_bytes > free:
-        raise CheckpointError(
-            f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, {save_dir} has {free / GB:.3f} GB free. "
-            "Free some space: old checkpoints are only removed once the new one is safe."
-        )
+    check_free(save_dir, needed_bytes)

@@ -7,6 +7,9 @@ of what this rank wrote; or filled memory.
 names, shapes and dtypes, which all ranks know, say where everything goes, so each rank plans for itself: what travels
 is an empty plan with a digest of the headers, which the coordinator compares. torch drives the phases and carries
 errors to all ranks.
+
+[Note: remembered] A layout holds no values, so those of the last few models and optimizers are kept: a run saves the
+same ones again and again. The key is all that a layout follows from: names, shapes, dtypes, placements, and sizes.
 """
 
 from __future__ import annotations
@@ -100,7 +103,9 @@ class Layout:
         """Lay out a folder, or remember what was laid out for tensors like these; see [Note: remembered]."""
         kind = (stem, most_bytes, *metadata.items(), sizes.FILES, sizes.FILE_BYTES, sizes.LEAST_FILE_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_likeness(tensors))
-        if key not in _layouts:
+        if key in _layouts:
+            _layouts[key] = _layouts.pop(key)  # the one that was used last goes last
+        else:
             while len(_layouts) >= _LAYOUTS:
                 del _layouts[next(iter(_layouts))]
             given = regions
@@ -114,8 +119,8 @@ class Layout:
         return _layouts[key][1]
 
 
-_LAYOUTS = 8
-"""Of models and optimizers that are saved in turn; about a kilobyte for each tensor."""
+_LAYOUTS = 16
+"""Folders of models, optimizers and averages that are saved in turn; about a kilobyte for each tensor."""
 _layouts: dict[object, tuple[object, Layout]] = {}
 """With the regions that were given, so that others do not come to have their identity."""
 
@@ -192,7 +197,7 @@ class Part:
     @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self.layout.files)
+        return sum(file.nbytes for file in self.layout.files)
 
     def header_blocks(self) -> dict[Path, list[Block]]:
         """Return the checksums of the headers."""
@@ -246,7 +251,8 @@ class SafetensorsWriter(StorageWriter):
     """
 
     def __init__(self, folder: str | Path, parts: Sequence[Part] = ()) -> None:
-        self.parts = parts
+        self.parts: Sequence[Part] = ()
+        self._given = parts
         self.blocks: dict[Path, list[Block]] = {}
         """Checksums of what this rank wrote."""
         self._folder = Path(folder)
@@ -261,7 +267,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Lay out the files; what goes on to the coordinator is a digest of their headers."""
-        self.parts = self.parts or [Part.of(self._folder, plan.planner_data or {})]
+        self.parts = self._given or [Part.of(self._folder, plan.planner_data or {})]
         headers = hashlib.sha256()
         for part in self.parts:
             for file in part.files:
@@ -282,8 +288,9 @@ class SafetensorsWriter(StorageWriter):
             )
         for part in self.parts:
             part.folder.mkdir(parents=True, exist_ok=True)
-            for file in part.files:  # of an earlier save into the same folder
-                file.path.unlink(missing_ok=True)
+            for pattern in (f"{part.stem}.safetensors*", f"{part.stem}-*-of-*.safetensors"):
+                for earlier in part.folder.glob(pattern):  # of an earlier save into the same folder
+                    earlier.unlink()
             self.blocks |= part.header_blocks()
         return plans
 
@@ -293,7 +300,7 @@ class SafetensorsWriter(StorageWriter):
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
         create(own)
-        written = write_all([job for part in self.parts for job in part.jobs()], hashed=True)
+        written = write_all([job for part in self.parts for job in part.jobs()], hashed=True, create=True)
         self.keep(written)
         force_to_disk({*written, *(file.path for file in own)})  # others may not be there yet
         if rank() == 0:
@@ -310,7 +317,18 @@ class SafetensorsWriter(StorageWriter):
             self.blocks.setdefault(path, []).extend(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Have nothing left to write: the headers say it all."""
+        """Look for the files' headers, which other ranks have written; the coordinator calls it.
+
+        Raises:
+            CheckpointError: one is not there: ranks do not write to the same folder.
+        """
+        for file in (file for part in self.parts for file in part.files):
+            with file.path.open("rb") as there:
+                if there.read(len(file.header)) != file.header:
+                    raise CheckpointError(
+                        f"cannot save: {file.path} lacks the header that another rank has written, expected a folder "
+                        "that all ranks see. Save to a shared file system."
+                    )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, allocate, lay_out, total_bytes, write_from
+from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
 from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.region import Box, Computed, Region, assemble, row_major, sources_of
@@ -74,7 +75,8 @@ def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
     held: list[torch.Tensor] = []
 
     def walk(module: nn.Module) -> None:
-        structure.append(getattr(module, "_keys_to_ignore_on_save", None))
+        structure.append(tuple(getattr(module, "_keys_to_ignore_on_save", None) or ()))
+        structure.append((*module._state_dict_hooks, *module._state_dict_pre_hooks))
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -193,6 +195,11 @@ class File:
     header: bytes
     entries: dict[str, Entry]
 
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return total_bytes(self.header, self.entries.values())
+
     def moved_to(self, folder: Path) -> File:
         """Return the same file in a folder."""
         path = folder / self.path
@@ -255,12 +262,26 @@ def index_of(files: Sequence[File]) -> dict[str, Any]:
     }
 
 
+def check_free(folder: Path, needed_bytes: int) -> None:
+    """Refuse files that do not fit on a disk before anything is written; one rank calls it.
+
+    Raises:
+        CheckpointError: less is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"cannot save: this takes {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free some "
+            "space: what was saved before is only removed once the new files are safe."
+        )
+
+
 def create(files: Iterable[File]) -> None:
     """Make files in their full length, with their headers; what others write to them meanwhile stays."""
     for file in files:
         fd = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            allocate(fd, total_bytes(file.header, file.entries.values()))
+            os.ftruncate(fd, file.nbytes)
             write_from(fd, 0, memoryview(file.header))
         finally:
             os.close(fd)

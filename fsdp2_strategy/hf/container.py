@@ -10,8 +10,6 @@ can fill one file without talking to each other.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import math
 import os
@@ -49,7 +47,6 @@ CONVERTED = {"format": "pt"}
 OWN_NAMES = {"format": "pt", "names": "model"}
 """Metadata where names and arrangement are the model's own and no conversion applies."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -212,30 +209,3 @@ def write_from(fd: int, offset: int, memory: memoryview) -> None:
     while memory:
         count = os.pwritev(fd, [memory], offset)
         memory, offset = memory[count:], offset + count
-
-
-def allocate(fd: int, length: int) -> None:
-    """Give a file its length, and the room for it where the file system can: a full disk shows here, not while writing.
-
-    ``os.posix_fallocate`` will not do: on a file system that cannot (NFS before 4.2, older Lustre) it writes a byte
-    into every block, which takes minutes for what a length says.
-
-    Raises:
-        OSError: there is no room.
-    """
-    number = errno.EINTR
-    while number == errno.EINTR:
-        number = _fallocate(fd, length)
-    if number in _NO_ALLOCATION:
-        os.ftruncate(fd, length)
-    elif number:
-        raise OSError(number, os.strerror(number))
-
-
-def _fallocate(fd: int, length: int) -> int:
-    """Return 0, or the number of the error."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is None:
-        return errno.ENOSYS
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return ctypes.get_errno() if call(fd, 0, 0, length) else 0

@@ -26,6 +26,7 @@ from fsdp2_strategy.hf.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Ada
 from fsdp2_strategy.hf.adapters import without_adapters
 from fsdp2_strategy.hf.arrange import (
     File,
+    check_free,
     create,
     files_for,
     gathered_jobs,
@@ -221,6 +222,7 @@ def _write(
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".*model*.safetensors.partial"):  # of an export that did not end
                 leftover.unlink()
+            check_free(folder, sum(file.nbytes for file in files))
             create(files)
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}

@@ -394,7 +394,7 @@ def _fitting(piece: Piece, itemsize: int) -> Iterator[Piece]:
             continue
         dim = next(d for d, n in enumerate(part.shape) if n > 1)
         row = part.narrow(dim, 0, 1)
-        apart = span > 2 * needed and needed // part.shape[dim] * itemsize >= 4096
+        apart = span > 2 * needed and needed // part.shape[dim] * itemsize >= sizes.SHORT_READ_BYTES
         fitting = max(1, (sizes.SCRATCH_BYTES // itemsize - _span(row)) // part.strides[dim] + 1)
         if not apart and fitting >= part.shape[dim]:
             yield part  # many short runs: reading what lies between them costs less than as many calls

@@ -61,14 +61,20 @@ class _Run:
         return self.offset + self.tensor.numel() * self.dtype.itemsize
 
 
-def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[Block]]:
-    """Write all jobs into files; one that is not there yet comes to be, and grows with what is written to it.
+def write_all(jobs: Sequence[Job], *, hashed: bool = False, create: bool = False) -> dict[Path, list[Block]]:
+    """Write all jobs into files.
+
+    Args:
+        jobs: what to write.
+        hashed: return checksums.
+        create: make files that are not there yet. Otherwise such a file is an error: it is one that another rank has
+            made in a folder of the same name, which is not this one.
 
     Returns:
         For each file the checksums of what was written to it; none unless ``hashed``.
 
     Raises:
-        OSError: a file cannot be written; its name is in the error.
+        OSError: a file cannot be written, or is not there; its name is in the error.
     """
     runs = sorted(itertools.chain.from_iterable(map(_runs, jobs)), key=lambda run: (run.path, run.offset))
     waiting: dict[Path, deque[list[_Run]]] = {}
@@ -78,7 +84,7 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False) -> dict[Path, list[B
     scratch = threading.local()
 
     def work(path: Path, groups: deque[list[_Run]]) -> None:
-        with _opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+        with _opened(path, os.O_WRONLY | (os.O_CREAT if create else 0)) as fd:
             while groups:
                 try:
                     group = groups.popleft()
