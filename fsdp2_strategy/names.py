@@ -32,15 +32,12 @@ def clean(name: str) -> str:
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return what ``model.modules()`` does in a fifth of its time, which goes into names."""
     found: dict[nn.Module, None] = {}
-
-    def walk(module: nn.Module) -> None:
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
         if module not in found:
             found[module] = None
-            for child in module._modules.values():
-                if child is not None:
-                    walk(child)
-
-    walk(model)
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)
 
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -492,8 +493,13 @@ class AtOnce:
     [("next", 32), ("global_step2", 32), pytest.param("next", 3, marks=pytest.mark.full)],
     ids=["new tag", "same tag", "several files"],
 )
-def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag, files, monkeypatch):
+def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag, files):
     """Die before each rename, fsync, removal and write of a save in turn; what then loads equals a saved state."""
+    with patch.multiple(sizes, FILES=files, LEAST_FILE_BYTES=1 if files < 32 else sizes.LEAST_FILE_BYTES):
+        crash_at_every_step(tmp_path, tag)
+
+
+def crash_at_every_step(tmp_path, tag):
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy, "mlp")
     train(strategy, model, optimizer, scheduler, range(2), "mlp")
@@ -507,9 +513,6 @@ def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_p
         (saving, "write_parts"): saving.write_parts,
     }
     thread, directory.Thread = directory.Thread, AtOnce
-    if files < 32:
-        monkeypatch.setattr(sizes, "FILES", files)
-        monkeypatch.setattr(sizes, "LEAST_FILE_BYTES", 1)
     points, committed_at = 0, None
     while True:
         saves = tmp_path / f"{points}"

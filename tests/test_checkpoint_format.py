@@ -313,9 +313,9 @@ def test_a_folder_can_be_saved_into_again_whatever_was_there(tmp_path):
 def test_a_folder_that_each_host_has_for_itself_is_an_error(tmp_path, monkeypatch):
     own = tmp_path / f"host{dist.get_rank()}"
     own.mkdir()
-    monkeypatch.chdir(own)
     state = {"a": sharded(torch.ones(6), build_mesh(2), [Shard(0)])}
-    with pytest.raises(BaseException, match="all ranks see"):
+    with monkeypatch.context() as patched, pytest.raises(BaseException, match="all ranks see"):
+        patched.chdir(own)
         dcp.save(state, storage_writer=SafetensorsWriter("."), planner=LocalSavePlanner())
 
 

@@ -404,9 +404,12 @@ def test_a_full_disk_while_writing_is_an_error_on_both_ranks(tmp_path):
 def test_a_folder_that_each_host_has_for_itself_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     own = tmp_path / f"host{dist.get_rank()}"
     (own / "out").mkdir(parents=True)
-    monkeypatch.chdir(own)
     model = shard_model(build("llama"), bf16=False)
-    with pytest.raises(CheckpointError, match=r"rank 1: .*No such file or directory"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(CheckpointError, match=r"rank 1: .*No such file or directory"),
+    ):
+        patched.chdir(own)
         save_model(model, None, "out")
     assert not list((own / "out").glob("*.safetensors"))
 

@@ -73,23 +73,24 @@ def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
     """
     structure: list[object] = []
     held: list[torch.Tensor] = []
-
-    def walk(module: nn.Module) -> None:
-        structure.append(tuple(getattr(module, "_keys_to_ignore_on_save", None) or ()))
-        structure.append((*module._state_dict_hooks, *module._state_dict_pre_hooks))
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    structure.extend((name, id(tensor), name in module._non_persistent_buffers_set))
-                    held.append(tensor)
-        for name, child in module._modules.items():
-            if child is not None:
-                structure.append(name)
-                walk(child)
-        structure.append(None)  # the end of its children
-
-    walk(root)
+    _walk(root, structure, held)
     return structure, held
+
+
+# Not within `_structure_of`: a function that refers to itself would keep the tensors until garbage is collected.
+def _walk(module: nn.Module, structure: list[object], held: list[torch.Tensor]) -> None:
+    structure.append(tuple(getattr(module, "_keys_to_ignore_on_save", None) or ()))
+    structure.append((*module._state_dict_hooks, *module._state_dict_pre_hooks))
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                structure.extend((name, id(tensor), name in module._non_persistent_buffers_set))
+                held.append(tensor)
+    for name, child in module._modules.items():
+        if child is not None:
+            structure.append(name)
+            _walk(child, structure, held)
+    structure.append(None)  # the end of its children
 
 
 def _find_tensors(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
