@@ -29,18 +29,6 @@ def clean(name: str) -> str:
     return name.replace(_CHECKPOINT_PREFIX, "").replace(_COMPILE_PREFIX, "")
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what ``model.modules()`` does in a fifth of its time, which goes into names."""
-    found: dict[nn.Module, None] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(found)
-
-
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return each parameter once, under its first clean name, in module order."""
     return {clean(name): parameter for name, parameter in model.named_parameters()}

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.names import modules_of
 from fsdp2_strategy.ranks import group_in_use
 
 # Inner models of wrappers that are sharded as a whole.
@@ -172,7 +171,7 @@ def clear_gradients(model: nn.Module) -> None:
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Return FSDP2's own record of each unit's parameters; not collective."""
-    for module in modules_of(model):
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             yield from groups_of(module._get_fsdp_state())
 
@@ -191,7 +190,7 @@ def reshard(model: nn.Module) -> None:
     next forward pass would compute with values from before the step. So it would
     with what was gathered ahead for a unit that did not run any more.
     """
-    for module in modules_of(model):
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
             for group in groups_of(module._get_fsdp_state()):

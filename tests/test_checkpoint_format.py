@@ -298,6 +298,7 @@ def test_a_folder_can_be_saved_into_again_whatever_was_there(tmp_path):
     writer = SafetensorsWriter(tmp_path)
     many = {f"tensor{n}": torch.full((8,), float(n)) for n in range(4)}
     few = {"tensor0": torch.full((8,), 9.0)}
+    (tmp_path / "model.safetensors.mine").touch()
     for state, files in ((many, 4), (few, 1), (dict(list(many.items())[:2]), 2)):
         with patch.multiple(sizes, FILES=4, LEAST_FILE_BYTES=1, FILE_BYTES=32):
             dcp.save(state, storage_writer=writer, planner=LocalSavePlanner())
@@ -306,6 +307,7 @@ def test_a_folder_can_be_saved_into_again_whatever_was_there(tmp_path):
         assert len(stored) == files and (tmp_path / "model.safetensors.index.json").exists() == (files > 1)
         found = {name: tensor for tensors in stored for name, tensor in tensors.items()}
         assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+        assert (tmp_path / "model.safetensors.mine").exists()
         dist.barrier()
 
 
@@ -313,10 +315,16 @@ def test_a_folder_can_be_saved_into_again_whatever_was_there(tmp_path):
 def test_a_folder_that_each_host_has_for_itself_is_an_error(tmp_path, monkeypatch):
     own = tmp_path / f"host{dist.get_rank()}"
     own.mkdir()
-    state = {"a": sharded(torch.ones(6), build_mesh(2), [Shard(0)])}
-    with monkeypatch.context() as patched, pytest.raises(BaseException, match="all ranks see"):
-        patched.chdir(own)
-        dcp.save(state, storage_writer=SafetensorsWriter("."), planner=LocalSavePlanner())
+    split = {"a": sharded(torch.ones(6), build_mesh(2), [Shard(0)])}
+    whole = {name: sharded(torch.ones(8), build_mesh(2), [Replicate()]) for name in "ab"}  # a file of each rank's own
+    for state in (split, whole):
+        with (
+            monkeypatch.context() as patched,
+            patch.multiple(sizes, FILES=2, LEAST_FILE_BYTES=1),
+            pytest.raises(BaseException, match="all ranks see"),
+        ):
+            patched.chdir(own)
+            dcp.save(state, storage_writer=SafetensorsWriter("."), planner=LocalSavePlanner())
 
 
 @pytest.mark.ranks(2)

@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 
 class _End(NamedTuple):
-    """Where what was given out ends."""
+    """Where the last copy ends."""
 
     slab: int
     filled: int
@@ -49,8 +49,8 @@ class Staging:
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
         self._end = _End(0, 0)
-        self._rooms: list[tuple[torch.Tensor, _End]] = []
-        """What was given out since the beginning, and ahead of it what was given out in the save before."""
+        self._buffers: list[tuple[torch.Tensor, _End]] = []
+        """Of this save, and from `_given` on those of the save before; each with where it ends."""
         self._given = 0
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class Staging:
 
     def copies_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors as they are now, whatever becomes of these."""
-        copies = [self._room_for(tensor) for tensor in tensors]
+        copies = [self._buffer_for(tensor) for tensor in tensors]
         with CopyQueue() as queue:
             queue.copy_all(copies, tensors)
         return copies
@@ -67,23 +67,23 @@ class Staging:
     def clear(self) -> None:
         """Give the memory back."""
         self._slabs.clear()
-        self._rooms.clear()
+        self._buffers.clear()
         self.begin()
 
-    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for a copy: that of the save before, as long as all tensors are like its tensors were."""
-        if self._given < len(self._rooms):
-            room, end = self._rooms[self._given]
-            if room.shape == tensor.shape and room.dtype == tensor.dtype:
+    def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for a copy: the view of the save before, as long as shapes and dtypes are in the same order."""
+        if self._given < len(self._buffers):
+            buffer, end = self._buffers[self._given]
+            if buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
                 self._given, self._end = self._given + 1, end
-                return room
-            del self._rooms[self._given :]
-        room = self._new_room_for(tensor)
-        self._rooms.append((room, self._end))
+                return buffer
+            del self._buffers[self._given :]
+        buffer = self._new_buffer_for(tensor)
+        self._buffers.append((buffer, self._end))
         self._given += 1
-        return room
+        return buffer
 
-    def _new_room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _new_buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory in the slab that is being filled, or the next one that has room."""
         (slab, begin), nbytes = self._end, tensor.nbytes
         while slab < len(self._slabs) and begin + nbytes > self._slabs[slab].numel():

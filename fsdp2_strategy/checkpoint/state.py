@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.masters import FSDPadaptOptimizer
-from fsdp2_strategy.names import modules_of, named_parameters
+from fsdp2_strategy.names import named_parameters
 from fsdp2_strategy.residency import is_sharded, reshard, sharded_like, unwrap_model
 
 # How a kernel is chosen is this run's affair, not the checkpoint's.
@@ -74,9 +74,8 @@ def prepared(model: nn.Module) -> nn.Module:
             f"cannot save or load: {type(inner).__name__} is not sharded, expected a prepared model. Call "
             "prepare_model first, and pass the model that it returned."
         )
-    for module in modules_of(inner):
+    for name, module in inner.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            name = next(name for name, found in inner.named_modules() if found is module)
             raise CheckpointError(
                 f"cannot save or load: {name or type(inner).__name__} keeps an extra state, expected parameters and "
                 "buffers alone. Register what it keeps as a buffer, or store it in client_state."

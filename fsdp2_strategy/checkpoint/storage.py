@@ -56,6 +56,7 @@ from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyErr
 from fsdp2_strategy.hf.arrange import (
     File,
     Share,
+    check_shared,
     create,
     file_bytes,
     files_for,
@@ -288,7 +289,8 @@ class SafetensorsWriter(StorageWriter):
             )
         for part in self.parts:
             part.folder.mkdir(parents=True, exist_ok=True)
-            for pattern in (f"{part.stem}.safetensors*", f"{part.stem}-*-of-*.safetensors"):
+            whole = f"{part.stem}.safetensors"
+            for pattern in (whole, f"{whole}.index.json", f"{part.stem}-*-of-*.safetensors"):
                 for earlier in part.folder.glob(pattern):  # of an earlier save into the same folder
                     earlier.unlink()
             self.blocks |= part.header_blocks()
@@ -322,13 +324,8 @@ class SafetensorsWriter(StorageWriter):
         Raises:
             CheckpointError: one is not there: ranks do not write to the same folder.
         """
-        for file in (file for part in self.parts for file in part.files):
-            with file.path.open("rb") as there:
-                if there.read(len(file.header)) != file.header:
-                    raise CheckpointError(
-                        f"cannot save: {file.path} lacks the header that another rank has written, expected a folder "
-                        "that all ranks see. Save to a shared file system."
-                    )
+        for part in self.parts:
+            check_shared(part.files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -509,6 +506,7 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
 
 
 Copies = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""Copies tensors into host memory that stays as it is."""
 
 
 def copied(parts: Sequence[Part], copies_of: Copies) -> list[Part]:

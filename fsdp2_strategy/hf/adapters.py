@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.twin import original_class, twin
-from fsdp2_strategy.names import clean, modules_of
+from fsdp2_strategy.names import clean
 from fsdp2_strategy.ranks import current_device
 from fsdp2_strategy.residency import computed, local_box, values_of
 
@@ -117,7 +117,7 @@ def has_adapters(model: nn.Module) -> bool:
     from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415
 
     kinds = (PeftModel, PeftMixedModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return any(isinstance(module, kinds) for module in modules_of(model))
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 # --- the modules as they were ----------------------------------------------------------------------------------------

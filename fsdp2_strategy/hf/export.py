@@ -27,6 +27,7 @@ from fsdp2_strategy.hf.adapters import without_adapters
 from fsdp2_strategy.hf.arrange import (
     File,
     check_free,
+    check_shared,
     create,
     files_for,
     gathered_jobs,
@@ -227,6 +228,7 @@ def _write(
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
+        check_shared(files)
         for shares in values_of_shares(own_shares(direct, tensors), tensors):
             write_all(jobs_of(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
