@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,7 +82,7 @@ def test_an_async_save_is_the_moment_of_the_call_whatever_comes_after(name, shar
         train(strategy, model, optimizer, scheduler, range(2, 4), name)  # with collectives of its own
         ema.update(model)
         next(iter(loader))
-        torch.rand(3)
+        torch.rand(3), np.random.random(), random.random()  # noqa: NPY002  the generators whose states are saved
         assert gate.reached.wait(60) and not Path(path).exists()
         assert list_checkpoints(tmp_path / "async") == []
         gate.opened.set()
