@@ -315,6 +315,27 @@ def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, 
             check(dataset[i], episode, frame)
 
 
+COUNT_THREADS = """
+import os, sys, threading
+from fsdp2_strategy.vla.lerobot import LeRobotDataset
+count = lambda: len(os.listdir("/proc/self/task")) - threading.active_count()
+before = count()
+dataset = LeRobotDataset(sys.argv[1])
+dataset._rows.cut_out(range(len(dataset.metadata.lengths)))
+print(count() - before)
+dataset.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_no_thread_of_pyarrow_reads_a_file_that_it_could_still_hold_at_exit(copied):
+    path = copied / "data" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.take(np.argsort(-table["episode_index"].to_numpy(), kind="stable")), path)  # read as a whole
+    done = subprocess.run([sys.executable, "-c", COUNT_THREADS, copied], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
 def rewrite(root, column, change, kind=None):
     """Change a column of the first data file, row by row, and perhaps its type."""
     path = root / "data" / "chunk-000" / "file-000.parquet"

@@ -225,11 +225,14 @@ def _numbered(chunk_files: int) -> Iterator[str]:
 def read_parquet(source: Source, path: str, columns: list[str] | None = None) -> pa.Table:
     """Return columns of a parquet file that is read once.
 
+    pyarrow's threads do not read it: one that still holds a Python file when the interpreter ends aborts the process
+    (https://github.com/apache/arrow/issues/34314).
+
     Raises:
         CorruptDataError: it is not one, or lacks a column.
     """
     with source.open(path) as file, parsing(source, path):
-        table = pq.ParquetFile(file).read(columns)
+        table = pq.ParquetFile(file, pre_buffer=False).read(columns, use_threads=False)
     source.drop(path)
     if lacking := [name for name in columns or () if name not in table.column_names]:
         raise corrupt(source, path, f"it lacks the columns {', '.join(lacking)}", "those of LeRobot's format")

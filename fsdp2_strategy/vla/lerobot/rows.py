@@ -100,13 +100,13 @@ class EpisodeRows:
 
     def _cut_out_of(self, path: str, episodes: Sequence[int]) -> None:
         with self._source.open(path) as opened, parsing(self._source, path):
-            file = pq.ParquetFile(opened)
+            file = pq.ParquetFile(opened, pre_buffer=False)  # without threads, as `read_parquet`
             present = set(file.schema_arrow.names)
             if lacking := [key for key in self._columns if key not in present]:
                 raise corrupt(self._source, path, f"it lacks {', '.join(lacking)}", "the features of meta/info.json")
             places = {episode: self._metadata.first_row(episode) for episode in episodes}
             if astray := self._cut(file, places):
-                numbers = file.read(["episode_index"])["episode_index"].to_numpy()
+                numbers = file.read(["episode_index"], use_threads=False)["episode_index"].to_numpy()
                 places = {episode: int(np.argmax(numbers == episode)) for episode in astray}
                 astray = self._cut(file, places)
             footer_bytes = file.metadata.serialized_size
