@@ -46,9 +46,9 @@ from harness import IMPORTED, ValuesError, circumstances, digest_of, in_turns, m
 from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.vla.lerobot import LeRobotDataset
-from fsdp2_strategy.vla.lerobot.dataset import _bytes_on_disk
-from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
+from fsdp2_strategy.lerobot import LeRobotDataset
+from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
+from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from http_server import FileServer

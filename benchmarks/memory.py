@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload
-from fsdp2_strategy.offload import is_offloaded
+from fsdp2_strategy.model.offload import is_offloaded
 
 MODES = ["every", "defer_all_reduce", "last"]
 LARGEST_DIFFERENCE = 0.01

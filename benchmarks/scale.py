@@ -33,7 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.checkpoint.places import CHECKSUMS, RNG, Places
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, Places
 from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, SafetensorsWriter
 from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.write import _runs, _together

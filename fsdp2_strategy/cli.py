@@ -15,8 +15,8 @@ import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.opened import open_checkpoint
-from fsdp2_strategy.checkpoint.places import TRAINABLE, WRAPPER, Places
+from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, Places
+from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.hf.copy import copy_folder

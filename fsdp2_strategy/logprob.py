@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.mesh import on_ranks_of
+from fsdp2_strategy.distributed.process_group import all_or_none
 from fsdp2_strategy.errors import LogProbError
-from fsdp2_strategy.mesh import on_ranks_of
-from fsdp2_strategy.ranks import all_or_none
-from fsdp2_strategy.residency import is_sharded, unwrap_model
+from fsdp2_strategy.model.residency import is_sharded, unwrap_model
 
 
 def token_log_probs(

@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fsdp2_strategy import collect, memory, residency
 from fsdp2_strategy.data.sampler import ResumableSampler
-from fsdp2_strategy.ema import EMA
+from fsdp2_strategy.distributed import collectives, memory
+from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.errors import OptimizerError
-from fsdp2_strategy.masters import FSDPadaptOptimizer, is_mp_optimizer
-from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.offload import offload, reload
-from fsdp2_strategy.optimizer import rebind_optimizer
-from fsdp2_strategy.ranks import group_in_use
+from fsdp2_strategy.model import residency
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.offload import offload, reload
+from fsdp2_strategy.optim.ema import EMA
+from fsdp2_strategy.optim.groups import rebind_optimizer
+from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
 from fsdp2_strategy.rollout import Rollout, RolloutEngine
 from fsdp2_strategy.training import TrainingStrategy
 
@@ -96,13 +97,13 @@ class FSDPV2Strategy(TrainingStrategy):
         if timeout is not None:
             dist.distributed_c10d._set_pg_timeout(timeout, group_in_use())
 
-    def all_reduce(self, data: Any, op: collect.Op = "mean") -> Any:
-        """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collect.all_reduce`."""
-        return collect.all_reduce(data, op)
+    def all_reduce(self, data: Any, op: collectives.Op = "mean") -> Any:
+        """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`."""
+        return collectives.all_reduce(data, op)
 
     def all_gather(self, data: Any) -> Any:
-        """Gather numbers, tensors and dicts of them from all ranks; collective; see `collect.all_gather`."""
-        return collect.all_gather(data)
+        """Gather numbers, tensors and dicts of them from all ranks; collective; see `collectives.all_gather`."""
+        return collectives.all_gather(data)
 
     def report_memory(self, prefix: str = "") -> str:
         """Log the memory of all ranks on one line, device and host; collective; see `memory.report_memory`."""

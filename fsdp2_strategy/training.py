@@ -21,24 +21,24 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy import ranks, residency
 from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.background import forget_groups
-from fsdp2_strategy.checkpoint.data import Later
-from fsdp2_strategy.config import GradSync, ShardSize, StrategyConfig
-from fsdp2_strategy.ema import EMA
+from fsdp2_strategy.checkpoint.data_position import Later
+from fsdp2_strategy.config.strategy_config import GradSync, ShardSize, StrategyConfig
+from fsdp2_strategy.distributed import process_group as ranks
+from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes
+from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_remembered
-from fsdp2_strategy.mesh import auto_shard_size, build_mesh, forget_meshes
-from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.offload import forget_slabs
-from fsdp2_strategy.optimizer import build_optimizer
-from fsdp2_strategy.preemption import Preemption
-from fsdp2_strategy.schedule import build_scheduler
-from fsdp2_strategy.shard import shard_model
-from fsdp2_strategy.step import (
+from fsdp2_strategy.model import residency
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.offload import forget_slabs
+from fsdp2_strategy.optim.ema import EMA
+from fsdp2_strategy.optim.groups import build_optimizer
+from fsdp2_strategy.optim.schedule import build_scheduler
+from fsdp2_strategy.optim.step import (
     LossScale,
     StepResult,
     check_belongs,
@@ -47,6 +47,7 @@ from fsdp2_strategy.step import (
     set_gradient_sync,
     take_step,
 )
+from fsdp2_strategy.sharding.shard import shard_model
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 

@@ -162,7 +162,7 @@ def _forget_groups() -> None:
     """Let go of meshes of the process group that ends: groups that die late take the names of new ones with them."""
     if "fsdp2_strategy" in sys.modules:
         from fsdp2_strategy.checkpoint.background import forget_groups
-        from fsdp2_strategy.mesh import forget_meshes
+        from fsdp2_strategy.distributed.mesh import forget_meshes
 
         forget_meshes()
         forget_groups()

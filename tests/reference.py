@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2_strategy import build_optimizer
-from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.model.names import named_parameters
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

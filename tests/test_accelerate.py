@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from fsdp2_strategy import ConfigError, StrategyConfig
-from fsdp2_strategy.accelerate_keys import KEYS, SECTIONS, TOP
+from fsdp2_strategy.config.accelerate_keys import KEYS, SECTIONS, TOP
 
 FSDP = {"distributed_type": "FSDP"}
 SHARDED = {"bf16": False}

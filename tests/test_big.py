@@ -36,9 +36,9 @@ from fsdp2_strategy import (
     weight_checksums,
 )
 from fsdp2_strategy.checkpoint.directory import partial_path
-from fsdp2_strategy.checkpoint.places import Places
-from fsdp2_strategy.checkpoint.state import optimizer_tensors
-from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.checkpoint.paths import Places
+from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
+from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.rollout.engine import ENGINES, TransformersEngine
 from fsdp2_strategy.vla import LeRobotLayout
 

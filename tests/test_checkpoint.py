@@ -31,7 +31,7 @@ from fsdp2_strategy import (
     verify_checkpoint,
 )
 from fsdp2_strategy.checkpoint import directory, layout
-from fsdp2_strategy.checkpoint.state import optimizer_tensors
+from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.hf.container import read_header
 
 

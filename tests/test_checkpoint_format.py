@@ -43,8 +43,8 @@ from fsdp2_strategy import (
     sizes,
     verify_checkpoint,
 )
-from fsdp2_strategy.checkpoint import directory, layout, places
-from fsdp2_strategy.checkpoint.opened import _Lists
+from fsdp2_strategy.checkpoint import directory, layout, paths
+from fsdp2_strategy.checkpoint.reader import _Lists
 from fsdp2_strategy.checkpoint.storage import (
     LocalLoadPlanner,
     LocalSavePlanner,
@@ -54,10 +54,10 @@ from fsdp2_strategy.checkpoint.storage import (
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.arrange import create, files_for
 from fsdp2_strategy.hf.container import DTYPES
 from fsdp2_strategy.hf.read import Reader, Wish
-from fsdp2_strategy.hf.region import Region
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.save_plan import create, files_for
 from fsdp2_strategy.hf.write import Job, write_all
 
 
@@ -450,12 +450,12 @@ def test_verifying_tells_all_that_is_wrong(tmp_path):
     train(strategy, model, optimizer, scheduler, [0], "mlp")
     path = Path(strategy.save_ckpt(model, tmp_path))
     if dist.get_rank() == 0:
-        for name, at in ((WEIGHTS, 20), ("optimizer/optimizer.safetensors", -1), (places.TRAINER_STATE, 5)):
+        for name, at in ((WEIGHTS, 20), ("optimizer/optimizer.safetensors", -1), (paths.TRAINER_STATE, 5)):
             content = bytearray((path / name).read_bytes())
             content[at] ^= 1
             (path / name).write_bytes(content)
         text = "\n".join(verify_checkpoint(path).problems)
-        assert all(name in text for name in (WEIGHTS, "optimizer.safetensors", places.TRAINER_STATE)), text
+        assert all(name in text for name in (WEIGHTS, "optimizer.safetensors", paths.TRAINER_STATE)), text
     dist.barrier()
 
 
@@ -472,7 +472,7 @@ def damage_a_list(path):
         manifest = layout.read_manifest(path / "tag")
         manifest["files"][LIST] += 1
         manifest["digest"] = layout.digest_of_manifest(manifest)
-        directory.write_json(path / "tag" / places.MANIFEST, manifest)
+        directory.write_json(path / "tag" / paths.MANIFEST, manifest)
     dist.barrier()
 
 
@@ -546,7 +546,7 @@ def test_ranks_that_write_into_different_directories_are_told(tmp_path):
     def elsewhere(partial, rank, blocks):
         digest = original(partial, rank, blocks)
         if rank == 1:
-            partial.of_rank(places.CHECKSUMS, rank).unlink()
+            partial.of_rank(paths.CHECKSUMS, rank).unlink()
         return digest
 
     directory.write_checksums = elsewhere

@@ -23,16 +23,16 @@ from transformers.core_model_loading import Interleave, PermuteForRope, Transpos
 from transformers.models.auto import modeling_auto
 
 from fsdp2_strategy import CheckpointError, init_on_meta, load_weights
-from fsdp2_strategy.checkpoint import parts
+from fsdp2_strategy.checkpoint import components
 from fsdp2_strategy.cli import main
-from fsdp2_strategy.hf import arrange, round_trip
-from fsdp2_strategy.hf.arrange import arrangement_of, create, files_for, tensors_to_write
+from fsdp2_strategy.hf import round_trip, save_plan
 from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_header_and_metadata
 from fsdp2_strategy.hf.folder import open_folder
-from fsdp2_strategy.hf.match import match
-from fsdp2_strategy.hf.region import Piece, Region
+from fsdp2_strategy.hf.load_plan import match
+from fsdp2_strategy.hf.meta.skeleton import twin
+from fsdp2_strategy.hf.regions import Piece, Region
 from fsdp2_strategy.hf.round_trip import _is_own, round_trips
-from fsdp2_strategy.hf.twin import twin
+from fsdp2_strategy.hf.save_plan import arrangement_of, create, files_for, tensors_to_write
 
 
 def zeroed(model):
@@ -59,8 +59,8 @@ def test_names_that_do_not_come_back_are_saved_as_the_models_own(change, tmp_pat
     strategy = strategy_for()
     model = strategy.prepare_model(build("llama"), is_training=True)
     expected = full_parameters(model)
-    conversion = arrange.hub_regions
-    with patch.object(arrange, "hub_regions", lambda copied, tensors: change(conversion(copied, tensors))):
+    conversion = save_plan.hub_regions
+    with patch.object(save_plan, "hub_regions", lambda copied, tensors: change(conversion(copied, tensors))):
         strategy.save_ckpt(model, tmp_path, "a")
         strategy.save_model(model, None, tmp_path / "exported")
     assert set(read_header(tmp_path / "a/model/model.safetensors")) == set(expected)
@@ -150,7 +150,7 @@ def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_
     strategy = strategy_for()
     model = strategy.prepare_model(pixio(0), is_training=True)
     warned = []
-    with patch.object(arrange, "log", lambda message, *args, level=None: warned.append((level, message % args))):
+    with patch.object(save_plan, "log", lambda message, *args, level=None: warned.append((level, message % args))):
         strategy.save_ckpt(model, tmp_path, "a")
     assert warned[0][0] == logging.WARNING and "PixioBackbone" in warned[0][1], "from_pretrained will not open it"
     file = tmp_path / "a/model/model.safetensors"
@@ -177,7 +177,7 @@ def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_
 def test_the_check_is_made_once_for_a_model(tmp_path):
     strategy = strategy_for()
     model = strategy.prepare_model(build("mixtral"), is_training=True)
-    with patch.object(parts, "arrangement_of", wraps=arrangement_of) as planned:
+    with patch.object(components, "arrangement_of", wraps=arrangement_of) as planned:
         for tag in "abc":
             strategy.save_ckpt(model, tmp_path, tag)
     assert planned.call_count == 1
@@ -244,7 +244,7 @@ def test_what_a_save_would_write_comes_back_for_every_architecture(share, tmp_pa
         built += 1
         copied = twin(model)
         try:
-            with patch.object(arrange, "lacks_values", lambda _tensor: False):
+            with patch.object(save_plan, "lacks_values", lambda _tensor: False):
                 tensors = tensors_to_write(model, copied)
             arranged = arrangement_of(copied, tensors)
         except (CheckpointError, TypeError) as error:
@@ -317,9 +317,9 @@ def test_names_are_remembered_until_the_model_changes(is_wrapped):
     before = None
     for change in changes:
         change(model)
-        expected = arrange._find_tensors(root, None)
+        expected = save_plan._find_tensors(root, None)
         assert_same_tensors(tensors_to_write(root), expected)
-        with patch.object(arrange, "_find_tensors", side_effect=AssertionError("looked for again")):
+        with patch.object(save_plan, "_find_tensors", side_effect=AssertionError("looked for again")):
             assert_same_tensors(tensors_to_write(root), expected)
         now = {name: id(tensor) for name, tensor in expected.items()}
         without_effect = (with_a_name_to_ignore, with_one_more_name_to_ignore) if is_wrapped else ()

@@ -104,8 +104,7 @@ def test_the_table_of_fields_is_the_configurations():
     assert [(name, default.strip()) for name, default in rows] == expected
 
 
-def test_the_public_names_are_few_and_real():
-    assert len(fsdp2_strategy.__all__) <= 30
+def test_the_public_names_are_real():
     assert all(hasattr(fsdp2_strategy, name) for name in fsdp2_strategy.__all__)
     assert fsdp2_strategy.__all__ == sorted(fsdp2_strategy.__all__)
 

@@ -16,7 +16,7 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy
-from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.model.names import named_parameters
 
 TINY = ["--warm-start-steps", "3", "--train-batch-size", "16", "--micro-train-batch-size", "4"]
 

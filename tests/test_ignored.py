@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, init_on_meta, save_model, shard_model
-from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.plan import Precision, plan_units
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.sharding.plan import Precision, plan_units
 
 MLPS = (r"model\.layers\.\d+\.mlp",)
 

@@ -32,15 +32,15 @@ from http_server import FileServer
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.vla.lerobot import LeRobotDataset, video
-from fsdp2_strategy.vla.lerobot import staging as staging_module
-from fsdp2_strategy.vla.lerobot.barcode import barcode, read_barcode, read_camera
-from fsdp2_strategy.vla.lerobot.counts import NAMES, Counts
-from fsdp2_strategy.vla.lerobot.fetching import Fetching
-from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, write_barcoded
-from fsdp2_strategy.vla.lerobot.source import LocalFiles
-from fsdp2_strategy.vla.lerobot.staging import Staging
-from fsdp2_strategy.vla.lerobot.video import Decoders
+from fsdp2_strategy.lerobot import LeRobotDataset, video
+from fsdp2_strategy.lerobot import prefetch as staging_module
+from fsdp2_strategy.lerobot.barcode import barcode, read_barcode, read_camera
+from fsdp2_strategy.lerobot.counters import NAMES, Counts
+from fsdp2_strategy.lerobot.fetching import Fetching
+from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
+from fsdp2_strategy.lerobot.prefetch import Staging
+from fsdp2_strategy.lerobot.source import LocalFiles
+from fsdp2_strategy.lerobot.video import Decoders
 
 LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
 CAMERAS = ("observation.images.top", "observation.images.wrist")
@@ -317,7 +317,7 @@ def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, 
 
 COUNT_THREADS = """
 import os, sys, threading
-from fsdp2_strategy.vla.lerobot import LeRobotDataset
+from fsdp2_strategy.lerobot import LeRobotDataset
 count = lambda: len(os.listdir("/proc/self/task")) - threading.active_count()
 before = count()
 dataset = LeRobotDataset(sys.argv[1])
@@ -615,7 +615,7 @@ def test_one_that_is_not_closed_leaves_nothing_when_it_is_gone(large, server, tm
 
 def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):
     code = (
-        "import sys, os, signal; from fsdp2_strategy.vla.lerobot import LeRobotDataset; "
+        "import sys, os, signal; from fsdp2_strategy.lerobot import LeRobotDataset; "
         "d = LeRobotDataset(sys.argv[1], cache_dir=sys.argv[2]); d[0]; os.kill(os.getpid(), signal.SIGKILL)"
     )
     with contextlib.closing(LeRobotDataset(roots("gop 2"), cache_dir=tmp_path)) as living:

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.vla.lerobot import files, generate
-from fsdp2_strategy.vla.lerobot.generate import DatasetWriter, barcode, read_barcode, read_camera, write_barcoded
+from fsdp2_strategy.lerobot import files, generate
+from fsdp2_strategy.lerobot.generate import DatasetWriter, barcode, read_barcode, read_camera, write_barcoded
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
 

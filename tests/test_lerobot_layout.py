@@ -37,10 +37,10 @@ from fsdp2_strategy import (
     verify_checkpoint,
 )
 from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.checkpoint.state import optimizer_tensors
+from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.hf import arrange
+from fsdp2_strategy.hf import save_plan
 from fsdp2_strategy.vla import LeRobotLayout, save_policy
 
 
@@ -211,7 +211,7 @@ def test_weights_are_one_file_whatever_their_size_and_no_rank_gathers(tmp_path):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sizes, "FILE_BYTES", 1000)
         patched.setattr(DTensor, "full_tensor", never)
-        patched.setattr(arrange, "whole_of", never)
+        patched.setattr(save_plan, "whole_of", never)
         ours = Path(strategy.save_ckpt(model, tmp_path / "ours"))
         path = Path(strategy.save_ckpt(model, tmp_path / "lerobot", layout=layout_of()))
     dist.barrier()

@@ -18,8 +18,8 @@ from policies.act import ACTPolicy
 from policies.pi0 import PI0Policy
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.policies import _registered
-from fsdp2_strategy.ranks import from_rank_0
+from fsdp2_strategy.distributed.process_group import from_rank_0
+from fsdp2_strategy.sharding.policies import _registered
 
 DOCS = Path(__file__).parent.parent / "docs"
 

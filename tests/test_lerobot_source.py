@@ -26,9 +26,9 @@ from http_server import FileServer
 from pyarrow import parquet
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.vla.lerobot import cache
-from fsdp2_strategy.vla.lerobot.cache import BLOCK_BYTES as BLOCK
-from fsdp2_strategy.vla.lerobot.source import LocalFiles, RemoteFiles, open_source
+from fsdp2_strategy.lerobot import cache
+from fsdp2_strategy.lerobot.cache import BLOCK_BYTES as BLOCK
+from fsdp2_strategy.lerobot.source import LocalFiles, RemoteFiles, open_source
 
 PATH = "videos/observation.images.top/chunk-000/file-000.mp4"
 SIZE = 40 * BLOCK + 1234

@@ -41,10 +41,11 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import RolloutError
-from fsdp2_strategy.hf import adapters, export, write
+from fsdp2_strategy.hf import export, write
 from fsdp2_strategy.hf.container import read_header
-from fsdp2_strategy.names import named_parameters
-from fsdp2_strategy.offload import offload, reload
+from fsdp2_strategy.hf.peft import merge
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.offload import offload, reload
 from fsdp2_strategy.rollout import TransformersEngine, stream_weights, weight_checksums
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
@@ -458,8 +459,8 @@ def test_weights_are_merged_once_each_and_a_few_at_a_time(tmp_path):
     merged, lists = [], []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sizes, "COMPUTED_BYTES", 1)
-        own = adapters._Rows.merged
-        patched.setattr(adapters._Rows, "merged", lambda rows: merged.append(rows.key) or own(rows))
+        own = merge._Rows.merged
+        patched.setattr(merge._Rows, "merged", lambda rows: merged.append(rows.key) or own(rows))
         patched.setattr(export, "write_all", lambda jobs: lists.append(len(jobs)) or write.write_all(jobs))
         with CountCollectives() as collectives:
             save_model(model, None, tmp_path)
@@ -773,7 +774,7 @@ def test_adapters_of_a_folder_load_on_meta(bf16, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_stream_leaves_nothing_of_the_merge_behind():
-    from fsdp2_strategy import residency
+    from fsdp2_strategy.model import residency
 
     model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules="all-linear"))
     shard_model(model, is_training=True)

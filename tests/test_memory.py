@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
-from fsdp2_strategy.checkpoint.state import optimizer_tensors
-from fsdp2_strategy.offload import CopyQueue, is_offloaded
-from fsdp2_strategy.residency import _away, values_of
+from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
+from fsdp2_strategy.model.offload import CopyQueue, is_offloaded
+from fsdp2_strategy.model.residency import _away, values_of
 
 
 def resident():

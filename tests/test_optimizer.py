@@ -9,7 +9,7 @@ from models import build
 from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, OptimizerError, build_mesh, build_optimizer, build_scheduler, shard_model
-from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.model.names import named_parameters
 
 
 def names_by_decay(model, optimizer):

@@ -33,11 +33,11 @@ from fsdp2_strategy import (
     shard_model,
     sizes,
 )
+from fsdp2_strategy.distributed.mesh import on_ranks_of
+from fsdp2_strategy.distributed.process_group import all_or_none, group_in_use, rank, to_rank_0, world_size
 from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
-from fsdp2_strategy.mesh import on_ranks_of
-from fsdp2_strategy.ranks import all_or_none, group_in_use, rank, to_rank_0, world_size
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, stream_weights, weight_checksums
-from fsdp2_strategy.rollout import link as link_module
+from fsdp2_strategy.rollout import connection as link_module
 from fsdp2_strategy.rollout import remote as remote_module
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, build_optimizer
-from fsdp2_strategy.names import matches, named_parameters
+from fsdp2_strategy.model.names import matches, named_parameters
 
 VARIANTS = ("pi0_recomputed", "smolvla_whole", "backbone")
 """Of policies that others stand for at 1 and 3 ranks."""

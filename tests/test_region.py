@@ -9,7 +9,7 @@ import torch
 from transformers import core_model_loading as hf
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
-from fsdp2_strategy.hf.region import Computed, Piece, Region, assemble, sources_of
+from fsdp2_strategy.hf.regions import Computed, Piece, Region, assemble, sources_of
 
 
 def described(*shapes):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp2_strategy import MeshError
-from fsdp2_strategy.rendezvous import fresh_store
+from fsdp2_strategy.distributed.rendezvous import fresh_store
 
 
 def meet(store, world_size, late=()):

@@ -20,12 +20,12 @@ from test_checkpoint import assert_same, full_state, prepared, strategy_for, tra
 import fsdp2_strategy
 import fsdp2_strategy.hf.write as write_module
 from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
-from fsdp2_strategy.checkpoint import directory, layout, places, storage
+from fsdp2_strategy.checkpoint import directory, layout, paths, storage
+from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.arrange import file_bytes
 from fsdp2_strategy.hf.checksum import digest_of
-from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.mesh import auto_shard_size
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.save_plan import file_bytes
 
 NAMES = [name for name in vars(sizes) if name.isupper()]
 
@@ -105,7 +105,7 @@ def test_the_size_of_a_block_is_that_of_the_checkpoint(saved, loaded, tmp_path):
 
 def rewrite_list(path, change):
     """Change a list of checksums, and let the manifest mean the new one."""
-    name = f"{places.CHECKSUMS}/rank00000.json"
+    name = f"{paths.CHECKSUMS}/rank00000.json"
     listed = json.loads((path / name).read_text())
     change(listed)
     content = json.dumps(listed).encode()
@@ -113,7 +113,7 @@ def rewrite_list(path, change):
     manifest = layout.read_manifest(path)
     manifest["files"][name], manifest["checksums"][name] = len(content), digest_of(content)
     manifest["digest"] = layout.digest_of_manifest({k: v for k, v in manifest.items() if k != "digest"})
-    directory.write_json(path / places.MANIFEST, manifest)
+    directory.write_json(path / paths.MANIFEST, manifest)
 
 
 @pytest.mark.ranks(1)
@@ -155,7 +155,7 @@ def test_fingerprints_are_compared_by_the_blocks_that_they_were_made_of(tmp_path
         trainable.train(*run, range(2))
         run[0].save_ckpt(run[1], tmp_path / "ckpts", only_trainable=True)
     [saved] = list_checkpoints(tmp_path / "ckpts")
-    assert json.loads((saved.path / places.TRAINER_STATE).read_text())["left_out"]["elements"] == 64
+    assert json.loads((saved.path / paths.TRAINER_STATE).read_text())["left_out"]["elements"] == 64
     again = trainable.start(tmp_path / "base", seed=1)
     again[0].load_ckpt(again[1], tmp_path / "ckpts")
     assert_same(full_state(*again[1:]), full_state(*run[1:]))

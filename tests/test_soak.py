@@ -29,7 +29,7 @@ from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, layout, save
-from fsdp2_strategy.checkpoint.places import TRAINER_STATE
+from fsdp2_strategy.checkpoint.paths import TRAINER_STATE
 
 KILLS = int(os.environ.get("SOAK_KILLS", "200"))
 RANKS = 2

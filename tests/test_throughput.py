@@ -8,7 +8,7 @@ import re
 import pytest
 import torch.distributed as dist
 
-from fsdp2_strategy.vla.shortage import shortages, warn_of_shortages
+from fsdp2_strategy.vla.shortages import shortages, warn_of_shortages
 from fsdp2_strategy.vla.throughput import Throughput
 
 ENOUGH = {

@@ -11,7 +11,7 @@ from test_checkpoint import strategy_for
 from torch import nn
 
 from fsdp2_strategy import OptimizerError, build_optimizer, build_scheduler
-from fsdp2_strategy.names import named_parameters
+from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.vla import (
     GROUPS,
     MultiGroupLRScheduler,

@@ -38,8 +38,8 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.errors import FSDP2StrategyError
 from fsdp2_strategy.hf import load, read
+from fsdp2_strategy.hf.meta.recorded_init import note_of
 from fsdp2_strategy.hf.read import Reader
-from fsdp2_strategy.hf.tape import note_of
 
 WORLDS = (1, 2, 3)
 

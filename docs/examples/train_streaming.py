@@ -28,13 +28,13 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, load_checkpoint
-from fsdp2_strategy.checkpoint.data import LATER
+from fsdp2_strategy.checkpoint.data_position import LATER
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.distributed.process_group import all_or_none, log
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.ranks import all_or_none, log
-from fsdp2_strategy.vla.lerobot import LeRobotDataset, Metadata
-from fsdp2_strategy.vla.lerobot.generate import write_barcoded
-from fsdp2_strategy.vla.shortage import warn_of_shortages
+from fsdp2_strategy.lerobot import LeRobotDataset, Metadata
+from fsdp2_strategy.lerobot.generate import write_barcoded
+from fsdp2_strategy.vla.shortages import warn_of_shortages
 from fsdp2_strategy.vla.throughput import Rates, Throughput
 
 SIZE, PATCH = 96, 16  # of an image as the policy sees it, and of what becomes one token

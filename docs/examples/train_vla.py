@@ -26,13 +26,13 @@ from flow_vla import CAMERA, CHUNK, FlowBlock, FlowVLA, Processor, make_backbone
 from table import ACTION, FPS, LIMIT, SIZE, STATE, Tables, demonstrate
 
 from fsdp2_strategy import StrategyConfig, init_on_meta
-from fsdp2_strategy.collect import all_reduce
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.distributed.collectives import all_reduce
+from fsdp2_strategy.distributed.process_group import all_or_none
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.ranks import all_or_none
+from fsdp2_strategy.lerobot import LeRobotDataset
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, save_policy
-from fsdp2_strategy.vla.lerobot import LeRobotDataset
-from fsdp2_strategy.vla.lerobot.generate import DatasetWriter
 
 UNSEEN = 1_000_000  # from this seed on, tables that no demonstration is of
 

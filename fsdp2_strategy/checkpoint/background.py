@@ -5,7 +5,8 @@ own, the work done on a thread, and its failure at the next call.
 
 [Note: behind the trainer] The thread talks to those of the other ranks on a process group of its own, so that their
 collectives never mix with the trainer's. One save is in flight at a time. What fails there fails on every rank alike
-([Note: one decision] in `ranks`), and is raised where the trainer next comes by: at a save, a load, `wait` or `close`.
+([Note: one decision] in `process_group`), and is raised where the trainer next comes by: at a save, a load, `wait` or
+`close`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
-from fsdp2_strategy.offload import CopyQueue
-from fsdp2_strategy.ranks import (
+from fsdp2_strategy.distributed.process_group import (
     adopt_device,
     current_device,
     group_among,
@@ -32,6 +31,8 @@ from fsdp2_strategy.ranks import (
     on_group,
     ranks_of,
 )
+from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
+from fsdp2_strategy.model.offload import CopyQueue
 
 _ALIGNMENT = 64
 

@@ -29,10 +29,10 @@ from fsdp2_strategy.checkpoint.layout import (
     is_last,
     with_manifest,
 )
-from fsdp2_strategy.checkpoint.places import CHECKSUMS, PRETRAINED_MODEL, Places, holds_parts_alone
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, holds_parts_alone
+from fsdp2_strategy.distributed.process_group import logger
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksum import ALGORITHM, Block, digest_of
-from fsdp2_strategy.ranks import logger
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"

@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.state import (
+from fsdp2_strategy.checkpoint.storage import check_shapes, one_error
+from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
     advance_scheduler,
     allocate_optimizer_state,
@@ -40,15 +41,14 @@ from fsdp2_strategy.checkpoint.state import (
     restore_optimizer,
     restore_scheduler,
 )
-from fsdp2_strategy.checkpoint.storage import check_shapes, one_error
-from fsdp2_strategy.damage import unusable_unless_done
+from fsdp2_strategy.distributed.process_group import all_or_none, group_in_use, log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.copy import NewFolder
-from fsdp2_strategy.masters import refresh_masters_of
-from fsdp2_strategy.names import named_parameters, persistent_buffers
-from fsdp2_strategy.offload import check_resident
-from fsdp2_strategy.ranks import all_or_none, group_in_use, log
-from fsdp2_strategy.residency import clear_gradients, local_box
+from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+from fsdp2_strategy.model.offload import check_resident
+from fsdp2_strategy.model.residency import clear_gradients, local_box
+from fsdp2_strategy.model.unusable import unusable_unless_done
+from fsdp2_strategy.optim.masters import refresh_masters_of
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 

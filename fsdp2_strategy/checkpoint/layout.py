@@ -12,7 +12,7 @@
         rng/                     generator states, one file a rank
         checksums/               one list a rank of what it wrote, block by block
         manifest.json            sequence number, every file with its bytes, digests of the lists; written last
-      005000/                    the same in LeRobot's layout: see `places`
+      005000/                    the same in LeRobot's layout: see `paths`
       latest                     names the newest committed checkpoint: a hint for people and scripts
       last                       a link to it instead, where it is in LeRobot's layout
       .lock                      held by the run that saves here
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.places import Places
+from fsdp2_strategy.checkpoint.paths import Places
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksum import digest_of
 

@@ -1,7 +1,7 @@
 """Load a checkpoint: find it, check its structure and compare it with the model's, then copy.
 
 Input: a directory, and optionally a tag. Output: a model, optimizer, schedule and generators as they were saved. Each
-phase ends alike on all ranks; see [Note: one decision] in `ranks`.
+phase ends alike on all ranks; see [Note: one decision] in `process_group`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background
-from fsdp2_strategy.checkpoint.data import Later, Loader, check_position, restore_position
+from fsdp2_strategy.checkpoint.components import match_model
+from fsdp2_strategy.checkpoint.data_position import Later, Loader, check_position, restore_position
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
-from fsdp2_strategy.checkpoint.frozen import LeftOut
+from fsdp2_strategy.checkpoint.garbage_collection import no_collections
 from fsdp2_strategy.checkpoint.layout import is_last, with_manifest
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.checkpoint.opened import Opened, check_structure, open_checkpoint
-from fsdp2_strategy.checkpoint.parts import match_model
-from fsdp2_strategy.checkpoint.places import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
-from fsdp2_strategy.checkpoint.rng import derive_rng, load_rng
-from fsdp2_strategy.checkpoint.state import (
+from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
+from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
+from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
+from fsdp2_strategy.checkpoint.storage import Wanted, by_name, read_wishes, stored_in
+from fsdp2_strategy.checkpoint.trainable_only import LeftOut
+from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
@@ -38,18 +40,16 @@ from fsdp2_strategy.checkpoint.state import (
     restore_scheduler,
     settings_by_group,
 )
-from fsdp2_strategy.checkpoint.storage import Wanted, by_name, read_wishes, stored_in
-from fsdp2_strategy.damage import unusable_unless_done
+from fsdp2_strategy.distributed.mesh import on_its_ranks
+from fsdp2_strategy.distributed.process_group import agree, all_or_none, from_rank_0, is_rank_0, log, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
-from fsdp2_strategy.garbage import no_collections
-from fsdp2_strategy.hf.match import LoadReport
+from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.read import ranges_of
-from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.hf.share import shares
-from fsdp2_strategy.masters import refresh_masters_of
-from fsdp2_strategy.mesh import on_its_ranks
-from fsdp2_strategy.ranks import agree, all_or_none, from_rank_0, is_rank_0, log, rank, world_size
-from fsdp2_strategy.residency import clear_gradients
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.replicas import shares
+from fsdp2_strategy.model.residency import clear_gradients
+from fsdp2_strategy.model.unusable import unusable_unless_done
+from fsdp2_strategy.optim.masters import refresh_masters_of
 
 
 @on_its_ranks

@@ -15,8 +15,8 @@ import struct
 import time
 from pathlib import Path
 
+from fsdp2_strategy.distributed.process_group import logger
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.ranks import logger
 
 LOCK = ".lock"
 

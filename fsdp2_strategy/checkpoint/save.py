@@ -1,7 +1,7 @@
 """Save a checkpoint: write, commit, then rotate.
 
 Input: a sharded model with optimizer and schedule. Output: a committed checkpoint; see [Note: commit] in `directory`.
-Each phase ends alike on all ranks; see [Note: one decision] in `ranks`.
+Each phase ends alike on all ranks; see [Note: one decision] in `process_group`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background, directory
-from fsdp2_strategy.checkpoint.data import DataPosition, Loader
-from fsdp2_strategy.checkpoint.frozen import LeftOut
+from fsdp2_strategy.checkpoint.components import Beside, ModelOnDisk
+from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
+from fsdp2_strategy.checkpoint.garbage_collection import no_collections
 from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag, list_checkpoints, named_latest
-from fsdp2_strategy.checkpoint.lerobot import LeRobotLayout
 from fsdp2_strategy.checkpoint.lock import hold, let_go
-from fsdp2_strategy.checkpoint.parts import Beside, ModelOnDisk
-from fsdp2_strategy.checkpoint.places import (
+from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
     DATA,
     EMA,
@@ -39,24 +38,25 @@ from fsdp2_strategy.checkpoint.places import (
     TRAINING_STEP,
     Places,
 )
-from fsdp2_strategy.checkpoint.rng import RngState
+from fsdp2_strategy.checkpoint.random_state import RngState
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
-from fsdp2_strategy.checkpoint.state import (
+from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
+from fsdp2_strategy.checkpoint.trainable_only import LeftOut
+from fsdp2_strategy.checkpoint.training_state import (
     check_json,
     names_by_identity,
     optimizer_hyper,
     optimizer_tensors,
     prepared,
 )
-from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
-from fsdp2_strategy.damage import check_usable
+from fsdp2_strategy.distributed.mesh import on_its_ranks
+from fsdp2_strategy.distributed.process_group import agree, all_or_none, is_rank_0, log, rank, to_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.garbage import no_collections
-from fsdp2_strategy.hf.adapters import has_adapters
 from fsdp2_strategy.hf.checksum import blocks_of, blocks_of_file
-from fsdp2_strategy.mesh import on_its_ranks
-from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log, rank, to_rank_0, world_size
-from fsdp2_strategy.residency import shard_count
+from fsdp2_strategy.hf.peft.merge import has_adapters
+from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
+from fsdp2_strategy.model.residency import shard_count
+from fsdp2_strategy.model.unusable import check_usable
 
 
 @on_its_ranks
@@ -115,7 +115,7 @@ def save_checkpoint(
             one, a load, `wait_for_save` and ``close`` wait for it, and raise its failure.
         only_trainable: leave frozen weights out that can be had again: ``trainable/`` holds the others, and no folder
             that ``from_pretrained`` opens. A load compares the frozen weights that it finds in the model with those
-            that were left out. See [Note: had again] in `frozen`.
+            that were left out. See [Note: had again] in `trainable_only`.
         meta: what other programs look for in ``meta.json``, as JSON.
         layout: LeRobot's, and what it wants beside the weights; by default our own. A model of peft is then saved as
             ``only_trainable`` does, with its adapters as peft has them for others to open.

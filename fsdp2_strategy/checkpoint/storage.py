@@ -52,8 +52,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import all_or_none, group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
-from fsdp2_strategy.hf.arrange import (
+from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
+from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
+from fsdp2_strategy.hf.read import Reader, Wish
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.replicas import wish_for
+from fsdp2_strategy.hf.save_plan import (
     File,
     Share,
     check_shared,
@@ -67,13 +73,7 @@ from fsdp2_strategy.hf.arrange import (
     own_shares,
     values_of_shares,
 )
-from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
-from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
-from fsdp2_strategy.hf.read import Reader, Wish
-from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.hf.share import wish_for
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
-from fsdp2_strategy.ranks import all_or_none, group_in_use, rank, world_size
 
 Wanted = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to be filled, with their names and where in files their values are."""

@@ -15,7 +15,7 @@ import xxhash
 from tqdm import tqdm
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.opened import Opened, open_checkpoint
+from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.container import Entry, read_header, read_into

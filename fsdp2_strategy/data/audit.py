@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fsdp2_strategy.data.bijection import Indices
+from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
 Sums = tuple[int, int, int, int]

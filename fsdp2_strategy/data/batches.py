@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from fsdp2_strategy.data.bijection import Indices
 from fsdp2_strategy.data.order import EpisodeOrder, MixtureOrder, Order
+from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
 Tail = Literal["carry", "pad", "drop"]

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from fsdp2_strategy.data.ahead import Ahead
 from fsdp2_strategy.data.audit import Audit
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
-from fsdp2_strategy.data.bijection import Indices
 from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
+from fsdp2_strategy.data.permutation import Indices
+from fsdp2_strategy.data.prefetch import Ahead
+from fsdp2_strategy.distributed.process_group import agree, rank, world_size
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.ranks import agree, rank, world_size
 
 _VERSION = 1
 _TAILS = ("carry", "pad", "drop")
@@ -53,7 +53,7 @@ class ResumableLoader:
 
     Args:
         dataset: has a length, and samples by index. With ``pool`` it also has ``episode_lengths``, and may have
-            ``hold``, which is told what comes next (`fsdp2_strategy.data.ahead`); with ``weights`` it is a
+            ``hold``, which is told what comes next (`fsdp2_strategy.data.prefetch`); with ``weights`` it is a
             `ConcatDataset`.
         global_batch_size: samples of a batch over all ranks, at least one each. Ranks' parts differ by one at most.
         seed: of order and augmentation.

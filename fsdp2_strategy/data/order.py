@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdp2_strategy.data.bijection import Bijection, Indices
+from fsdp2_strategy.data.permutation import Bijection, Indices
 from fsdp2_strategy.errors import DataError
 
 _MOST_SAMPLES = 1 << 61

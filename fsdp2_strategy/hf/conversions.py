@@ -3,7 +3,7 @@
 Input: headers, or a model's parameters, as regions. Output: for each tensor of the other side the region that it is.
 
 transformers renames, merges and transposes tensors between a checkpoint and a model. Its loading and saving functions
-run here on descriptions instead of values (see [Note: regions] in `region`), so its rules hold, for every architecture
+run here on descriptions instead of values (see [Note: regions] in `regions`), so its rules hold, for every architecture
 that it knows, and nothing is read or gathered to find out.
 """
 
@@ -21,8 +21,8 @@ import torch
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.folder import Origin
-from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.names import clean
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.model.names import clean
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2_strategy.damage import check_usable
+from fsdp2_strategy.distributed.mesh import on_its_ranks
+from fsdp2_strategy.distributed.process_group import agree, all_or_none, is_rank_0, log
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
-from fsdp2_strategy.hf.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
-from fsdp2_strategy.hf.adapters import without_adapters
-from fsdp2_strategy.hf.arrange import (
+from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.meta.skeleton import original_class, twin
+from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.peft.merge import without_adapters
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.round_trip import round_trips
+from fsdp2_strategy.hf.save_plan import (
     File,
     check_free,
     check_shared,
@@ -40,14 +45,9 @@ from fsdp2_strategy.hf.arrange import (
     values_of_shares,
     write_configuration,
 )
-from fsdp2_strategy.hf.folder import is_transformers_model
-from fsdp2_strategy.hf.region import Region
-from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.twin import original_class, twin
 from fsdp2_strategy.hf.write import force_to_disk, write_all
-from fsdp2_strategy.mesh import on_its_ranks
-from fsdp2_strategy.ranks import agree, all_or_none, is_rank_0, log
-from fsdp2_strategy.residency import reshard, unwrap_model
+from fsdp2_strategy.model.residency import reshard, unwrap_model
+from fsdp2_strategy.model.unusable import check_usable
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

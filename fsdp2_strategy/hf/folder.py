@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.adapters import bare_twin
 from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.tape import Tape, is_recording, recording
-from fsdp2_strategy.hf.twin import twin
+from fsdp2_strategy.hf.meta.recorded_init import Tape, is_recording, recording
+from fsdp2_strategy.hf.meta.skeleton import twin
+from fsdp2_strategy.hf.peft.merge import bare_twin
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -16,22 +16,22 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp2_strategy.damage import mark_usable
+from fsdp2_strategy.distributed.mesh import on_its_ranks
+from fsdp2_strategy.distributed.process_group import agree, all_or_none, current_device, log
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.fingerprint import remember_as_built
-from fsdp2_strategy.hf.adapters import names_without_adapters
 from fsdp2_strategy.hf.folder import CONFIG, Origin, inner_model, is_transformers_model, open_folder, origin_of
-from fsdp2_strategy.hf.initialize import Empty, initialize, recorded_for
-from fsdp2_strategy.hf.match import LoadReport, Target, check_ties, match, tensor_at
+from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
+from fsdp2_strategy.hf.meta.initialize import Empty, initialize, recorded_for
+from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, note_of
+from fsdp2_strategy.hf.meta.skeleton import original_class
+from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.read import Reader
-from fsdp2_strategy.hf.region import sources_of
-from fsdp2_strategy.hf.share import shares
-from fsdp2_strategy.hf.tape import forget, is_recording, note_of
-from fsdp2_strategy.hf.twin import original_class
-from fsdp2_strategy.masters import refresh_masters_of
-from fsdp2_strategy.mesh import on_its_ranks
-from fsdp2_strategy.ranks import agree, all_or_none, current_device, log
-from fsdp2_strategy.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
+from fsdp2_strategy.hf.regions import sources_of
+from fsdp2_strategy.hf.replicas import shares
+from fsdp2_strategy.model.fingerprint import remember_as_built
+from fsdp2_strategy.model.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
+from fsdp2_strategy.model.unusable import mark_usable
+from fsdp2_strategy.optim.masters import refresh_masters_of
 
 
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:

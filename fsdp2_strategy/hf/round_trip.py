@@ -22,8 +22,8 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.folder import Origin, origin_for
-from fsdp2_strategy.hf.region import Computed, Piece, Region, row_major, sources_of
-from fsdp2_strategy.names import clean
+from fsdp2_strategy.hf.regions import Computed, Piece, Region, row_major, sources_of
+from fsdp2_strategy.model.names import clean
 
 _MOST_PARTS = 10_000
 """Parts that one piece is cut into before it counts as not traceable, which no stock conversion needs."""

@@ -26,10 +26,10 @@ import torch
 import xxhash
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import adopt_device, current_device, rank, world_size
 from fsdp2_strategy.hf.checksum import Block
 from fsdp2_strategy.hf.container import Entry, memory_of, write_from
-from fsdp2_strategy.hf.region import Box
-from fsdp2_strategy.ranks import adopt_device, current_device, rank, world_size
+from fsdp2_strategy.hf.regions import Box
 
 _THREADS = 4
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2_strategy.ranks import current_device, group_in_use
-from fsdp2_strategy.residency import values_of, whole_of
+from fsdp2_strategy.distributed.process_group import current_device, group_in_use
+from fsdp2_strategy.model.residency import values_of, whole_of
 
 _ALIGNMENT = 16
 

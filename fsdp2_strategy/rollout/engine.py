@@ -13,17 +13,17 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.mesh import on_ranks_of
+from fsdp2_strategy.distributed.process_group import all_or_none, current_device
 from fsdp2_strategy.errors import RolloutError, did_you_mean, some
-from fsdp2_strategy.hf.adapters import without_adapters
-from fsdp2_strategy.hf.arrange import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.folder import is_transformers_model, keep_dtypes, origin_for
-from fsdp2_strategy.hf.region import Computed, Piece, sources_of, target_of, value_of
-from fsdp2_strategy.hf.twin import twin
-from fsdp2_strategy.mesh import on_ranks_of
-from fsdp2_strategy.ranks import all_or_none, current_device
-from fsdp2_strategy.residency import unwrap_model
+from fsdp2_strategy.hf.meta.skeleton import twin
+from fsdp2_strategy.hf.peft.merge import without_adapters
+from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
+from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
+from fsdp2_strategy.model.residency import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 
 Weights = Iterator[tuple[str, torch.Tensor]]

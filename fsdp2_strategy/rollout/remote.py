@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import is_rank_0, logger
 from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
-from fsdp2_strategy.ranks import is_rank_0, logger
 from fsdp2_strategy.rollout.bucket import is_looked_into
-from fsdp2_strategy.rollout.engine import ENGINES, RolloutEngine, Sent, Weights
-from fsdp2_strategy.rollout.link import (
+from fsdp2_strategy.rollout.connection import (
     GoneError,
     Link,
     bytes_of,
@@ -41,6 +40,7 @@ from fsdp2_strategy.rollout.link import (
     unpacked,
     view_of,
 )
+from fsdp2_strategy.rollout.engine import ENGINES, RolloutEngine, Sent, Weights
 
 _LEAVE_SECONDS = 1.0
 _ALIGNMENT = 16

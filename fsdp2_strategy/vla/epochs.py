@@ -27,9 +27,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsdp2_strategy.checkpoint import Loader
-from fsdp2_strategy.checkpoint.rng import forked_rng, load_rng, rng_content
+from fsdp2_strategy.checkpoint.random_state import forked_rng, load_rng, rng_content
+from fsdp2_strategy.distributed.process_group import all_or_none, any_rank, log, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DataError
-from fsdp2_strategy.ranks import all_or_none, any_rank, log, rank, world_size
 
 Kind = Literal["formula", "state", "count"]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.errors import OptimizerError
-from fsdp2_strategy.vla.groups import GROUPS
+from fsdp2_strategy.vla.parameter_groups import GROUPS
 
 
 class MultiGroupLRScheduler:

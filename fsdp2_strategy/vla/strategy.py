@@ -23,23 +23,23 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from fsdp2_strategy import ranks
-from fsdp2_strategy.blocks import Classes, class_names_of
 from fsdp2_strategy.checkpoint import load_checkpoint
-from fsdp2_strategy.checkpoint.data import LATER
-from fsdp2_strategy.checkpoint.rng import load_rng, rng_content
-from fsdp2_strategy.checkpoint.state import advance_scheduler
-from fsdp2_strategy.config import StrategyConfig
+from fsdp2_strategy.checkpoint.data_position import LATER
+from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
+from fsdp2_strategy.checkpoint.training_state import advance_scheduler
+from fsdp2_strategy.config.strategy_config import StrategyConfig
+from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import CheckpointError, ConfigError
-from fsdp2_strategy.preemption import Preemption
-from fsdp2_strategy.residency import cast_buffers
-from fsdp2_strategy.schedule import BACKBONE_FREEZE, check_schedule_name
+from fsdp2_strategy.model.residency import cast_buffers
+from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
+from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.training import TrainingStrategy
 from fsdp2_strategy.vla.epochs import Epochs, Position, kind_of
-from fsdp2_strategy.vla.groups import vla_parameter_groups
-from fsdp2_strategy.vla.loop import Loop
 from fsdp2_strategy.vla.metrics import VLAMetrics
+from fsdp2_strategy.vla.parameter_groups import vla_parameter_groups
 from fsdp2_strategy.vla.summary import summary
+from fsdp2_strategy.vla.training_loop import Loop
 
 _RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
@@ -91,7 +91,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone at rate 0.
         move_word_embedding_to_action_model: train the word embedding as the action model is.
         optimizer_betas: Adam's decay rates.
-        as_flattened: decay nothing, as the original did; see [Note: never applied] in `groups`.
+        as_flattened: decay nothing, as the original did; see [Note: never applied] in `parameter_groups`.
         cast_buffers: cast buffers to the dtype of reduction, as the original did. bf16 rounds rotary frequencies.
         shard_size: ranks that a parameter is split over; by default those of a node.
         max_num: checkpoints to keep; None for all.
@@ -230,7 +230,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             self.optimizer, self.lr_scheduler_type, num_training_steps=self.num_training_steps, **options
         )
         self.set_seed(self.config.seed, per_rank=True)
-        ranks.log("%s", summary(self, n_train_examples))
+        process_group.log("%s", summary(self, n_train_examples))
 
     def _ranks_of_a_node(self) -> int:
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -309,7 +309,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                 desc=metrics.get_status(),
                 unit="step",
                 leave=False,
-                disable=not ranks.is_rank_0(),
+                disable=not process_group.is_rank_0(),
             ) as bar,
         ):
             loop = Loop(
@@ -399,7 +399,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         facts = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
             message = "saved before run_training goes on: what goes on from here begins epoch %d again"
-            ranks.log(message, epoch, level=logging.WARNING)
+            process_group.log(message, epoch, level=logging.WARNING)
         pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a run that goes on computes them again
         try:
             with self._data.as_marked() if self._data else nullcontext((None, None)) as (position, loader):
@@ -446,13 +446,13 @@ class VLAFSDPStrategy(TrainingStrategy):
             CheckpointError: on every rank: a named checkpoint is not there, or see `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
-        directory = folder / CHECKPOINTS if ranks.from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
+        directory = folder / CHECKPOINTS if process_group.from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
         path, state = self.load_ckpt(
             self.vla, directory, load_module=load_weights, load_module_strict=strict, dataloader=LATER, trust=trust
         )
         if path is None:
             is_fresh = folder.is_dir() or folder.absolute() == self.run_dir.absolute()
-            if folder.suffix == ".ckpt" or not ranks.from_rank_0(is_fresh):
+            if folder.suffix == ".ckpt" or not process_group.from_rank_0(is_fresh):
                 raise CheckpointError(
                     f"cannot load {folder}: there is no checkpoint, expected one that was committed. Name another, or "
                     "the run's directory for its newest."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp2_strategy.schedule import BACKBONE_FREEZE
+from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 
 if TYPE_CHECKING:
     from fsdp2_strategy.vla.strategy import VLAFSDPStrategy

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fsdp2_strategy.collect import all_gather
+from fsdp2_strategy.distributed.collectives import all_gather
 
 T = TypeVar("T")
 

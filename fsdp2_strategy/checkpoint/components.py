@@ -1,0 +1,246 @@
+"""What of a model lies in which folder: `model/` opens with ``from_pretrained``, `wrapper/` holds the rest.
+
+The rest is what a wrapper has beside its model, and the model's adapters. Or `trainable/` holds all that is trained,
+and nothing else is there. In LeRobot's layout the whole policy, wrapper or not, is one file in `pretrained_model/`; one
+with adapters has these there, and `trainable/` beside its state.
+
+Input: a sharded model. Output: the parts to write; or, for a folder on disk, where each of the model's tensors is.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_by_itself
+from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, Places
+from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
+from fsdp2_strategy.distributed.process_group import all_or_none, log
+from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
+from fsdp2_strategy.hf.load_plan import LoadReport, match
+from fsdp2_strategy.hf.meta.skeleton import original_class, twin, twin_alone
+from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.peft.merge import base_of, has_adapters, names_without_adapters
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.save_plan import Arrangement, arrangement_of, tensors_to_write, write_configuration
+from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy, LeRobotLayout
+from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+
+# What a tokenizer or processor is made of, in the folder that a model came from.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+@dataclass(frozen=True)
+class ModelOnDisk:
+    """What a model is on disk: its tensors, and what lies beside them."""
+
+    parts: list[Part]
+    beside: Beside
+
+    @classmethod
+    def of(cls, root: nn.Module, places: Places) -> ModelOnDisk:
+        """Lay it out: its folder, and where it is a wrapper, one for what else it has."""
+        inner = inner_model(root)
+        base = base_of(inner)
+        tensors = tensors_to_write(base)
+        arranged = _remembered_arrangement(inner, base, tensors)
+        parts = [Part.of(places.model, tensors, arranged.regions, metadata=arranged.metadata)]
+        if base is not root:
+            inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
+            everything = {**named_parameters(root), **persistent_buffers(root)}
+            rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
+            if rest:
+                parts.append(Part.of(places.state / WRAPPER, rest))
+        return cls(parts, Beside.of(places.model, base, arranged.regions, folder_of(inner)))
+
+    @classmethod
+    def of_trainable(cls, root: nn.Module, places: Places, left_out: Container[str]) -> ModelOnDisk:
+        """Lay out all but what is left out; buffers are there, for they change as well."""
+        tensors = {**named_parameters(root), **persistent_buffers(root)}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        return cls([Part.of(places.state / TRAINABLE, kept)], Beside(places.model))
+
+    @classmethod
+    def of_policy(
+        cls, root: nn.Module, places: Places, lerobot: LeRobotLayout, left_out: Container[str] | None
+    ) -> ModelOnDisk:
+        """Lay it out as LeRobot does: one file, or what is trained alone with adapters as peft has them; collective.
+
+        Raises:
+            CheckpointError: on every rank: adapters cannot be saved alone, or the policy cannot write itself.
+        """
+        adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
+        whole = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
+        with all_or_none("lay out a policy", CheckpointError):
+            base = base_of(root)
+            regions: Mapping[str, Region] = {}
+            if left_out is None:
+                tensors = tensors_to_write(base)
+                arranged = _remembered_arrangement(root, base, tensors)
+                regions = arranged.regions
+                folder = places.state / MODEL if lerobot.gather_for_save_pretrained else places.model
+                parts = [Part.of(folder, tensors, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
+            else:
+                parts = cls.of_trainable(root, places, left_out).parts
+            if adapters is not None:
+                for name, held in adapters.regions.items():
+                    own = adapters.folder_of(name, places.model)
+                    parts.append(Part.of(own, tensors, held, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize))
+            beside = replace(
+                Beside.of(places.model, base, regions, folder_of(root)),
+                adapters=adapters,
+                policy=BesidePolicy.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
+                whole=whole,
+            )
+        return cls(parts, beside)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What lies beside the weights that others open, as it is now, whatever becomes of the model behind a save."""
+
+    folder: Path
+    copied: nn.Module | None = None
+    """Twin of the model in the folder, without its tensors."""
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    """What the files hold."""
+    source: Path | None = None
+    """Folder whose tokenizer goes along where none is given."""
+    adapters: AdapterFiles | None = None
+    policy: BesidePolicy | None = None
+    whole: nn.Module | None = None
+    """The policy unsharded, on rank 0, where it writes its weights and its configuration itself."""
+
+    @classmethod
+    def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> Beside:
+        """Keep what a model without adapters says of itself."""
+        copied = None
+        if is_transformers_model(model):
+            copied = twin_alone(model)
+            for name in ("config", "generation_config"):
+                if hasattr(copied, name):
+                    setattr(copied, name, copy.deepcopy(getattr(copied, name)))
+        return cls(folder, copied, regions, source)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the weights that the policy writes itself."""
+        return sum(parameter.nbytes for parameter in self.whole.parameters()) if self.whole is not None else 0
+
+    def write(self, tokenizer: Any) -> None:
+        """Write what ``from_pretrained`` reads: configuration, and tokenizer where there is one; one rank calls it."""
+        if self.copied is not None:
+            write_configuration(self.folder, self.copied, self.regions)
+        if self.adapters is not None:
+            for adapter in self.adapters.regions:
+                self.adapters.write_configuration(adapter, self.adapters.folder_of(adapter, self.folder))
+        if self.policy is not None:
+            self.policy.write(self.folder)
+        if self.whole is not None:  # after ours, for its own configuration is to stand
+            save_by_itself(self.whole, self.folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(self.folder)
+        elif self.source is not None:
+            for name in _TOKENIZER_FILES:
+                for file in self.source.glob(name):
+                    shutil.copyfile(file, self.folder / file.name)
+
+
+_arrangements: WeakKeyDictionary[nn.Module, tuple[object, Arrangement]] = WeakKeyDictionary()
+
+
+def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+    """Return names and arrangement in the files of ``model/``; chosen again only when the model has changed.
+
+    Args:
+        inner: a model.
+        base: the same without adapters.
+        tensors: those of its base.
+    """
+    shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
+    if inner not in _arrangements or _arrangements[inner][0] != shapes:
+        _arrangements[inner] = (shapes, arrangement_of(twin(base), tensors))
+    return _arrangements[inner][1]
+
+
+def match_model(
+    root: nn.Module, places: Places, left_out: Container[str], *, strict: bool
+) -> tuple[Wanted, LoadReport]:
+    """Find each of a model's tensors in a checkpoint; headers are read, and nothing else.
+
+    Args:
+        root: the model.
+        places: of the checkpoint.
+        left_out: names of the weights that the checkpoint was saved without.
+        strict: names must agree in both directions.
+
+    Raises:
+        CheckpointError: shapes do not agree; or strict, and names do not.
+    """
+    trainable_alone = (places.state / TRAINABLE).is_dir()
+    found, report = _match_trainable(root, places, left_out) if trainable_alone else _match_whole(root, places)
+    if strict and (report.missing or report.unexpected):
+        raise CheckpointError(
+            f"cannot load {original_class(root).__name__}: the checkpoint lacks {some(report.missing)} and holds "
+            f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
+            "or pass load_module_strict=False."
+        )
+    named = (("missing", report.missing), ("unexpected", report.unexpected))
+    for what, names in (*named, ("cast to the model's dtype", sorted(report.cast))):
+        if names:
+            log("%s: %s", what, some(names))
+    return found, report
+
+
+def _match_trainable(root: nn.Module, places: Places, left_out: Container[str]) -> tuple[Wanted, LoadReport]:
+    stored = stored_in(places.state / TRAINABLE)
+    tensors: dict[str, torch.Tensor] = {**named_parameters(root), **persistent_buffers(root)}
+    there = {name: tensor for name, tensor in tensors.items() if name in stored}
+    report = LoadReport(
+        loaded=list(there),
+        missing=[name for name in tensors if name not in stored and name not in left_out],
+        unexpected=[name for name in stored if name not in tensors],
+        cast={n: (stored[n].dtype, t.dtype) for n, t in there.items() if stored[n].dtype != t.dtype},
+    )
+    return by_name("model", there, stored), report
+
+
+def _match_whole(root: nn.Module, places: Places) -> tuple[Wanted, LoadReport]:
+    inner = root if places.is_lerobot else inner_model(root)
+    wrapper = places.state / WRAPPER
+    origin = open_folder(inner, places.weights)
+    known: dict[nn.Module, tuple[Origin, str]]
+    known = {m: (origin, name) for m, name in names_without_adapters(inner).items()}
+    is_wrapped = inner is not root or has_adapters(inner)
+    if is_wrapped and wrapper.is_dir():
+        rest = open_folder(root, wrapper, own_names=True)
+        known = {m: (rest, name) for name, m in root.named_modules()} | known
+    targets, report = match(root, known, "anything")
+    never_saved = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
+    missing = [t.name for t in targets if not (t.computed or t.regions or t.there in never_saved)]
+    unexpected = list(report.unexpected)
+    if not is_wrapped and wrapper.is_dir():
+        unexpected.append(f"{WRAPPER}/")
+    of_files = [(t.name, t.regions[0], t.tensor) for t in targets if t.regions]
+    return of_files, LoadReport(report.loaded, missing, unexpected, report.cast)

@@ -1,0 +1,221 @@
+"""A checkpoint that is opened for reading: its structure is checked, and its checksums are learnt as they are needed.
+
+Input: a checkpoint's directory. Output: its manifest, its small files, and checksums for any range of its files.
+
+[Note: lists] Each rank of a save leaves a list of the blocks that it wrote. All of them together grow with ranks times
+tensors, so a reader opens those that hold what it reads: rank 0's, which has the headers and what lies beside the
+tensors; its own, which is all that a run on the same ranks needs; those of the ranks that held the same rows; and, for
+what is arranged otherwise, all others. A list says how large its blocks are at most: the size belongs to the files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.checkpoint.layout import read_manifest
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, Places
+from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.hf.checksum import ALGORITHM, Block, Checksums, check, digest_of
+from fsdp2_strategy.hf.container import Entry, read_header
+
+_BLOCK_BYTES_UNSAID = 16 << 20
+"""Of a block at most, where a list is older than what it says of itself."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose manifest and file lengths fit each other."""
+
+    places: Places
+    manifest: dict[str, Any]
+    checksums: Checksums
+
+    def read(self, path: Path) -> bytes:
+        """Return a small file, checked.
+
+        Raises:
+            DamageError: its bytes are not what was written.
+        """
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
+        for block in self.checksums.covering(path, 0, len(content)):
+            check(path, block, digest_of(memoryview(content)[block.begin : block.end]), self.places.name_of(path))
+        return content
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """Return the content of a JSON file, checked.
+
+        Raises:
+            DamageError: its bytes are not what was written.
+        """
+        content: dict[str, Any] = json.loads(self.read(path))
+        return content
+
+    def check_headers(self) -> None:
+        """Compare the files' headers with their checksums.
+
+        Raises:
+            DamageError: one is not what was written.
+        """
+        of_ranks = self.places.of_ranks
+        for name, size in self.manifest["files"].items():
+            path = self.places.root / name
+            if path.suffix == ".safetensors" and path.parent not in of_ranks:
+                with path.open("rb") as file:
+                    length = 8 + int.from_bytes(file.read(8), "little")
+                    file.seek(0)
+                    for block in self.checksums.covering(path, 0, min(length, size)):
+                        check(path, block, digest_of(file.read(block.end - block.begin)), "the header")
+
+    def check_lists(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
+        """Read the lists of checksums of what is going to be read.
+
+        Raises:
+            DamageError: one is damaged, or does not belong to these files.
+        """
+        for path, begin, end in ranges:
+            self.checksums.covering(path, begin, end)
+
+
+def check_structure(path: Path) -> dict[str, Any]:
+    """Compare a checkpoint's manifest with the files that are there; not collective: one rank looks for all.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DamageError: they do not fit.
+    """
+    manifest, places = read_manifest(path), Places.found_in(path)
+    try:
+        for name, size in manifest["files"].items():
+            actual = (path / name).stat().st_size
+            if actual != size:
+                raise DamageError(
+                    f"cannot read {path / name}: it is {actual} bytes long, expected {size}. Load another checkpoint."
+                )
+        for file in path.rglob("*.safetensors"):
+            if file.relative_to(path).as_posix() not in manifest["files"]:
+                raise DamageError(f"cannot read {path}: {file} does not belong to it. Remove that file.")
+        lists = [places.of_rank(CHECKSUMS, rank) for rank in range(len(manifest["checksums"]))]
+        if list(manifest["checksums"]) != [places.name_of(path) for path in lists]:
+            raise ValueError("the lists of checksums are not one a rank")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamageError(
+            f"cannot check {path}: its manifest is not as it is written ({error!r}). Load another checkpoint."
+        ) from error
+    except OSError as error:
+        raise DamageError(f"cannot read {error.filename}: {error.strerror}. Load another checkpoint.") from error
+    return manifest
+
+
+def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, rank: int | None = None) -> Opened:
+    """Open a checkpoint; not collective.
+
+    Args:
+        path: its directory.
+        manifest: what `check_structure` returned; by default that is called here.
+        rank: who reads, where a run on as many ranks as saved it does.
+
+    Raises:
+        DamageError: files are not there, or not in full.
+    """
+    manifest = dict(manifest or check_structure(path))
+    shard_size = manifest.get("shard_size", len(manifest["checksums"]))
+    places = Places.found_in(path)
+    return Opened(places, manifest, Checksums(_Lists(places, manifest["checksums"], shard_size, rank)))
+
+
+@dataclass
+class _Lists:
+    """Find the lists that hold a range; see [Note: lists]."""
+
+    places: Places
+    digests: Mapping[str, str]
+    shard_size: int
+    rank: int | None
+    _read: set[int] = field(default_factory=set)
+    _headers: dict[Path, list[Entry]] = field(default_factory=dict)
+
+    def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
+        """Return what is in lists that were not read before, those that may hold the range first."""
+        for wanted in self._likely(path, begin, end):
+            unread = sorted(set(wanted) - self._read)  # a list that is read twice has every block twice
+            if unread:
+                blocks = self._blocks(unread)
+                self._read.update(unread)
+                yield blocks
+
+    def _likely(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
+        lists = len(self.digests)
+        yield [0] if self.rank is None else [0, self.rank]
+        if self.rank is not None:
+            yield range(self.rank % self.shard_size, lists, self.shard_size)
+        columns = self._holders(path, begin, end)
+        yield [row + column for row in range(0, lists, self.shard_size) for column in columns]
+        yield range(lists)
+
+    def _holders(self, path: Path, begin: int, end: int) -> range:
+        """Return which shards of a tensor hold a range of it, as far as it lies in the file as it does in the model."""
+        if path.suffix != ".safetensors":
+            return range(0)
+        if path not in self._headers:
+            try:
+                self._headers[path] = sorted(read_header(path).values(), key=lambda entry: entry.offset)
+            except CheckpointError:
+                self._headers[path] = []  # its header is damaged, which is not what was asked
+        at = bisect.bisect_right(self._headers[path], begin, key=lambda entry: entry.offset) - 1
+        entry = self._headers[path][at] if at >= 0 else None
+        if entry is None or not entry.shape or end > entry.offset + entry.nbytes:
+            return range(0)
+        rows = entry.shape[0]
+        bytes_of_shard = -(-rows // self.shard_size) * (entry.nbytes // rows)
+        first, last = ((byte - entry.offset) // bytes_of_shard for byte in (begin, end - 1))
+        return range(first, last + 1)
+
+    def _blocks(self, numbers: Iterable[int]) -> dict[Path, list[Block]]:
+        """Read lists.
+
+        Raises:
+            DamageError: one is not what was written.
+        """
+        blocks: dict[Path, list[Block]] = {}
+        for path in (self.places.of_rank(CHECKSUMS, number) for number in numbers):
+            name = self.places.name_of(path)
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise DamageError(
+                    f"cannot read {error.filename}: {error.strerror}. Load another checkpoint."
+                ) from error
+            if digest_of(content) != self.digests[name]:
+                raise DamageError(
+                    f"cannot check {self.places.root}: {name} is not the list of checksums that the manifest means: it "
+                    "is damaged, or the manifest is another checkpoint's. Load another checkpoint."
+                )
+            try:
+                listed = json.loads(content)
+                most = listed.get("block_bytes", _BLOCK_BYTES_UNSAID)
+                for file, of_file in listed["blocks"].items():
+                    found = [Block(*block) for block in of_file]
+                    if not all(0 < block.end - block.begin <= most for block in found):
+                        raise ValueError(f"a block of {file} is empty, or has more than {most} bytes")
+                    blocks.setdefault(self.places.root / file, []).extend(found)
+                algorithm = listed["algorithm"]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise DamageError(
+                    f"cannot check {self.places.root}: {name} is not as it is written ({error!r}). Load another "
+                    "checkpoint."
+                ) from error
+            if algorithm != ALGORITHM:
+                raise DamageError(
+                    f"cannot check {self.places.root}: its checksums are {algorithm}, expected {ALGORITHM}."
+                )
+        return blocks

@@ -1,0 +1,247 @@
+"""What a strategy can be told: frozen dataclasses, filled from YAML, a mapping or a namespace, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fsdp2_strategy.config.accelerate import fields_of
+from fsdp2_strategy.config.aliases import known_values, read_mapping
+from fsdp2_strategy.errors import ConfigError, did_you_mean
+
+GradSync = Literal["defer_all_reduce", "last", "every"]
+MixedData = Literal["root", "dummy", "replicate"]
+ShardSize = int | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """Hold every setting of a strategy; immutable, and valid once it exists.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range; the message names field, value and fix.
+    """
+
+    seed: int = 42
+    """Seed of torch's, Python's and NumPy's generators, the same on every rank."""
+
+    max_norm: float = 0.0
+    """Global gradient norm above which gradients are scaled down to it; 0 clips nothing."""
+
+    micro_train_batch_size: int = 1
+    """Samples that one rank puts through one forward and backward pass."""
+
+    train_batch_size: int | None = None
+    """Samples of one optimizer step over all ranks; None: one micro-batch a rank, no accumulation."""
+
+    bf16: bool = True
+    """Compute in bfloat16: training keeps fp32 masters, inference holds bf16 weights alone."""
+
+    fp16: bool = False
+    """Compute in float16 instead, with a loss scale that adapts itself; where it is set, ``bf16`` says nothing."""
+
+    reduce_in_full_precision: bool = True
+    """Sum gradients over the ranks in fp32; else in the dtype that is computed in: half the traffic, and rounded."""
+
+    use_mp_opt: bool = False
+    """Keep the fp32 masters in the optimizer: the device holds half-precision weights alone while that is away."""
+
+    adam_offload: bool = True
+    """Whether maybe_offload_optimizer moves anything; false where the optimizer is to stay on the device."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Name patterns of parameters that are stored, gathered and computed with in fp32."""
+
+    grad_sync: GradSync = "defer_all_reduce"
+    """What accumulation communicates before its last micro-batch: the reduce-scatter, nothing ("last"), or all."""
+
+    ignored_modules: tuple[str, ...] = ()
+    """Regular expressions for whole dotted module names: what they hold is not sharded, each rank holds it whole."""
+
+    shard_size: ShardSize = -1
+    """Ranks that a parameter is split over; -1: all; "auto": all in training, else the fewest that the model needs."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after a block's forward; or the number of ranks to keep them split over."""
+
+    block_class_names: tuple[str, ...] = ()
+    """Class names of the modules that become units; empty: found by themselves."""
+
+    min_unit_params: int | None = None
+    """Make units of modules that hold so many parameters; None: only where no block is found, of an eighth of the
+    model, at most 50 million."""
+
+    activation_checkpointing: tuple[str, ...] | bool = ()
+    """Class names of the modules whose activations are recomputed in backward; True: each block."""
+
+    compile_blocks: bool | str = False
+    """Compile the forward of each block: True (inductor), or the name of a torch.compile backend."""
+
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory."""
+
+    prefetch_depth: int | None = None
+    """Units gathered ahead of the one that runs; None leaves prefetching to FSDP2."""
+
+    forward_methods: tuple[str, ...] = ("generate",)
+    """Methods of the model, beside forward, that need gathered parameters; those of a policy come by themselves."""
+
+    mixed_mm_data: MixedData | None = None
+    """What ranks without images do where others have some: "root", "dummy" or "replicate"; see docs/rlhf.md."""
+
+    debug_divergence_seconds: float = 0.0
+    """Compare which unit every rank runs, and name unit and rank where one differs or stays away longer than this; 0:
+    do not compare."""
+
+    timeout_minutes: float = 30.0
+    """Time after which a collective that a rank never joins is given up, for a process group that we start."""
+
+    def __post_init__(self) -> None:
+        recompute = self.activation_checkpointing
+        if recompute is not True:
+            names = () if recompute is False else _names("activation_checkpointing", recompute)
+            object.__setattr__(self, "activation_checkpointing", names)
+        for name in ("keep_fp32", "ignored_modules", "block_class_names", "forward_methods"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        if isinstance(self.mixed_mm_data, bool):  # as trainers say it
+            object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
+        for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
+            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for name in ("bf16", "fp16", "reduce_in_full_precision", "use_mp_opt", "adam_offload", "cpu_offload"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+        if not isinstance(self.compile_blocks, str):
+            expected = "true, false or the name of a torch.compile backend"
+            _check("compile_blocks", self.compile_blocks, isinstance(self.compile_blocks, bool), expected)
+        for name, least in (("seed", 0), ("micro_train_batch_size", 1)):
+            value = getattr(self, name)
+            _check(name, value, _is_int(value) and value >= least, f"a whole number of at least {least}")
+        for name, least in (("train_batch_size", 1), ("min_unit_params", 1), ("prefetch_depth", 1)):
+            value = getattr(self, name)
+            fits = value is None or (_is_int(value) and value >= least)
+            _check(name, value, fits, f"a whole number of at least {least}, or nothing")
+        _check_expressions("ignored_modules", self.ignored_modules)
+        size, reshard = self.shard_size, self.reshard_after_forward
+        fits = size == "auto" or (_is_int(size) and (size == -1 or size >= 1))
+        _check("shard_size", size, fits, "a whole number of at least 1, -1 or auto")
+        fits = isinstance(reshard, bool) or (_is_int(reshard) and reshard >= 1)
+        _check("reshard_after_forward", reshard, fits, "true, false or a whole number of at least 1")
+        modes = get_args(GradSync)
+        fix = did_you_mean(str(self.grad_sync), modes).strip()
+        _check("grad_sync", self.grad_sync, self.grad_sync in modes, "one of " + ", ".join(modes), fix)
+        policies = (None, *get_args(MixedData))
+        expected = "one of root, dummy, replicate, or nothing"
+        _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
+        _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 clips nothing.")
+        seconds = self.debug_divergence_seconds
+        _check("debug_divergence_seconds", seconds, seconds >= 0, "at least 0", "0 compares nothing.")
+        _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> StrategyConfig:
+        """Build a configuration from a mapping that holds nothing but its fields.
+
+        Raises:
+            ConfigError: a key is no field, or a value is not valid.
+        """
+        fields = _fields()
+        for key in mapping:
+            if key not in fields:
+                raise ConfigError(
+                    f"cannot configure: {key!r} is no field of StrategyConfig, expected one of "
+                    f"{', '.join(fields)}.{did_you_mean(str(key), fields)}"
+                )
+        return cls(**mapping)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> StrategyConfig:
+        """Read a configuration from a YAML file whose top level holds nothing but its fields.
+
+        Raises:
+            ConfigError: the file is missing or no YAML mapping, a key is no field, or a value is not valid.
+        """
+        return cls.from_mapping(read_mapping(path))
+
+    @classmethod
+    def from_accelerate(cls, path: str | Path) -> StrategyConfig:
+        """Build a configuration from the file that ``accelerate config`` writes, YAML or JSON.
+
+        What it asks for that has another name here, or needs none, is logged once, on rank 0: as a warning where it is
+        done otherwise. docs/coming_from_accelerate.md has every key.
+
+        Raises:
+            ConfigError: the file is missing or broken, a key is unknown, or a value cannot be read or asks for what is
+                not done here.
+
+        Example:
+            >>> config = StrategyConfig.from_accelerate("docs/examples/fsdp.yaml")  # doctest: +SKIP
+            >>> config = config.replace(max_norm=1.0, train_batch_size=64)  # doctest: +SKIP
+        """
+        return cls(**fields_of(path))
+
+    @classmethod
+    def from_args(cls, args: object) -> StrategyConfig:
+        """Build a configuration from a trainer's namespace or mapping, leaving keys that are not ours alone.
+
+        Raises:
+            ConfigError: a value of ours is not valid.
+        """
+        return args if isinstance(args, cls) else cls(**known_values(args, _fields()))
+
+    def replace(self, **changes: Any) -> StrategyConfig:
+        """Return a copy with some fields changed, validated anew."""
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        """List one field a line; a star marks what differs from its default."""
+        width = max(map(len, _fields()))
+        lines = []
+        for name, default in _fields().items():
+            value = getattr(self, name)
+            mark, note = (" ", "") if value == default else ("*", f"  (default {default!r})")
+            lines.append(f"{mark} {name:<{width}} = {value!r}{note}")
+        return "\n".join(lines)
+
+
+def _fields() -> dict[str, Any]:
+    """Return the fields of StrategyConfig with their defaults, in order."""
+    return {field.name: field.default for field in dataclasses.fields(StrategyConfig)}
+
+
+def _check(field: str, value: object, fits: bool, expected: str, fix: str = "") -> None:
+    if not fits:
+        fix = fix or f"Set {field} to {expected}, or leave it out for its default {_fields()[field]!r}."
+        raise ConfigError(f"cannot configure: {field} is {value!r}, expected {expected}. {fix}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _real(field: str, value: object) -> float:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    fix = "YAML reads 1e-3 as text: write 1.0e-3." if isinstance(value, str) else ""
+    _check(field, value, math.isfinite(number), "a finite number", fix)
+    return float(number)
+
+
+def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
+    for expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ConfigError(
+                f"cannot configure: {field} has {expression!r}, expected regular expressions: {error}. Escape what is "
+                "meant as it stands."
+            ) from error
+
+
+def _names(field: str, value: object) -> tuple[str, ...]:
+    listed = isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+    fix = f"Write {field}: [{value}]." if isinstance(value, str) else ""
+    _check(field, value, listed, "a list of names", fix)
+    return tuple(value)  # type: ignore[arg-type]

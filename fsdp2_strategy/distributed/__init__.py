@@ -1,0 +1,1 @@
+"""Ranks: the process group, meshes of ranks, and collectives that agree on errors and values."""

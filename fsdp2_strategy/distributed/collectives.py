@@ -1,0 +1,141 @@
+"""Numbers, tensors and dicts of them, reduced or gathered over the ranks in one collective a dtype.
+
+Input: the same structure on every rank. Output: that structure, with the values of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from fsdp2_strategy.distributed.process_group import agree, control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.errors import ConfigError
+
+Op = Literal["mean", "max", "sum"]
+Path = tuple[Any, ...]
+
+_REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def all_reduce(data: Any, op: Op = "mean") -> Any:
+    """Reduce a tensor, a number or a dict of them, nested as you like, over all ranks; collective.
+
+    Args:
+        data: the same keys, shapes and dtypes on every rank; it is left as it is.
+        op: ``"mean"``, ``"max"`` or ``"sum"``.
+
+    Returns:
+        The same structure; tensors on their devices and in their dtypes (means of whole numbers in fp32), numbers as
+        numbers (whole ones stay whole up to 2^53).
+
+    Raises:
+        ConfigError: on every rank: another op, or structures that differ.
+    """
+    if op not in _REDUCTIONS:
+        raise ConfigError(f"cannot reduce: op is {op!r}, expected mean, max or sum. Use one of them.")
+    leaves = _leaves("reduce", data)
+    alike: dict[tuple[torch.dtype, torch.device], list[Path]] = defaultdict(list)
+    for path, value in leaves.items():
+        tensor = _tensor(value)
+        dtype = torch.float32 if op == "mean" and not _is_floating(tensor) else tensor.dtype
+        alike[dtype, _travel_device(value)].append(path)
+    reduced: dict[Path, Any] = {}
+    for (dtype, device), paths in alike.items():
+        sent = [_tensor(leaves[path]).to(device, dtype).reshape(-1) for path in paths]
+        flat = torch.cat(sent)
+        dist.all_reduce(flat, op=_REDUCTIONS[op], group=group_in_use())
+        flat = flat / world_size() if op == "mean" else flat
+        for path, part in zip(paths, torch.split(flat, [len(s) for s in sent]), strict=True):
+            reduced[path] = _as_given(leaves[path], part, op)
+    return _rebuilt(data, reduced.__getitem__)
+
+
+def all_gather(data: Any) -> Any:
+    """Gather a tensor, a number or a dict of them, nested as you like, from all ranks; collective.
+
+    Args:
+        data: the same keys, shapes and dtypes on every rank.
+
+    Returns:
+        The same structure; tensors of all ranks one after the other along the first dimension, in the order of ranks,
+        and for a number a tensor of all ranks' numbers.
+
+    Raises:
+        ConfigError: on every rank: structures differ.
+    """
+    leaves = _leaves("gather", data)
+
+    def gathered(path: Path) -> torch.Tensor:
+        value = leaves[path]
+        tensor = _tensor(value)
+        tensor = tensor.reshape(1) if not tensor.ndim else tensor
+        sent = tensor.to(_travel_device(value)).contiguous()
+        parts = [torch.empty_like(sent) for _ in range(world_size())]
+        dist.all_gather(parts, sent, group=group_in_use())
+        return torch.cat(parts).to(tensor.device)
+
+    return _rebuilt(data, gathered)
+
+
+def _leaves(action: str, data: Any) -> dict[Path, Any]:
+    """Return what is in a structure by its path, the same on all ranks; collective.
+
+    Raises:
+        ConfigError: on every rank: structures differ, or hold something that is no number and no tensor.
+    """
+    leaves: dict[Path, Any] = {}
+    wrong: list[str] = []
+
+    def collect(value: Any, path: Path) -> None:
+        if isinstance(value, Mapping):
+            for key in value:
+                collect(value[key], (*path, key))
+        elif isinstance(value, torch.Tensor | int | float):
+            leaves[path] = value
+        else:
+            wrong.append(f"{'/'.join(map(str, path)) or 'the data'} is a {type(value).__name__}")
+
+    collect(data, ())
+    described = [(path, tuple(_tensor(v).shape), _tensor(v).dtype) for path, v in leaves.items()]
+    agree(
+        action,
+        (described, wrong),
+        ConfigError,
+        "the same keys, shapes and dtypes everywhere. Fill in what a rank does not have.",
+    )
+    if wrong:
+        raise ConfigError(f"cannot {action}: {wrong[0]}, expected numbers, tensors and dicts of them. Convert it.")
+    return leaves
+
+
+def _rebuilt(data: Any, value_at: Callable[[Path], Any], path: Path = ()) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _rebuilt(data[key], value_at, (*path, key)) for key in data}
+    return value_at(path)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=torch.float64)  # one rank may have 0 where another has 0.5
+
+
+def _is_floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _travel_device(value: Any) -> torch.device:
+    """Return where a value is handed round: where it is, if a backend works there."""
+    on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    return control_device() if on_host else current_device()
+
+
+def _as_given(value: Any, flat: torch.Tensor, op: Op) -> Any:
+    if isinstance(value, torch.Tensor):
+        return flat.reshape(value.shape).to(value.device)
+    number = float(flat.item())
+    return int(number) if isinstance(value, int) and op != "mean" and number.is_integer() else number

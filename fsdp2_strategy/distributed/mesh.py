@@ -1,0 +1,185 @@
+"""Device meshes: how the ranks of the process group are arranged for sharding.
+
+Input: the process group and a shard size. Output: a mesh whose last axis, "shard", splits parameters and whose first,
+"replicate", where there is one, holds copies of them (HSDP); and, for a model on a mesh, the ranks that it speaks to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from fsdp2_strategy.distributed.process_group import (
+    current_device,
+    group_among,
+    group_in_use,
+    group_timeout,
+    on_group,
+    ranks_of,
+    world_size,
+)
+from fsdp2_strategy.errors import MeshError
+from fsdp2_strategy.model.residency import parameter_groups, unwrap_model
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Meshes own process groups, whose threads and file descriptors outlive them: one mesh a shape, for each group.
+_meshes: dict[tuple[str, int, dist.ProcessGroup | None], DeviceMesh] = {}
+_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
+_default_groups: list[dist.ProcessGroup | None] = []
+"""The default group that they belong to."""
+
+
+def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
+    """Arrange all ranks for parameters that are split over ``shard_size`` of them; collective.
+
+    All ranks are those that train, where an open strategy has a ``process_group`` of them.
+
+    Args:
+        shard_size: ranks that a parameter is split over; it must divide their number. -1 means all of them.
+        device_type: "cpu" or "cuda"; by default the kind that this rank computes on.
+
+    Returns:
+        A mesh with the axis ("shard",), or ("replicate", "shard") of shape (world / shard_size, shard_size) where the
+        shard size is smaller than the world. Equal calls return the same mesh.
+
+    Raises:
+        MeshError: there is no process group, or the shard size does not divide the world size.
+    """
+    if not dist.is_initialized():
+        raise MeshError("cannot build a mesh: no process group exists. Construct FSDPV2Strategy, or start one, first.")
+    size = world_size()
+    shard_size = check_shard_size(shard_size, size)
+    device_type = device_type or current_device().type
+    group = group_in_use()
+    _forget_those_of_another_default_group()
+    key = (device_type, shard_size, group)
+    if key not in _meshes:
+        shape = (size // shard_size, shard_size) if shard_size < size else (size,)
+        axes = ("replicate", "shard")[-len(shape) :]
+        if group is None:
+            _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+        elif len(shape) == 1:
+            _meshes[key] = DeviceMesh.from_group(group, device_type, mesh_dim_names=axes)
+        else:
+            ranks = ranks_of(group)
+            row, column = divmod(ranks.index(dist.get_rank()), shard_size)
+            groups = [_group_of(ranks[column::shard_size]), _group_of(ranks[row * shard_size :][:shard_size])]
+            layout = torch.tensor(ranks).view(shape)
+            _meshes[key] = DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=axes)
+    return _meshes[key]
+
+
+@contextmanager
+def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let what this thread says to other ranks reach those that share a mesh, a model or tensors, inside.
+
+    Nothing changes where these are the ranks of the group in use, or where nothing is sharded. Collective the first
+    time, for a mesh of two axes on some of the ranks.
+    """
+    mesh = subject if isinstance(subject, DeviceMesh) else _mesh_of(subject)
+    group = group_in_use()
+    if mesh is None or (group is None and mesh.size() == dist.get_world_size()):
+        yield
+        return
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if ranks == ranks_of(group):
+        yield
+        return
+    _forget_those_of_another_default_group()
+    with on_group(mesh.get_group() if mesh.ndim == 1 else _group_of(ranks)):
+        yield
+
+
+def on_its_ranks(function: F) -> F:
+    """Let a function, whose first parameter is ``model``, run `on_ranks_of` that model."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with on_ranks_of(args[0] if args else kwargs["model"]):
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
+    """Return the mesh of a model or of tensors, the largest of several; None where nothing is sharded."""
+    meshes: dict[int, DeviceMesh] = {}
+    if isinstance(subject, nn.Module):
+        root = unwrap_model(subject)
+        for group in parameter_groups(root):  # it knows while parameters are gathered, too
+            meshes[id(group.mesh_info.mesh)] = group.mesh_info.mesh
+        subject = () if meshes else root.parameters()
+    for tensor in subject:
+        if isinstance(tensor, DTensor):
+            meshes[id(tensor.device_mesh)] = tensor.device_mesh
+    return max(meshes.values(), key=DeviceMesh.size, default=None)
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of the group in use, with its time-out, made by them alone.
+
+    Collective over them the first time.
+    """
+    key = (group_in_use(), tuple(ranks))
+    if key not in _groups:
+        _groups[key] = group_among(ranks, timeout=group_timeout())
+    return _groups[key]
+
+
+def _forget_those_of_another_default_group() -> None:
+    if any(group is not dist.group.WORLD for group in _default_groups):
+        forget_meshes()
+    _default_groups[:] = [dist.group.WORLD]
+
+
+def check_shard_size(shard_size: int, world_size: int) -> int:
+    """Return ``shard_size`` with -1 resolved.
+
+    Raises:
+        MeshError: it does not divide the world size.
+    """
+    if shard_size == -1:
+        return world_size
+    whole = isinstance(shard_size, int) and not isinstance(shard_size, bool)
+    if not whole or shard_size < 1 or world_size % shard_size:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise MeshError(
+            f"cannot build a mesh: shard_size is {shard_size!r}, expected a divisor of the world size {world_size}. "
+            f"Use one of {divisors}, or -1 for all ranks."
+        )
+    return shard_size
+
+
+def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int) -> int:
+    """Choose how many ranks to split over, as RLHF trainers do: the fewest that a model of this size needs.
+
+    Training splits over all ranks. For inference a model under 10 billion parameters is replicated, one under 80
+    billion is split over 8 ranks (or the most below that divide the world size), a larger one over all.
+    """
+    if is_training or parameter_count >= 80e9:
+        return -1
+    if parameter_count < 10e9:
+        return 1
+    return max(n for n in range(1, 9) if world_size % n == 0)
+
+
+def forget_meshes() -> None:
+    """Drop the cached meshes and groups, which end with the default group.
+
+    DTensor remembers results by meshes that compare equal though their groups are others; those go, too. It must come
+    before new groups are made: old ones that die late take the names of new ones with them.
+    """
+    _meshes.clear()
+    _groups.clear()
+    _default_groups.clear()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

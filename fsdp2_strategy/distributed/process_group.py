@@ -1,0 +1,311 @@
+"""The process group, and what its ranks agree on.
+
+Input: the variables that torchrun sets, or a process group that exists. Output: a running group, and phases of work
+that end alike on every rank.
+
+[Note: one decision] An error that one rank meets alone would leave the others waiting in their next collective until
+its time-out. So each phase of a collective call runs inside `all_or_none`: it ends with the all-reduce of one flag,
+and only when that flag is up are the texts gathered and the error raised, everywhere, in milliseconds.
+
+[Note: group in use] Ranks of the default group may do other things than train: serve, say. So nothing here speaks to
+all of them without asking. A thread talks on the group that `on_group` sets, else on that of the process's trainer
+(`Trainers`), else on the default one; ranks are numbered, and counted, within it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+from unittest.mock import patch
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+from fsdp2_strategy.distributed.rendezvous import fresh_store
+from fsdp2_strategy.errors import FSDP2StrategyError, MeshError
+
+logger = logging.getLogger("fsdp2_strategy")
+
+T = TypeVar("T")
+
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+# For each open strategy that does not train on all ranks: the default group at the time, and its own.
+_trainers: list[tuple[Any, Any]] = []
+# Strategies that train on all ranks.
+_of_all: WeakSet[Trainers] = WeakSet()
+# How often groups of some ranks were made, for each default group.
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def start_process_group(timeout_minutes: float) -> bool:
+    """Start the default process group where there is none; collective when it does.
+
+    Under torchrun the ranks come from its variables, else this process is a group of one. The group has a CPU backend
+    beside the accelerator's (``cpu:gloo,cuda:nccl``).
+
+    Returns:
+        Whether a group was started here, and so is ours to end.
+    """
+    if dist.is_initialized():
+        return False
+    cuda = torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(minutes=timeout_minutes)
+    if dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+        if missing:
+            raise MeshError(
+                f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
+                "Start with torchrun, or unset WORLD_SIZE for one rank."
+            )
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store = fresh_store(store, rank, world_size, timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    return True
+
+
+@contextmanager
+def on_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let what this thread says to other ranks go over a group of its own inside."""
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def group_in_use() -> dist.ProcessGroup | None:
+    """Return the group that this thread talks on; None for the default one. See [Note: group in use]."""
+    if (group := _group.get()) is not None:
+        return group
+    return _trainers[0][1] if _trainers and _trainers[0][0] is dist.group.WORLD else None
+
+
+class Trainers:
+    """The ranks that a strategy trains on: from `begin` to `close` this process's threads talk on a group of them.
+
+    Args:
+        group: where other ranks of the default group do something else; None for all ranks.
+
+    Raises:
+        MeshError: this rank is not in the group, or a strategy of this process that is open trains on other ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        world = dist.group.WORLD
+        if group is not None and dist.get_rank(group) < 0:
+            raise MeshError(
+                f"cannot train: rank {dist.get_rank()} is not in process_group, expected a rank of it. Construct the "
+                "strategy on those ranks alone."
+            )
+        _trainers[:] = [own for own in _trainers if own[0] is world]
+        wanted = ranks_of(group)
+        for _, other in _trainers:
+            if ranks_of(other) != wanted:
+                raise MeshError(
+                    f"cannot train on ranks {wanted}: another strategy of this process trains on ranks "
+                    f"{ranks_of(other)}, expected the same. Close that one first."
+                )
+        self.count = len(wanted)
+        self._world = world
+        self._own = (world, group) if group is not None and self.count < dist.get_world_size() else None
+        if self._own and any(other._world is world for other in _of_all):
+            gc.collect()  # some may be nobody's any more
+            if any(other._world is world for other in _of_all):
+                raise MeshError(
+                    f"cannot train on ranks {wanted}: another strategy of this process trains on all ranks, expected "
+                    "the same. Close that one first."
+                )
+
+    def begin(self) -> None:
+        """Talk on the group from now on; not collective."""
+        if self._own is not None:
+            _trainers.append(self._own)
+        else:
+            _of_all.add(self)
+
+    def close(self) -> None:
+        """Let go of the group; not collective, and harmless when called again."""
+        if self._own in _trainers:
+            _trainers.remove(self._own)
+        _of_all.discard(self)
+        self._own = None
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group by their numbers in the default one; None for the default one."""
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def rank() -> int:
+    """Return the number of this rank in the group in use; 0 where there is none."""
+    return dist.get_rank(group_in_use()) if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return how many ranks there are in the group in use; 1 where there is none."""
+    return dist.get_world_size(group_in_use()) if dist.is_initialized() else 1
+
+
+def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    """Make a group of some ranks of the default group, which no other rank hears of; collective over them.
+
+    torch names such a group by how many groups a rank knows, and ranks that have others beside would wait for each
+    other under two names. So the name here follows from what all of them know: who they are, and how often they did it.
+
+    Args:
+        ranks: by their numbers in the default group.
+        **options: of `torch.distributed.new_group`.
+    """
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{made[tuple(ranks)]}"
+    made[tuple(ranks)] += 1
+    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return group
+
+
+def group_timeout() -> timedelta | None:
+    """Return the time-out of the collectives of the group in use; None where it is not told."""
+    group: Any = group_in_use() or dist.group.WORLD
+    return getattr(getattr(group._get_backend(control_device()), "options", None), "_timeout", None)
+
+
+def current_device() -> torch.device:
+    """Return the device that this rank computes on: its own accelerator, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def adopt_device(device: torch.device) -> None:
+    """Let this thread compute on the rank's own accelerator: a new thread stands on the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def control_device() -> torch.device:
+    """Return the device whose backend carries small messages: the CPU wherever the group in use has a CPU backend."""
+    if "cpu:" in dist.get_backend_config(group_in_use()):
+        return torch.device("cpu")
+    return current_device()
+
+
+def is_rank_0() -> bool:
+    """Say whether this process is rank 0 of the group in use, or the only one."""
+    return rank() == 0
+
+
+def show_log() -> None:
+    """Let our log appear on standard error where the program has not set up logging itself."""
+    if not logging.root.handlers and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+def log(message: str, *args: object, level: int = logging.INFO) -> None:
+    """Log once for all ranks, on rank 0, also before there is a process group."""
+    if is_rank_0() and (dist.is_initialized() or os.environ.get("RANK", "0") == "0"):
+        logger.log(level, message, *args)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch on every device of this rank."""
+    import numpy as np  # noqa: PLC0415  transformers brings it; importing it costs every import of ours
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the legacy generator is the one that user code draws from
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
+    """End a phase of work alike on every rank: all go on, or all raise ``error``; collective.
+
+    See [Note: one decision]. The message names the failing rank and its cause. Phases nest: where one rank fails in the
+    outer and the others wait in an inner one, all of them raise.
+
+    Raises:
+        FSDP2StrategyError: of the given class, on every rank, when any rank failed inside.
+    """
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        if getattr(failure, "is_agreed", False):
+            raise  # they have heard of it, in an inner phase or in this one
+        cause = failure
+    if not any_rank(cause is not None):
+        return
+    texts: list[str | None] = [None] * world_size()
+    own = None if cause is None else _text(cause)
+    dist.all_gather_object(texts, own, group=group_in_use())
+    failed = {number: text for number, text in enumerate(texts) if text is not None}
+    first, text = next(iter(failed.items()))
+    others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
+    same = len(set(failed.values())) == 1 and len(failed) == len(texts)
+    agreed = error(text if same else f"cannot {action}: failed on rank {first}{others}: {text}")
+    agreed.is_agreed = True
+    raise agreed from cause
+
+
+def _text(cause: Exception) -> str:
+    return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
+
+
+def any_rank(own: bool) -> bool:
+    """Say whether any rank says yes; collective."""
+    flag = torch.tensor(float(own), device=control_device())
+    dist.all_reduce(flag, group=group_in_use())
+    return bool(flag.item())
+
+
+def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
+    """Raise on every rank where the ranks hold different values; collective.
+
+    Args:
+        action: what cannot be done otherwise.
+        value: anything with a faithful ``repr``.
+        error: class of the error.
+        expected: what should be the same, and what to do about it.
+    """
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
+    digests = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(digests, own, group=group_in_use())
+    odd = [number for number, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    if odd:
+        raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
+
+
+def to_rank_0(value: T) -> list[T]:
+    """Return all ranks' values on rank 0, an empty list elsewhere; collective."""
+    values: list[Any] = [None] * world_size() if is_rank_0() else []
+    dist.gather_object(value, values or None, group_dst=0, group=group_in_use())
+    return values
+
+
+def from_rank_0(value: T) -> T:
+    """Return rank 0's value on every rank; collective."""
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group_in_use(), device=control_device())
+    return box[0]

@@ -1,0 +1,1 @@
+"""Models without memory: meta skeletons, recorded constructors, and values for what no file holds."""

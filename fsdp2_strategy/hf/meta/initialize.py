@@ -1,0 +1,322 @@
+"""Values for what no file holds: fresh modules and computed buffers, as constructors and init functions make them.
+
+Input: a model whose tensors have memory, and which of them have no values. Output: the same tensors, filled.
+
+Who is asked, in this order: what the code that built the model did to a tensor after transformers was done with it; a
+transformers model's ``_init_weights``; what the constructor did; ``reset_parameters`` of a module that was built
+elsewhere.
+
+[Note: fresh values] Init functions draw whole tensors and change them in place. They run on a twin of the model in
+which a `_Slot` stands for each tensor without values. The first operation on a slot makes a full tensor on every rank,
+under the same random state; when the init function returns, each rank keeps its rows and the full tensor goes. So the
+values are those of the unsharded model at every world size, and what no init function writes is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from fsdp2_strategy.distributed.process_group import all_or_none, from_rank_0
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.meta.recorded_init import Note, Tape, note_of, seen_as, storage_of
+from fsdp2_strategy.hf.meta.skeleton import twin
+from fsdp2_strategy.model.residency import local_box
+
+_INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")
+
+
+@dataclass(frozen=True, eq=False)
+class Empty:
+    """A tensor without values: its name, and all places where it is registered."""
+
+    name: str
+    tensor: torch.Tensor
+    places: Sequence[tuple[nn.Module, str]]
+    dtype: torch.dtype | None
+    """In which transformers draws the values: what the model asked for, where masters are wider."""
+
+    @property
+    def note(self) -> Note | None:
+        """How it was made, where that was recorded."""
+        return next((note for module, key in self.places if (note := note_of(module, key))), None)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, empty: Sequence[Empty], device: torch.device) -> list[str]:
+    """Give values to tensors as the code that built their modules would have; collective where they are sharded.
+
+    Args:
+        model: its tensors have memory.
+        empty: the tensors to fill.
+        device: where values are drawn.
+
+    Returns:
+        The names of those that nothing gives values to.
+    """
+    slots = _Slots(device)
+    with _same_draws(device):
+        _by_transformers(model, [e for e in empty if e.note is None or not e.note.was_changed_later], slots)
+        waiting = [e for e in empty if not slots.of(e.tensor).written]
+        filled = _by_constructors([e for e in waiting if e.note is not None], device)
+        waiting = [e for e in waiting if id(e.tensor) not in filled]
+        slots = _Slots(device)
+        _by_reset(model, [e for e in waiting if e.note is None], slots)
+    return [e.name for e in waiting if e.note is not None or not slots.of(e.tensor).written]
+
+
+def recorded_for(empty: Sequence[Empty]) -> list[str]:
+    """Return what tells apart what ranks have recorded for tensors without values."""
+    wanted: dict[Tape, set[int]] = {}
+    for e in empty:
+        if e.note is not None:
+            wanted.setdefault(e.note.tape, set()).add(storage_of(e.note.meta))
+    return [tape.digest(storages) for tape, storages in wanted.items()]
+
+
+def _slotted(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> nn.Module:
+    """Return a twin with slots for some tensors, all others marked as initialised."""
+    drawn_in = {id(e.tensor): e.dtype for e in empty}
+
+    def known(tensor: torch.Tensor) -> torch.Tensor:
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        new = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+        new._is_hf_initialized = True  # type: ignore[attr-defined]
+        return new
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        return slots.of(tensor, drawn_in[id(tensor)]) if id(tensor) in drawn_in else known(tensor)
+
+    copy = twin(model, stand_in)
+    seen: set[int] = set()
+    for module in copy.modules():
+        both: tuple[Any, Any] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, tensor in tensors.items():
+                if isinstance(tensor, _Slot) and id(tensor) in seen:
+                    # Tied: transformers initialises every place, and then ties all to the first.
+                    tensors[name] = _Slot(tensor.original, slots, tensor.dtype, is_kept=False)
+                seen.add(id(tensor))
+    return copy
+
+
+def _by_transformers(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> None:
+    """Let each transformers model within initialise what is empty of it.
+
+    Its tensors that count as changed later are left alone: those of its modules that it never initialised among them.
+    """
+    copy = _slotted(model, empty, slots)
+    inner: set[int] = set()
+    for part in copy.modules():
+        if is_transformers_model(part):
+            part._initialize_weights = _keeping(part._initialize_weights, slots)  # type: ignore[assignment,arg-type]
+    for part in copy.modules():
+        if is_transformers_model(part) and id(part) not in inner:
+            inner |= {id(module) for module in part.modules()}
+            part.initialize_weights()  # type: ignore[operator]
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            new = copy.get_submodule(name)._buffers.get(key)
+            slot = slots.all.get(id(buffer))
+            if slot is not None and new is not None and not isinstance(new, _Slot) and not new.is_meta:
+                slot.fill(new)  # an init function put another tensor in its place
+
+
+def _keeping(function: Callable[..., None], slots: _Slots) -> Callable[..., None]:
+    def initialize_and_keep(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+        slots.keep()
+
+    return initialize_and_keep
+
+
+def _by_constructors(empty: Sequence[Empty], device: torch.device) -> set[int]:
+    """Carry out what was recorded when the tensors' modules were built; return the identities of those with values."""
+    filled: set[int] = set()
+    by_tape: dict[Tape, dict[int, list[tuple[Empty, Note]]]] = {}
+    for e in empty:
+        if e.note is not None:
+            by_tape.setdefault(e.note.tape, {}).setdefault(storage_of(e.note.meta), []).append((e, e.note))
+
+    def taker(wanting: list[tuple[Empty, Note]]) -> Callable[[torch.Tensor], None]:
+        def take(memory: torch.Tensor) -> None:
+            for e, note in wanting:
+                _local(e.tensor).copy_(_own_part(seen_as(note.meta, memory), e.tensor))
+                filled.add(id(e.tensor))
+
+        return take
+
+    for tape, wanted in by_tape.items():
+        tape.replay({storage: taker(wanting) for storage, wanting in wanted.items()}, device)
+    return filled
+
+
+def _by_reset(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> None:
+    """Run ``reset_parameters`` of the modules that hold empty tensors, inner ones first."""
+    if not empty:
+        return
+    for module in _inner_first(_slotted(model, empty, slots)):
+        reset = next((getattr(module, name) for name in _INIT_FUNCTIONS if hasattr(module, name)), None)
+        if callable(reset) and any(isinstance(tensor, _Slot) for tensor in (*module.parameters(), *module.buffers())):
+            reset()
+            slots.keep()
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _inner_first(child)
+    yield module
+
+
+@contextmanager
+def _same_draws(device: torch.device) -> Iterator[None]:
+    """Draw on every rank what rank 0 draws; a rank whose generators stood elsewhere gets them back."""
+
+    def state() -> list[bytes]:
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return [bytes(s.numpy()) for s in states]
+
+    def restore(states: list[bytes]) -> None:
+        tensors = [torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in states]
+        torch.set_rng_state(tensors[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[1], device)
+
+    own = state()
+    shared = from_rank_0(own)
+    restore(shared)
+    try:
+        yield
+    finally:
+        if own != shared:
+            restore(own)
+
+
+class _Slots:
+    """All slots of a twin, and those that have full tensors now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.all: dict[int, _Slot] = {}
+        self.open: dict[int, tuple[_Slot, torch.Tensor]] = {}
+
+    def of(self, original: torch.Tensor, dtype: torch.dtype | None = None) -> _Slot:
+        """Return the slot that stands for a tensor."""
+        if id(original) not in self.all:
+            self.all[id(original)] = _Slot(original, self, dtype or original.dtype)
+        return self.all[id(original)]
+
+    def full(self, slot: _Slot) -> torch.Tensor:
+        """Return the full tensor of a slot, with the values that it has so far."""
+        if id(slot) not in self.open:
+            if slot.written:
+                with all_or_none("initialise", CheckpointError):
+                    """Gather only where no rank has failed on the way here."""
+                full = _gathered(slot.original, self.device).to(slot.dtype)
+            else:
+                full = torch.full(slot.shape, _filling(slot.dtype), dtype=slot.dtype, device=self.device)
+            self.open[id(slot)] = (slot, full)
+        return self.open[id(slot)][1]
+
+    def keep(self) -> None:
+        """Let each rank keep its part of what was written, and drop the rest."""
+        for slot, full in self.open.values():
+            only_seen = not slot.changed and bool((full == _filling(slot.dtype)).all())
+            if not (only_seen or full.isnan().any()):
+                slot.fill(full)
+        self.open.clear()
+
+
+def _filling(dtype: torch.dtype) -> float:
+    """Return what a full tensor holds before it is initialised: what is left of it was not."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_part(full: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Return the view of a full tensor that this rank's shard is."""
+    for dim, (begin, length) in enumerate(local_box(original)):
+        full = full.narrow(dim, begin, length)
+    return full
+
+
+def _gathered(original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the full tensor; `full_tensor` itself does not run below a dispatch of ours on torch 2.11."""
+    full = torch.zeros(original.shape, dtype=original.dtype, device=device)
+    _own_part(full, original).copy_(_local(original))
+    if isinstance(original, DTensor):
+        # Bytes of which all but one are zero add up without rounding.
+        dist.all_reduce(full.reshape(-1).view(torch.uint8), group=original.device_mesh.get_group(-1))
+    return full
+
+
+class _Slot(torch.Tensor):
+    """Stands for a tensor without values; see [Note: fresh values]."""
+
+    original: torch.Tensor
+    slots: _Slots
+    changed: bool
+    """Whether an operation wrote to it; one may have written to a view of it, too."""
+    written: bool
+    """Whether all of it has values."""
+    is_kept: bool
+    """Whether its values become the tensor's; else they are drawn and dropped."""
+    _is_param: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, original: torch.Tensor, slots: _Slots, dtype: torch.dtype, *, is_kept: bool = True) -> _Slot:
+        slot: _Slot = torch.Tensor._make_wrapper_subclass(
+            cls, original.shape, dtype=dtype, device=slots.device, requires_grad=False
+        )
+        slot.original, slot.slots, slot.changed, slot.written = original, slots, False, False
+        slot._is_param, slot.is_kept = isinstance(original, nn.Parameter), is_kept
+        return slot
+
+    def __init__(self, original: torch.Tensor, slots: _Slots, dtype: torch.dtype, *, is_kept: bool = True) -> None:
+        """Leave all to ``__new__``."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"_Slot({list(self.shape)}, {self.dtype})"
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Keep this rank's part of a full value."""
+        if self.is_kept:
+            _local(self.original).copy_(_own_part(value, self.original))
+        self.written = self.is_kept
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        slot_of: dict[int, _Slot] = {}
+        kwargs = kwargs or {}
+
+        def full(value: Any) -> Any:
+            if not isinstance(value, _Slot):
+                return value
+            tensor = value.slots.full(value)
+            slot_of[id(tensor)] = value
+            return tensor
+
+        for i, argument in enumerate(function._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if isinstance(value, _Slot) and argument.alias_info is not None and argument.alias_info.is_write:
+                value.changed = True
+        result = function(*tree_map(full, args), **tree_map(full, kwargs))
+        return tree_map(lambda value: slot_of.get(id(value), value), result)

@@ -1,0 +1,81 @@
+"""Who reads what: each rank its shards, and where there are replicas, each its share of what it then hands round.
+
+Input: tensors of a model, and the regions that fill them. Output: the wishes of this rank, and broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.hf.read import Wish
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.model.residency import local_box, values_of
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """Tensors that one rank of a group gives the others."""
+
+    group: dist.ProcessGroup
+    source: int
+    """The rank within the group that has them."""
+    tensors: list[torch.Tensor]
+    """As bytes."""
+
+    def carry_out(self) -> None:
+        """Hand the tensors round; collective over the group."""
+        dist._broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)  # type: ignore[attr-defined]
+
+
+def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wish], list[Broadcast]]:
+    """Return what this rank reads, and what is then broadcast over the replicas.
+
+    Where parameters have replicas, each replica reads as many bytes as the others, and all of them end with all.
+    """
+    wishes: list[Wish] = []
+    replicated: dict[dist.ProcessGroup, list[Wish]] = {}
+    for name, region, tensor in wanted:
+        wish = wish_for(name, region, tensor)
+        group = _replicas(tensor)
+        if group is None:
+            wishes.append(wish)
+        else:
+            replicated.setdefault(group, []).append(wish)
+    broadcasts = []
+    for group, shared in replicated.items():
+        replicas = dist.get_world_size(group)
+        total = sum(wish.tensor.nbytes for wish in shared)
+        before = 0
+        by_reader: dict[int, list[Wish]] = {}
+        for wish in shared:
+            reader = min(replicas - 1, before * replicas // max(1, total))
+            by_reader.setdefault(reader, []).append(wish)
+            before += wish.tensor.nbytes
+        for reader, theirs in by_reader.items():
+            if reader == dist.get_rank(group):
+                wishes += theirs
+            tensors = [w.tensor.reshape(-1).view(torch.uint8) for w in theirs if w.tensor.numel()]
+            if tensors:
+                broadcasts.append(Broadcast(group, reader, tensors))
+    return wishes, broadcasts
+
+
+def wish_for(name: str, region: Region, tensor: torch.Tensor) -> Wish:
+    """Return what this rank needs of a tensor."""
+    return Wish(name, region, local_box(tensor), values_of(tensor))
+
+
+def _replicas(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the group of ranks that need the same of a tensor, where there are several."""
+    if not isinstance(tensor, DTensor):
+        return None
+    copies = [
+        axis for axis, p in enumerate(tensor.placements) if p.is_replicate() and tensor.device_mesh.size(axis) > 1
+    ]
+    return tensor.device_mesh.get_group(copies[0]) if copies else None

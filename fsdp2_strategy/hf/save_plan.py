@@ -1,0 +1,531 @@
+"""A model's tensors -> files: names, arrangement and offsets, and what of them this rank writes.
+
+Input: a model, sharded or not. Output: the files to be made, with their headers, and jobs for `write`. All of it
+follows from names, shapes and dtypes, which every rank knows, so ranks need not talk to each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import log, rank, world_size
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
+from fsdp2_strategy.hf.conversions import hub_regions
+from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.meta.skeleton import twin
+from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
+from fsdp2_strategy.hf.round_trip import round_trips
+from fsdp2_strategy.hf.write import Job
+from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+from fsdp2_strategy.model.residency import is_computed, lacks_values, local_box, values_of, whole_of
+
+
+def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors to write, each once, under the name that loading expects for tied ones.
+
+    Args:
+        root: a model.
+        copied: its twin, where there is one already.
+
+    Raises:
+        CheckpointError: one has no values yet.
+    """
+    structure, held = _structure_of(root)
+    if root in _names and _names[root][0] == structure:
+        found = {name: held[place] for name, place in _names[root][1].items()}
+    else:
+        found = _find_tensors(root, copied)
+        places = {id(tensor): place for place, tensor in enumerate(held)}
+        if all(id(tensor) in places for tensor in found.values()):
+            _names[root] = structure, {name: places[id(tensor)] for name, tensor in found.items()}
+    if lost := [name for name, tensor in found.items() if lacks_values(tensor)]:
+        raise CheckpointError(
+            f"cannot write a model: {lost[0]} and {len(lost) - 1} others have no values yet, expected a real model. "
+            "Prepare the model, or load its weights, first."
+        )
+    return found
+
+
+_names: WeakKeyDictionary[nn.Module, tuple[list[object], dict[str, int]]] = WeakKeyDictionary()
+"""Of a model's tensors in its files, with their places among all that it holds; valid for one structure."""
+
+
+def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
+    """Return all that the names of a model's tensors in its files depend on, and its tensors in the order of modules.
+
+    It costs little beside a copy of the model on meta and two state dicts, which is why names are remembered.
+    """
+    structure: list[object] = []
+    held: list[torch.Tensor] = []
+    _walk(root, structure, held)
+    return structure, held
+
+
+# Not within `_structure_of`: a function that refers to itself would keep the tensors until garbage is collected.
+def _walk(module: nn.Module, structure: list[object], held: list[torch.Tensor]) -> None:
+    structure.append(tuple(getattr(module, "_keys_to_ignore_on_save", None) or ()))
+    structure.append((*module._state_dict_hooks, *module._state_dict_pre_hooks))
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                structure.extend((name, id(tensor), name in module._non_persistent_buffers_set))
+                held.append(tensor)
+    for name, child in module._modules.items():
+        if child is not None:
+            structure.append(name)
+            _walk(child, structure, held)
+    structure.append(None)  # the end of its children
+
+
+def _find_tensors(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors to write by transformers' own rules, where the model is one of transformers."""
+    if not is_transformers_model(root):
+        return {**named_parameters(root), **persistent_buffers(root)}
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: PLC0415
+
+    copied = copied or twin(root)
+    state = copied.state_dict()
+    for name in copied._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    real = root.state_dict(keep_vars=True)
+    return {name: real[name] for name in remove_tied_weights_from_state_dict(state, copied)}
+
+
+def regions_to_write(
+    copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
+) -> dict[str, Region]:
+    """Describe what goes to the files, by its name there.
+
+    Args:
+        copied: twin of the model.
+        tensors: its tensors by name, each once.
+        dtype: of the floating parameters in the files; by default their own.
+        hub_names: arrange what a transformers model has as the hub does.
+    """
+    transformers_model = is_transformers_model(copied)
+    if transformers_model and hub_names:
+        regions = hub_regions(copied, tensors)
+    else:
+        regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    if dtype is None:
+        return regions
+    kept = copied._get_dtype_plan(dtype) if transformers_model else {}
+    parameters = {name for name, _ in copied.named_parameters(remove_duplicate=False)}
+    written = {}
+    for name, region in regions.items():
+        sources = sources_of(region)
+        wider = [kept[pattern] for pattern in kept for source in sources if re.search(pattern, source)]
+        cast = region.dtype.is_floating_point and all(source in parameters for source in sources)
+        written[name] = region.to(wider[0] if wider else dtype) if cast else region
+    return written
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Describe the tensors of a model's files by their names in the files."""
+
+    regions: dict[str, Region]
+    converted: bool = True
+    """Whether a load passes them through transformers' conversions; else their names are the model's own."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of the files' headers."""
+        return CONVERTED if self.converted else OWN_NAMES
+
+
+def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+    """Choose names and arrangement of a checkpoint's files: written without a gather if possible, certain to load.
+
+    This returns the first of these that `round_trips`:
+
+    1. the hub's names where bytes map in place, the model's own elsewhere: no gather;
+    2. the hub's names for all tensors, which may need a gather;
+    3. the model's own names;
+    4. the model's own names, marked in the files' headers as not to be converted. ``from_pretrained`` ignores the mark.
+
+    Raises:
+        CheckpointError: none does.
+    """
+    hub = regions_to_write(copied, tensors)
+    own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    regions = dict(hub)
+    while indirect := {name for name, region in regions.items() if not is_direct(region, tensors)}:
+        sources = {source for name in indirect for source in sources_of(regions[name])}
+        replaced = {name for name, region in regions.items() if sources.intersection(sources_of(region))}
+        sources |= {source for name in replaced for source in sources_of(regions[name])}
+        kept = {name: region for name, region in regions.items() if name not in replaced}
+        regions = kept | {name: own[name] for name in sources}
+    for arranged in (regions, hub, own):
+        if round_trips(copied, arranged, tensors):
+            return Arrangement(arranged)
+    if not round_trips(copied, own, tensors, converted=False):
+        raise CheckpointError(
+            f"cannot save {type(copied).__name__}: a load would not give its tensors back, expected the names of "
+            "named_parameters in state_dict. Remove the hooks that rename them."
+        )
+    message = "%s: transformers' conversions do not give its tensors back: load_ckpt and load_weights open what is "
+    message += "saved, from_pretrained does not"
+    log(message, type(copied).__name__, level=logging.WARNING)
+    return Arrangement(own, converted=False)
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to be written."""
+
+    path: Path
+    name: str
+    """The name that it is to have in the end."""
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return total_bytes(self.header, self.entries.values())
+
+    def moved_to(self, folder: Path) -> File:
+        """Return the same file in a folder."""
+        path = folder / self.path
+        entries = {n: Entry(e.name, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
+        return File(path, self.name, self.header, entries)
+
+
+def files_for(
+    folder: Path,
+    stem: str,
+    regions: Mapping[str, Region],
+    most_bytes: int,
+    *,
+    partial: bool = False,
+    metadata: Mapping[str, str] = CONVERTED,
+) -> list[File]:
+    """Fill files up to a limit in the order of names; a tensor above it gets a file of its own.
+
+    Args:
+        folder: where they go.
+        stem: how their names begin.
+        regions: what goes to them.
+        most_bytes: of tensors in one file.
+        partial: write under names that nothing loads.
+        metadata: of the headers.
+    """
+    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for name, region in regions.items():
+        nbytes = region.numel() * region.dtype.itemsize
+        if groups[-1] and size + nbytes > most_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = (region.dtype, tuple(region.shape))
+        size += nbytes
+    files = []
+    for i, group in enumerate(groups, 1):
+        number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        name = f"{stem}{number}.safetensors"
+        path = folder / (f".{name}.partial" if partial else name)
+        files.append(File(path, name, *lay_out(path, group, metadata)))
+    return files
+
+
+def file_bytes(regions: Mapping[str, Region]) -> int:
+    """Return the size of a checkpoint's files: so that ranks and threads write to different ones, and few are small."""
+    total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
+    return min(sizes.FILE_BYTES, max(sizes.LEAST_FILE_BYTES, -(-total // sizes.FILES)))
+
+
+def index_of(files: Sequence[File]) -> dict[str, Any]:
+    """Return the content of the index that lists what lies in which file."""
+    entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
+    return {
+        "metadata": {
+            "total_parameters": sum(math.prod(entry.shape) for _, entry, _ in entries),
+            "total_size": sum(entry.nbytes for _, entry, _ in entries),
+        },
+        "weight_map": {name: file.name for name, _, file in sorted(entries, key=lambda e: e[0])},
+    }
+
+
+def check_free(folder: Path, needed_bytes: int) -> None:
+    """Refuse files that do not fit on a disk before anything is written; one rank calls it.
+
+    Raises:
+        CheckpointError: less is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"cannot save: this takes {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free some "
+            "space: what was saved before is only removed once the new files are safe."
+        )
+
+
+def create(files: Iterable[File]) -> None:
+    """Make files in their full length, with their headers; what others write to them meanwhile stays."""
+    for file in files:
+        fd = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.ftruncate(fd, file.nbytes)
+            write_from(fd, 0, memoryview(file.header))
+        finally:
+            os.close(fd)
+
+
+def check_shared(files: Iterable[File]) -> None:
+    """Look for the headers of files that another rank has made.
+
+    Raises:
+        CheckpointError: one is not there: this rank has another folder of the same name.
+    """
+    for file in files:
+        try:
+            with file.path.open("rb") as there:
+                found = there.read(len(file.header))
+        except FileNotFoundError:
+            found = b""
+        if found != file.header:
+            raise CheckpointError(
+                f"cannot save: {file.path} is not as another rank made it, expected a folder that all ranks see. Save "
+                "to a shared file system."
+            )
+
+
+def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Say whether ranks can write their shards' parts of a region as they are, in runs that are not tiny."""
+    if is_identity(region, tensors):
+        return True
+    for piece in region.pieces:
+        if isinstance(piece.source, Computed) or not _is_in_rows(tensors[piece.source]):
+            return False
+        strides = [s for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1]
+        run = region.dtype.itemsize
+        for length, whole in zip(reversed(piece.shape), reversed(region.shape), strict=True):
+            run *= length
+            if length != whole:
+                break
+        in_order = strides == sorted(strides, reverse=True)
+        if not in_order or run < min(sizes.SHORTEST_RUN_BYTES, math.prod(piece.shape) * region.dtype.itemsize):
+            return False
+    return True
+
+
+def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Say whether a region is a tensor as it is, so that any shard of the one is the same box of the other."""
+    if len(region.pieces) != 1 or isinstance(region.pieces[0].source, Computed):
+        return False
+    [piece] = region.pieces
+    whole = tuple(tensors[piece.source].shape)
+    return tuple(region.shape) == whole == piece.shape and not piece.offset and piece.strides == row_major(whole)
+
+
+def _is_in_rows(tensor: torch.Tensor) -> bool:
+    """Say whether a rank's shard is rows of the whole, one range of its elements."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes of a region: which box of it, and which view of what it holds of a tensor."""
+
+    name: str
+    """Of the region."""
+    box: Box
+    source: str
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    """Shape, strides and offset among the elements that this rank holds; None for them as they are."""
+    rows: tuple[int, int] | None = None
+    """Where these begin among those that the view or the rank has, and how many; None for all."""
+
+    def cut(self, region: Region) -> Iterator[Share]:
+        """Cut it into shares that fit into a block each, as far as rows do, and have the same blocks in its file."""
+        length = self.box[0][1] if self.box else 0
+        row_bytes = math.prod(n for _, n in self.box[1:]) * region.dtype.itemsize
+        step = max(1, sizes.BLOCK_BYTES // max(1, row_bytes))
+        if length <= step:
+            yield self
+            return
+        for at in range(0, length, step):
+            rows = (at, min(step, length - at))
+            yield replace(self, box=((self.box[0][0] + at, rows[1]), *self.box[1:]), rows=rows)
+
+
+def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[Share]:
+    """Give out what this rank writes of the regions: its shards' parts, shared fairly among replicas.
+
+    It follows from names, shapes, dtypes and placements.
+    """
+    places = _places_of(tensors)
+    total = sum(region.numel() for region in regions.values())
+    before = 0
+    shares: list[Share] = []
+    for name, region in _by_source(regions, tensors):
+        fraction = before / max(1, total)
+        before += region.numel()
+        for piece in region.pieces:
+            place = places[piece.source]
+            if int(fraction * place.replicas) != place.replica:
+                continue
+            if is_identity(region, tensors):
+                shares += Share(name, place.box, piece.source, None).cut(region)
+                continue
+            low, high = place.rows()
+            for part in piece.clip(low, high):
+                box = tuple(zip(part.start, part.shape, strict=True))
+                view = (part.shape, part.strides, part.offset - low)
+                shares += Share(name, box, piece.source, view).cut(region)
+    return shares
+
+
+def values_of_shares(
+    shares: Iterable[Share], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[list[tuple[Share, torch.Tensor]]]:
+    """Return shares with what this rank holds of them.
+
+    It is one list, unless values are computed for it: then as many lists as keep these within bounds, for a list's are
+    let go of before the next one's are made.
+    """
+    held: dict[str, torch.Tensor] = {}
+    found: list[tuple[Share, torch.Tensor]] = []
+    computed_bytes = 0
+    for share in shares:
+        values = held.get(share.source)
+        if values is None:
+            tensor = tensors[share.source]
+            if is_computed(tensor):
+                nbytes = math.prod(n for _, n in local_box(tensor)) * tensor.element_size()
+                if computed_bytes and computed_bytes + nbytes > sizes.COMPUTED_BYTES:
+                    yield found
+                    found.clear()
+                    held.clear()
+                    computed_bytes = 0
+                computed_bytes += nbytes
+            values = held[share.source] = values_of(tensor)
+        if share.view is not None:
+            shape, strides, offset = share.view
+            flat = values.reshape(-1)
+            values = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+        if share.rows is not None:
+            values = values.narrow(0, *share.rows)
+        found.append((share, values))
+    yield found
+
+
+def jobs_of(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mapping[str, Entry]) -> list[Job]:
+    """Return what writes shares, given with their values, to the entries of their files."""
+    return [Job(entries[share.name], share.box, values) for share, values in shares]
+
+
+def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, Region]]:
+    """Return the regions so that those of one source follow each other, where its values are computed for them."""
+    if not any(map(is_computed, tensors.values())):
+        return regions.items()
+    first: dict[str, int] = {}
+    for region in regions.values():
+        for source in sources_of(region):
+            first.setdefault(source, len(first))
+    return sorted(regions.items(), key=lambda item: [first[source] for source in sources_of(item[1])])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which part of a tensor this rank holds, and which of how many replicas of it."""
+
+    box: Box
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Place:
+        box, replica, replicas = local_box(tensor), 0, 1
+        if isinstance(tensor, DTensor):
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate():
+                    size = tensor.device_mesh.size(axis)
+                    replica = replica * size + tensor.device_mesh.get_local_rank(axis)
+                    replicas *= size
+        else:
+            # Buffers may differ between ranks (batch-norm statistics), and parameters that are not sharded are a
+            # number or two: all of them are rank 0's.
+            replica = rank()
+        return cls(box, replica, replicas)
+
+    def rows(self) -> tuple[int, int]:
+        """Return which elements of the tensor these are, which is sharded by rows if at all."""
+        row = math.prod(n for _, n in self.box[1:])
+        begin, rows = self.box[0] if self.box else (0, 1)
+        return begin * row, (begin + rows) * row
+
+
+def _places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
+    """Return what this rank holds; tensors that are alike, which are most, are looked at once."""
+    known: dict[object, _Place] = {}
+    places = {}
+    for name, tensor in tensors.items():
+        like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
+        if (like, tensor.shape) not in known:
+            known[like, tensor.shape] = _Place.of(tensor)
+        places[name] = known[like, tensor.shape]
+    return places
+
+
+def gathered_jobs(
+    region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
+) -> list[Job]:
+    """Return what this rank writes of a region that is gathered, a block each: an equal part of the whole; collective.
+
+    Args:
+        region: what to write.
+        tensors: the sources.
+        gathered: whole sources of the region before; kept where this one needs them, since several come from one.
+        entry: where it goes.
+    """
+    needed = sources_of(region)
+    for source in [source for source in gathered if source not in needed]:
+        del gathered[source]
+    for source in needed:
+        if source not in gathered:
+            tensor = tensors[source]
+            gathered[source] = whole_of(tensor).contiguous()
+    stored = Region(region.shape, tensors[needed[0]].dtype, region.pieces)
+    flat = assemble(stored, gathered.__getitem__).reshape(-1)
+    begin, end = (i * len(flat) // world_size() for i in (rank(), rank() + 1))
+    line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
+    step = max(1, sizes.BLOCK_BYTES // entry.dtype.itemsize)
+    parts = [(at, min(step, end - at)) for at in range(begin, end, step)]
+    return [Job(line, (part,), flat.narrow(0, *part), alone=True) for part in parts]
+
+
+def write_configuration(folder: Path, copied: Any, regions: Mapping[str, Region]) -> None:
+    """Write what ``from_pretrained`` reads beside the weights; nothing for a model that is not transformers'."""
+    if not is_transformers_model(copied):
+        return
+    config = copy.deepcopy(copied.config)
+    floating = [region.dtype for region in regions.values() if region.dtype.is_floating_point]
+    config.dtype = str(floating[0]).removeprefix("torch.") if floating else config.dtype
+    config.architectures = [type(copied).__name__]
+    if copied.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
+
+        custom_object_save(copied, folder, config=config)
+    config.save_pretrained(folder)
+    if copied.can_generate():
+        copied.generation_config.save_pretrained(folder)

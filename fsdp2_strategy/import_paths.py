@@ -1,0 +1,143 @@
+"""Import paths: public names that load when they are first used, and old module paths that lead to the new ones.
+
+Input: the names that a package lists. Output: its ``__getattr__`` and ``__dir__`` (PEP 562), so that importing the
+package, or a light module in it, imports neither torch nor pyarrow. `MOVED` is the one table of old paths; each works
+for one release, with a `DeprecationWarning`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "fsdp2_strategy"
+
+MOVED = {
+    "accelerate_file": "config.accelerate",
+    "accelerate_keys": "config.accelerate_keys",
+    "blocks": "sharding.blocks",
+    "checkpoint.data": "checkpoint.data_position",
+    "checkpoint.frozen": "checkpoint.trainable_only",
+    "checkpoint.gathered": "checkpoint.gathered_policy",
+    "checkpoint.lerobot": "lerobot.checkpoint_layout",
+    "checkpoint.opened": "checkpoint.reader",
+    "checkpoint.parts": "checkpoint.components",
+    "checkpoint.places": "checkpoint.paths",
+    "checkpoint.rng": "checkpoint.random_state",
+    "checkpoint.state": "checkpoint.training_state",
+    "collect": "distributed.collectives",
+    "compat": "config.aliases",
+    "damage": "model.unusable",
+    "data.ahead": "data.prefetch",
+    "data.bijection": "data.permutation",
+    "divergence": "sharding.divergence",
+    "ema": "optim.ema",
+    "fingerprint": "model.fingerprint",
+    "garbage": "checkpoint.garbage_collection",
+    "hf.adapter_files": "hf.peft.files",
+    "hf.adapters": "hf.peft.merge",
+    "hf.arrange": "hf.save_plan",
+    "hf.initialize": "hf.meta.initialize",
+    "hf.match": "hf.load_plan",
+    "hf.region": "hf.regions",
+    "hf.share": "hf.replicas",
+    "hf.tape": "hf.meta.recorded_init",
+    "hf.twin": "hf.meta.skeleton",
+    "ignored": "sharding.ignored",
+    "masters": "optim.masters",
+    "memory": "distributed.memory",
+    "mesh": "distributed.mesh",
+    "modality": "sharding.vision_encoders",
+    "names": "model.names",
+    "optimizer": "optim.groups",
+    "plan": "sharding.plan",
+    "policies": "sharding.policies",
+    "preemption": "distributed.preemption",
+    "ranks": "distributed.process_group",
+    "recompute": "sharding.activation_checkpointing",
+    "rendezvous": "distributed.rendezvous",
+    "residency": "model.residency",
+    "rollout.link": "rollout.connection",
+    "schedule": "optim.schedule",
+    "shard": "sharding.shard",
+    "step": "optim.step",
+    "vla.export": "lerobot.policy_export",
+    "vla.groups": "vla.parameter_groups",
+    "vla.lerobot": "lerobot",
+    "vla.lerobot.counts": "lerobot.counters",
+    "vla.lerobot.staging": "lerobot.prefetch",
+    "vla.loop": "vla.training_loop",
+    "vla.shortage": "vla.shortages",
+    "walk": "sharding.bypassed_blocks",
+}
+"""Old module path -> new one, both below the package. A path below an old one moves with it."""
+
+
+def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names load when they are first used.
+
+    The names are those that it imports ``if TYPE_CHECKING`` by ``from a.module import Name as Name``: one list, which
+    type checkers read as well.
+
+    Args:
+        package: its ``__name__``.
+    """
+    source = ast.parse(inspect.getsource(sys.modules[package]))
+    module_of = {
+        alias.asname: node.module
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if alias.asname
+    }
+
+    def load(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    public = sorted(module_of)
+    return load, lambda: sorted({*vars(sys.modules[package]), *public}), public
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Import a module by its old path: the very module that the new path gives."""
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        """Return how to import an old path; None for any other."""
+        return ModuleSpec(fullname, self) if _new_path(fullname) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of the new path in the place of the fresh one."""
+        old = module.__name__
+        new = _new_path(old)
+        assert new is not None
+        sys.modules[old] = import_module(new)
+        message = f"{old} is {new} now; the old path goes with the next release"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+
+
+def _new_path(fullname: str) -> str | None:
+    top, _, path = fullname.partition(".")
+    if top != PACKAGE:
+        return None
+    for old in sorted(MOVED, key=len, reverse=True):
+        if path == old or path.startswith(f"{old}."):
+            return f"{PACKAGE}.{MOVED[old]}{path[len(old) :]}"
+    return None
+
+
+def keep_old_paths() -> None:
+    """Let `MOVED` work; before Python's own finders, which would load a second copy of a submodule."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _MovedModules())

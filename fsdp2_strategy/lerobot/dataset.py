@@ -1,0 +1,326 @@
+"""LeRobot v3 data sets as samples by index: numbers, windows of them, and pictures that are decoded when they leave.
+
+Input: a folder or remote root in LeRobot's format. Output: samples for `ResumableLoader`, which decides their order.
+
+[Note: where what happens] Nothing but metadata is read at first. The loader tells the trainer's process which episodes
+the samples ahead are of; its threads cut out their rows, and fetch the bytes of their videos where the root is remote.
+Workers decode the frames of the samples that they were asked for. Where nobody told, whoever asks for a sample fetches
+what it needs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import av
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from fsdp2_strategy.distributed.process_group import logger
+from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.lerobot.counters import Counts
+from fsdp2_strategy.lerobot.fetching import Fetching
+from fsdp2_strategy.lerobot.metadata import Metadata, corrupt
+from fsdp2_strategy.lerobot.prefetch import Staging
+from fsdp2_strategy.lerobot.rows import EpisodeRows, Rows
+from fsdp2_strategy.lerobot.source import naming_the_disk, open_source
+from fsdp2_strategy.lerobot.video import Decoders, picture
+from fsdp2_strategy.lerobot.windows import Offsets, offsets_of, window
+
+Sample = dict[str, Any]
+
+_MOST_DECODERS = 128
+_PREFIX = "fsdp2-lerobot-"
+
+
+class LeRobotDataset(Dataset[Sample]):
+    """Give the samples of a LeRobot v3 data set by index; not collective.
+
+    A sample is one frame: each feature under its name, in its dtype, pictures as (C, H, W); with ``delta_timestamps`` a
+    window of frames in a first dimension, and ``"<feature>_is_pad"`` (bool) beside it; and the text of its ``"task"``.
+
+    Args:
+        root: a folder, or a URL that fsspec knows (``https://…``, ``s3://…``, ``hf://datasets/owner/name``).
+        episodes: those that are used, in this order; by default all.
+        delta_timestamps: seconds from the sample's frame, by feature: ``{"action": [0.0, 0.1, 0.2]}``. What lies before
+            the episode or after it is its first or last frame, and padding.
+        tolerance_s: how far a step or a video's time stamp may be from where it should be, in seconds.
+        pool: episodes whose rows a process keeps mapped; give the loader's.
+        decoder_cache: videos that a process keeps open; by default ``pool``, at most 128.
+        on_corrupt: ``"raise"``, or ``"skip"``: a sample that cannot be read is zeros but for its number, and every
+            sample says in ``"sample_mask"`` (bool) whether it counts; `counts` tells how many did not.
+        video_dtype: float32 (0 to 1) or uint8 (0 to 255), of all pictures.
+        image_transforms: what is done to each feature's pictures, (C, H, W) or (T, C, H, W).
+        cache_dir: where fetched bytes and rows are kept as long as this lives; by default the system's folder for
+            temporary files.
+        disk_bytes: from where on the next episodes are not fetched ahead; by default there is no limit but the episodes
+            of two pools.
+        tries: how often a request to a remote root is made before it is given up, with growing pauses.
+        timeout_seconds: how long one request may take.
+        storage_options: what fsspec's file system takes: headers, credentials, ...
+
+    Raises:
+        DataError: the root has no such data set, or an argument does not fit it.
+        CorruptDataError: its metadata cannot be parsed.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        episodes: Sequence[int] | None = None,
+        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        tolerance_s: float = 1e-4,
+        pool: int = 64,
+        decoder_cache: int | None = None,
+        on_corrupt: Literal["raise", "skip"] = "raise",
+        video_dtype: torch.dtype = torch.float32,
+        image_transforms: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
+        tries: int = 5,
+        timeout_seconds: float = 60.0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if on_corrupt not in {"raise", "skip"} or video_dtype not in {torch.float32, torch.uint8}:
+            raise DataError(
+                f"cannot read a data set: on_corrupt is {on_corrupt!r}, video_dtype {video_dtype}, expected 'raise' or "
+                "'skip', and torch.float32 or torch.uint8. Choose among them."
+            )
+        decoder_cache = min(pool, _MOST_DECODERS) if decoder_cache is None else decoder_cache
+        if pool < 1 or not 1 <= decoder_cache <= _MOST_DECODERS:
+            raise DataError(
+                f"cannot read a data set: pool is {pool}, decoder_cache {decoder_cache}, expected at least 1, and 1 to "
+                f"{_MOST_DECODERS}. An open video takes some MB in each worker."
+            )
+        self._folder = _Folder(cache_dir)
+        options = {"tries": tries, "timeout_seconds": timeout_seconds, "storage_options": storage_options}
+        self._source = open_source(root, self._folder.path / "files", **options)
+        self.metadata = metadata = Metadata.read(self._source)
+        """What the data set says of itself; its ``stats`` are those for normalisation."""
+        self._episodes = _chosen(episodes, metadata.total_episodes)
+        self.episode_lengths: npt.NDArray[np.int64] = metadata.lengths[self._episodes]
+        """Frames of each episode that is used."""
+        self._begins = np.concatenate([[0], np.cumsum(self.episode_lengths)])
+        self._offsets = offsets_of(delta_timestamps or {}, metadata.features, metadata.fps, tolerance_s)
+        self._tolerance_s, self._on_corrupt = tolerance_s, on_corrupt
+        self._dtype, self._transform = video_dtype, image_transforms
+        self._counts = Counts(self._folder.path)
+        self._bounds = pool, decoder_cache, disk_bytes
+        self._begin_process()
+
+    def __len__(self) -> int:
+        """Return how many frames there are in the episodes that are used."""
+        return int(self._begins[-1])
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return a sample.
+
+        Raises:
+            CorruptDataError: a file of it cannot be parsed or decoded, unless those are to be skipped.
+            DataError: a file of it cannot be had.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        place = int(np.searchsorted(self._begins, i, side="right")) - 1
+        episode, frame = int(self._episodes[place]), int(i - self._begins[place])
+        try:
+            sample = self._sample(episode, frame)
+        except CorruptDataError as error:
+            if self._on_corrupt == "raise":
+                raise
+            self._report(error)
+            self._counts.add(samples_skipped=1)
+            return self._blank(episode, frame) | {"sample_mask": torch.tensor(False)}
+        self._counts.add(samples=1)
+        return sample if self._on_corrupt == "raise" else sample | {"sample_mask": torch.tensor(True)}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What this process and its workers did: samples given and skipped, frames decoded and made pictures."""
+        return self._counts.total()
+
+    def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
+        """Have episodes ready, and let go of all others; `ResumableLoader` calls it, with numbers among those used.
+
+        Raises:
+            DataError: they take more than ``disk_bytes``.
+        """
+        self._staging.hold(self._episodes[list(now)].tolist(), self._episodes[list(soon)].tolist())
+
+    def pause(self) -> None:
+        """End the threads that fetch; a process that forks has none then."""
+        self._staging.pause()
+
+    def close(self) -> None:
+        """Close all files, and delete what was fetched and cut out."""
+        self._staging.pause()
+        self._decoders.close()
+        self._folder.remove()
+
+    def _begin_process(self) -> None:
+        pool, decoders, disk_bytes = self._bounds
+        self._rows = EpisodeRows(self._source, self.metadata, self._folder.path, pool)
+        self._decoders = Decoders(self._source, decoders, self._counts)
+        fetching = Fetching(self._source, self.metadata, self._rows)
+        on_disk = partial(_bytes_on_disk, self._folder.path)
+        self._staging = Staging(fetching.want, fetching.fetch, fetching.let_go, on_disk, disk_bytes)
+        self._staging.end_with(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_the_process = {"_rows", "_decoders", "_staging"}
+        return {name: value for name, value in vars(self).items() if name not in of_the_process}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_process()
+
+    def _sample(self, episode: int, frame: int) -> Sample:
+        rows, length = self._rows[episode], int(self.metadata.lengths[episode])
+        sample: Sample = {}
+        alone = np.asarray([frame])
+        for key in self.metadata.features:
+            held, is_padding = alone, None
+            if key in self._offsets:
+                held, is_padding = window(frame, self._offsets[key], length)
+                sample[f"{key}_is_pad"] = torch.from_numpy(is_padding)
+            if key in self.metadata.camera_keys:
+                pictures = self._pictures(key, episode, rows, held)
+                sample[key] = self._as_wanted(pictures if is_padding is not None else pictures[0])
+            else:
+                sample[key] = _tensor(rows[key], frame if is_padding is None else held)
+        sample["task"] = self._task(episode, int(rows["task_index"][frame]))
+        return sample
+
+    def _task(self, episode: int, number: int) -> str:
+        if not 0 <= number < len(self.metadata.tasks):
+            found, expected = f"a task_index is {number}", "one of meta/tasks.parquet"
+            raise corrupt(self._source, self.metadata.data_path(episode), found, expected)
+        return self.metadata.tasks[number]
+
+    def _pictures(self, key: str, episode: int, rows: Rows, held: Offsets) -> torch.Tensor:
+        if key in self.metadata.video_keys:
+            span = self.metadata.video(key, episode)
+            seconds = [span.begin_seconds + int(row) / self.metadata.fps for row in held]
+            return self._decoders.frames(span.path, seconds, self._tolerance_s)
+        try:
+            return torch.stack([picture(rows[key][int(row)].as_py()["bytes"]) for row in held])
+        except (av.FFmpegError, TypeError, IndexError, StopIteration) as error:
+            raise corrupt(self._source, self.metadata.data_path(episode), error, f"images of {key}") from error
+
+    def _as_wanted(self, pictures: torch.Tensor) -> torch.Tensor:
+        if self._dtype == torch.float32:
+            pictures = pictures.to(torch.float32).div_(255)
+        return pictures if self._transform is None else self._transform(pictures)
+
+    def _blank(self, episode: int, frame: int) -> Sample:
+        """Return a sample of zeros, all of it padding, under the number of one that cannot be read."""
+        sample: Sample = {"task": ""}
+        for key, feature in self.metadata.features.items():
+            steps = (len(self._offsets[key]),) if key in self._offsets else ()
+            if steps:
+                sample[f"{key}_is_pad"] = torch.ones(steps, dtype=torch.bool)
+            if key in self.metadata.camera_keys:
+                sample[key] = self._as_wanted(torch.zeros(*steps, *_shape_of_picture(feature), dtype=torch.uint8))
+            elif feature["dtype"] == "string":
+                sample[key] = [""] * steps[0] if steps else ""
+            else:
+                shape = () if tuple(feature["shape"]) == (1,) else tuple(feature["shape"])
+                sample[key] = torch.zeros((*steps, *shape), dtype=getattr(torch, feature["dtype"]))
+        numbers = {"episode_index": episode, "frame_index": frame, "index": self.metadata.first_index(episode) + frame}
+        return sample | {key: torch.full_like(sample[key], number) for key, number in numbers.items()}
+
+    def _report(self, error: CorruptDataError) -> None:
+        """Log an error where none of this rank's processes has logged one of the file."""
+        digest = blake2b(error.location.encode(), digest_size=8).hexdigest()
+        with suppress(FileExistsError):
+            (self._folder.path / f"reported-{digest}").touch(exist_ok=False)
+            logger.warning("left a sample out: %s", error)
+
+
+class _Folder:
+    """A folder of this process's own, which is gone when it is; those of processes that were killed are swept."""
+
+    def __init__(self, parent: str | os.PathLike[str] | None) -> None:
+        within = Path(parent if parent is not None else tempfile.gettempdir())
+        with naming_the_disk("a data set", within):
+            within.mkdir(parents=True, exist_ok=True)
+            for old in within.glob(f"{_PREFIX}*"):
+                _sweep(old)
+            self.path, lock = _begun(within)
+        self._remove: Callable[[], object] | None = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
+
+    def remove(self) -> None:
+        """Delete it, unless this is a copy in a worker."""
+        if self._remove is not None:
+            self._remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_remove": None}
+
+
+def _begun(within: Path) -> tuple[Path, IO[str]]:
+    """Return a new folder, and its lock, which forked workers hold, too."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
+        lock = (path / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock.fileno()).st_nlink:  # else it was swept before it was locked
+            return path, lock
+        lock.close()
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has left meanwhile
+            total += path.stat().st_blocks * 512
+    return total
+
+
+def _remove(path: Path, owner: int, lock: IO[str]) -> None:
+    lock.close()
+    if owner == os.getpid():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(old: Path) -> None:
+    """Delete a folder whose process is gone."""
+    try:
+        with (old / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError:
+        return  # somebody's, or just being made
+
+
+def _chosen(episodes: Sequence[int] | None, total: int) -> npt.NDArray[np.int64]:
+    chosen = np.arange(total) if episodes is None else np.asarray(list(episodes), dtype=np.int64)
+    if not chosen.size or chosen.min() < 0 or chosen.max() >= total or len(np.unique(chosen)) < len(chosen):
+        raise DataError(
+            f"cannot use the episodes {chosen[:5].tolist()}…: expected some of 0 to {total - 1}, each once. Name those."
+        )
+    return chosen
+
+
+def _tensor(column: Any, rows: int | Offsets) -> Any:
+    if isinstance(column, list):
+        return column[rows] if isinstance(rows, int) else [column[row] for row in rows]
+    return torch.from_numpy(np.array(column[rows]))
+
+
+def _shape_of_picture(feature: Mapping[str, Any]) -> tuple[int, ...]:
+    first, _, last = shape = feature["shape"]
+    return 3, *(shape[1:] if first < last else shape[:2])  # (C, H, W) or (H, W, C); a decoder gives three colours

@@ -1,0 +1,132 @@
+"""Features: what a data set's frames are made of, and what stands for them in its tables.
+
+Input: features as a caller or ``meta/info.json`` describes them, and values of them. Output: the same, checked, and
+columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.lerobot.mp4 import encode_png
+
+Feature = dict[str, Any]
+
+CAMERAS = ("video", "image")
+
+# Columns that every data set has.
+OWN: dict[str, Feature] = {
+    name: {"dtype": dtype, "shape": [1], "names": None}
+    for name, dtype in {
+        "timestamp": "float32",
+        "frame_index": "int64",
+        "episode_index": "int64",
+        "index": "int64",
+        "task_index": "int64",
+    }.items()
+}
+
+_TYPES: dict[str, pa.DataType] = {
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "uint8": pa.uint8(),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+}
+_IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+
+
+def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
+    """Return a feature as ``meta/info.json`` holds it.
+
+    Raises:
+        DataError: its name is taken, or its dtype or shape is none that can be written.
+    """
+    dtype, shape = feature.get("dtype"), [int(n) for n in feature.get("shape", ())]
+    cannot = f"cannot write a data set: feature {name!r}"
+    if name in OWN or "/" in name or not name:
+        raise DataError(f"{cannot} has a name that is taken or has a '/', expected another. Rename it.")
+    if dtype not in (*_TYPES, *CAMERAS):
+        raise DataError(f"{cannot} has dtype {dtype!r}, expected one of {[*_TYPES, *CAMERAS]}. Convert it.")
+    if dtype in CAMERAS:
+        is_image = len(shape) == 3 and 3 in (shape[0], shape[-1]) and min(shape) > 0
+        if not is_image or (dtype == "video" and any(n % 2 for n in size_of(shape))):
+            raise DataError(
+                f"{cannot} has shape {tuple(shape)}, expected (height, width, 3) or (3, height, width), even for "
+                "videos. Crop or scale it."
+            )
+    elif len(shape) != 1 or shape[0] < 1 or (dtype == "string" and shape != [1]):
+        raise DataError(f"{cannot} has shape {tuple(shape)}, expected (n,), for strings (1,). Flatten it.")
+    return {"dtype": dtype, "shape": shape, "names": feature.get("names")}
+
+
+def checked_values(name: str, feature: Feature, value: Any) -> Any:
+    """Return the values of a feature: a list of texts, or an array, images with their channels last.
+
+    Raises:
+        DataError: they are of another dtype or shape.
+    """
+    dtype, shape = feature["dtype"], tuple(feature["shape"])
+    if dtype == "string":
+        if isinstance(value, str) or not all(isinstance(text, str) for text in value):
+            raise DataError(
+                f"cannot add an episode: {name!r} is not a sequence of texts, expected one a frame. Convert it."
+            )
+        return list(value)
+    array = np.asarray(value)
+    stored = "uint8" if dtype in CAMERAS else dtype
+    if array.dtype != stored or (array.shape[1:] != shape and (shape != (1,) or array.ndim != 1)):
+        raise DataError(
+            f"cannot add an episode: {name!r} is {array.dtype} of shape {array.shape}, expected {stored} of shape "
+            f"{('T', *shape)}. Convert it."
+        )
+    if dtype in CAMERAS:
+        return array if shape[-1] == 3 else np.moveaxis(array, 1, -1)
+    return array.reshape(-1) if shape == (1,) else array
+
+
+def size_of(shape: list[int]) -> tuple[int, int]:
+    """Return the height and the width of images of a shape."""
+    height, width = shape[:2] if shape[-1] == 3 else shape[1:]
+    return height, width
+
+
+def schema_of(features: Mapping[str, Feature]) -> pa.Schema:
+    """Return the columns of the tables, with what Hugging Face datasets says about them."""
+    fields: list[tuple[str, pa.DataType]] = []
+    described: dict[str, Any] = {}
+    for name, feature in features.items():
+        dtype, (n, *_) = feature["dtype"], feature["shape"]
+        scalar = {"dtype": dtype, "_type": "Value"}
+        if dtype == "video":
+            continue
+        if dtype == "image":
+            fields.append((name, _IMAGE))
+            described[name] = {"_type": "Image"}
+        elif n == 1:
+            fields.append((name, _TYPES[dtype]))
+            described[name] = scalar
+        else:
+            fields.append((name, pa.list_(_TYPES[dtype], n)))
+            described[name] = {"feature": scalar, "length": n, "_type": "List"}
+    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": described}})})
+
+
+def column(values: Any, kind: pa.DataType) -> pa.Array:
+    """Return checked values as a column of the schema."""
+    if kind == _IMAGE:
+        files = [{"bytes": png, "path": f"frame-{i:06d}.png"} for i, png in enumerate(encode_png(values))]
+        return pa.array(files, type=kind)
+    if pa.types.is_fixed_size_list(kind):
+        flat: NDArray[Any] = np.ascontiguousarray(values).reshape(-1)
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
+    return pa.array(values, type=kind)

@@ -1,0 +1,121 @@
+"""What has to be at hand of an episode: its rows, and the bytes of its videos where the root is remote.
+
+Input: numbers of episodes. Output: files in the cache, each gone with the last episode that wants it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from fsdp2_strategy.lerobot.metadata import Metadata, Span
+from fsdp2_strategy.lerobot.rows import EpisodeRows
+from fsdp2_strategy.lerobot.source import RemoteFiles, Source
+
+Range = tuple[int, int]
+"""The first byte, and the one after the last."""
+
+_NOTHING: Range = (0, 0)
+_BUFFER_BYTES = 1 << 15
+
+
+@dataclass(frozen=True)
+class _Packets:
+    """Where the packets of a video are, in the order of decoding."""
+
+    seconds: npt.NDArray[np.float64]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    is_key: npt.NDArray[np.bool_]
+
+
+class Fetching:
+    """Fetch episodes and let them go; several threads may do so at a time.
+
+    Args:
+        source: where files come from.
+        metadata: of the data set.
+        rows: cuts out the rows.
+    """
+
+    def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
+        self._source, self._metadata, self._rows = source, metadata, rows
+        self._wanted: dict[str, set[int]] = {}
+        self._packets: dict[str, _Packets] = {}
+        self._ranges: dict[str, dict[int, Range]] = {}
+        self._lock = threading.Lock()
+
+    def want(self, episodes: Iterable[int]) -> None:
+        """Take note of the episodes that are to be fetched by and by: those of one data file are cut out together."""
+        wanted: dict[str, set[int]] = {}
+        for episode in episodes:
+            wanted.setdefault(self._metadata.data_path(episode), set()).add(episode)
+        self._wanted = wanted
+
+    def fetch(self, episode: int) -> None:
+        """Fetch what an episode needs.
+
+        Raises:
+            DataError: it cannot be had.
+            CorruptDataError: a file cannot be parsed.
+        """
+        path = self._metadata.data_path(episode)
+        with self._lock:
+            self._ranges.setdefault(path, {})[episode] = _NOTHING
+        together = self._wanted.get(path, set()) - {episode}
+        self._rows.cut_out({episode, *together})
+        for left in together - self._wanted.get(path, set()):
+            self._rows.forget(left)
+        if not isinstance(self._source, RemoteFiles):
+            return
+        for span in self._spans(episode):
+            with self._lock:
+                self._ranges.setdefault(span.path, {})[episode] = _NOTHING
+            found = self._bytes_of(span)
+            with self._lock:
+                self._ranges[span.path][episode] = found
+            self._source.fetch(span.path, [found])
+
+    def let_go(self, episode: int) -> None:
+        """Free what is held for an episode alone."""
+        self._rows.forget(episode)
+        for path in (self._metadata.data_path(episode), *(span.path for span in self._spans(episode))):
+            with self._lock:
+                held = self._ranges.get(path, {})
+                given_up = held.pop(episode, _NOTHING)
+                kept = list(held.values())
+                if not kept:
+                    self._ranges.pop(path, None)
+                    self._packets.pop(path, None)
+            if not kept:
+                self._source.drop(path)
+            elif given_up != _NOTHING:
+                self._source.forget(path, [given_up], kept)
+
+    def _spans(self, episode: int) -> list[Span]:
+        return [self._metadata.video(key, episode) for key in self._metadata.video_keys]
+
+    def _bytes_of(self, span: Span) -> Range:
+        """Return where the packets of an episode begin and end, from the key frame before its first frame on."""
+        packets = self._packets_of(span.path)
+        if not len(packets.seconds):  # the file has no index
+            return 0, self._source.size(span.path)
+        first = np.flatnonzero(packets.is_key & (packets.seconds <= span.begin_seconds + 1e-6))
+        low = int(first[-1]) if first.size else 0
+        high = max(int(np.searchsorted(packets.seconds, span.end_seconds - 1e-6)), low + 1)
+        return int(packets.begins[low:high].min()), int(packets.ends[low:high].max())
+
+    def _packets_of(self, path: str) -> _Packets:
+        if path not in self._packets:
+            with self._source.open(path) as file, av.open(file, buffer_size=_BUFFER_BYTES) as container:
+                stream = container.streams.video[0]
+                found = [(e.timestamp, e.pos, e.size, e.is_keyframe) for e in stream.index_entries]
+                columns = np.asarray(found, dtype=np.int64).reshape(-1, 4).T
+                seconds = columns[0] * float(stream.time_base or 0)
+            self._packets[path] = _Packets(seconds, columns[1], columns[1] + columns[2], columns[3].astype(bool))
+        return self._packets[path]

@@ -1,0 +1,361 @@
+"""Data sets in LeRobot's format v3.0, written with pyarrow and PyAV alone.
+
+Input: features, and the frames of one episode after the other. Output: a folder that LeRobot's own reader opens:
+
+    meta/info.json, meta/stats.json, meta/tasks.parquet
+    meta/episodes/chunk-000/file-000.parquet       a row an episode
+    data/chunk-000/file-000.parquet                several episodes, a row group each
+    videos/{camera}/chunk-000/file-000.mp4         several episodes
+
+What holds the format together, ``meta/info.json``, is written last: a folder that was left half-written has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fsdp2_strategy.errors import DataError, did_you_mean
+from fsdp2_strategy.lerobot.barcode import barcode, read_barcode, read_camera
+from fsdp2_strategy.lerobot.features import (
+    CAMERAS,
+    OWN,
+    checked_feature,
+    checked_values,
+    column,
+    schema_of,
+    size_of,
+)
+from fsdp2_strategy.lerobot.files import EpisodesFile, Files, RowsFile, write_tasks
+from fsdp2_strategy.lerobot.mp4 import Codec, EncodedEpisode, Encoding, VideoFile, encode
+from fsdp2_strategy.lerobot.stats import Stats, aggregate, feature_stats, image_stats
+
+__all__ = ["DatasetWriter", "barcode", "read_barcode", "read_camera", "write_barcoded"]
+
+_DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+
+TASKS = ("pick up the cube", "put the cube into the box", "öffne die Schublade")
+
+
+class DatasetWriter:
+    """Write a data set, episode by episode.
+
+    Leave it as a context manager, or call ``close``: before, the folder is no data set. A block that is left by an
+    exception leaves none.
+
+    Args:
+        root: a folder that does not exist or is empty.
+        fps: frames a second, an integer.
+        features: by name, each with ``dtype`` (float32, float64, int32, int64, uint8, bool, string, or for cameras
+            video or image), ``shape`` ((n,); for cameras (height, width, 3) or (3, height, width)) and perhaps
+            ``names``.
+        robot_type: what ``meta/info.json`` says.
+        codec: of the videos.
+        gop: every which frame of an episode is a key frame.
+        b_frames: how many frames in a row may refer to later ones.
+        crf: the quality of videos; None for the codec's usual one.
+        episodes_per_data_file: at most; None for as many as the size allows.
+        episodes_per_video_file: likewise.
+        episodes_per_metadata_file: likewise.
+        data_files_size_in_mb: where a file is expected to become larger, the next one begins.
+        video_files_size_in_mb: likewise.
+        chunks_size: files in a folder.
+
+    Raises:
+        DataError: an argument is not as it should be, or the folder holds something.
+
+    Example:
+        >>> import tempfile
+        >>> features = {"action": {"dtype": "float32", "shape": (2,)}}
+        >>> with tempfile.TemporaryDirectory() as root, DatasetWriter(root, fps=10, features=features) as writer:
+        ...     writer.add_episode({"action": np.zeros((5, 2), dtype=np.float32)}, task="wait")
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        fps: int,
+        features: Mapping[str, Mapping[str, Any]],
+        robot_type: str | None = None,
+        codec: Codec = "libx264",
+        gop: int = 2,
+        b_frames: int = 0,
+        crf: int | None = None,
+        episodes_per_data_file: int | None = None,
+        episodes_per_video_file: int | None = None,
+        episodes_per_metadata_file: int | None = None,
+        data_files_size_in_mb: int = 100,
+        video_files_size_in_mb: int = 200,
+        chunks_size: int = 1000,
+    ) -> None:
+        self._encoding = Encoding(fps=fps, codec=codec, gop=gop, b_frames=b_frames, crf=crf)
+        self._features = {name: checked_feature(name, feature) for name, feature in features.items()} | OWN
+        for name in self._named("video"):
+            feature = self._features[name]
+            feature["info"] = self._encoding.info(*size_of(feature["shape"]))
+        self._root = Path(root)
+        if self._root.exists() and (not self._root.is_dir() or any(self._root.iterdir())):
+            raise DataError(f"cannot write a data set: {root} is not empty, expected nothing. Choose another folder.")
+        self._robot_type, self._chunks_size = robot_type, chunks_size
+        self._sizes = {"data_files_size_in_mb": data_files_size_in_mb, "video_files_size_in_mb": video_files_size_in_mb}
+        bounds = {
+            "episodes_per_data_file": episodes_per_data_file,
+            "episodes_per_video_file": episodes_per_video_file,
+            "episodes_per_metadata_file": episodes_per_metadata_file,
+        }
+        for bound, value in {**self._sizes, "chunks_size": chunks_size, **bounds}.items():
+            if value is not None and value < 1:
+                raise DataError(f"cannot write a data set: {bound} is {value}, expected at least 1. Change it.")
+
+        self._schema = schema_of(self._features)
+        self._data: Files[pa.Table] = Files(
+            self._root / "data",
+            ".parquet",
+            partial(RowsFile, schema=self._schema),
+            chunks_size=chunks_size,
+            most_episodes=episodes_per_data_file,
+            most_bytes=data_files_size_in_mb << 20,
+        )
+        self._videos: dict[str, Files[EncodedEpisode]] = {
+            name: Files(
+                self._root / "videos" / name,
+                ".mp4",
+                partial(VideoFile, encoding=self._encoding),
+                chunks_size=chunks_size,
+                most_episodes=episodes_per_video_file,
+                most_bytes=video_files_size_in_mb << 20,
+            )
+            for name in self._named("video")
+        }
+        self._episodes: Files[dict[str, Any]] = Files(
+            self._root / "meta/episodes",
+            ".parquet",
+            EpisodesFile,
+            chunks_size=chunks_size,
+            most_episodes=episodes_per_metadata_file,
+            most_bytes=data_files_size_in_mb << 20,
+        )
+        self._tasks: dict[str, int] = {}
+        self._stats: dict[str, list[Stats]] = {name: [] for name in self._features if not self._is(name, "string")}
+        self._n_episodes = self._n_frames = 0
+        self._is_closed = self._is_broken = False
+
+    def add_episode(self, frames: Mapping[str, Any], task: str | Sequence[str]) -> None:
+        """Write one episode.
+
+        Args:
+            frames: for each feature its values (T, *shape), of exactly its dtype; images are uint8. A shape of (1,) may
+                be left out.
+            task: in words, of the episode or of each of its frames.
+
+        Raises:
+            DataError: the writer is closed, or a feature is missing, unknown, or of another shape or dtype; nothing of
+                the episode is written then.
+        """
+        if self._is_closed or self._is_broken:
+            state = "broken: an episode is half-written" if self._is_broken else "closed"
+            raise DataError(
+                f"cannot add an episode: the writer is {state}, expected an open one. Write another data set."
+            )
+        values = self._checked(frames)
+        length = len(next(iter(values.values())))
+        tasks = [task] * length if isinstance(task, str) else list(task)
+        if len(tasks) != length or not all(isinstance(text, str) for text in tasks):
+            raise DataError(
+                f"cannot add an episode: task has {len(tasks)} entries for {length} frames, expected a text, or one a "
+                "frame. Give as many."
+            )
+        videos = {name: encode(values[name], self._encoding) for name in self._videos}
+        stats = {name: image_stats(values[name]) for name in self._named(*CAMERAS)}
+        for text in tasks:
+            self._tasks.setdefault(text, len(self._tasks))
+        values |= {
+            "timestamp": (np.arange(length) / self._encoding.fps).astype(np.float32),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, self._n_episodes),
+            "index": np.arange(self._n_frames, self._n_frames + length),
+            "task_index": np.array([self._tasks[text] for text in tasks]),
+        }
+        stats |= {name: feature_stats(values[name]) for name in self._stats if name not in stats}
+        row = {"episode_index": self._n_episodes, "tasks": list(dict.fromkeys(tasks)), "length": length}
+        self._is_broken = True
+        row |= self._write(values, videos, length)
+        for name in self._stats:
+            self._stats[name].append(stats[name])
+            row |= {f"stats/{name}/{key}": value.tolist() for key, value in stats[name].items()}
+        self._episodes.append(row)
+        self._n_episodes, self._n_frames = self._n_episodes + 1, self._n_frames + length
+        self._is_broken = False
+
+    def close(self) -> None:
+        """Finish all files and write what describes the data set; once is enough.
+
+        Raises:
+            DataError: there is no episode, or one is half-written.
+        """
+        if self._is_closed:
+            return
+        self._close_files()
+        if self._is_broken or not self._n_episodes:
+            whole = f"{self._n_episodes} episodes{' and a part of one' if self._is_broken else ''}"
+            raise DataError(
+                f"cannot finish a data set: it has {whole}, expected whole ones, at least 1. Write it anew."
+            )
+        stats = {name: aggregate(episodes) for name, episodes in self._stats.items()}
+        as_lists = {name: {key: value.tolist() for key, value in of.items()} for name, of in stats.items()}
+        _write_json(self._root / "meta/stats.json", as_lists)
+        write_tasks(self._root / "meta/tasks.parquet", list(self._tasks))
+        _write_json(self._root / "meta/info.json", self._info())
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._close_files()
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "codebase_version": "v3.0",
+            "fps": self._encoding.fps,
+            "features": self._features,
+            "total_episodes": self._n_episodes,
+            "total_frames": self._n_frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": self._chunks_size,
+            **self._sizes,
+            "data_path": _DATA_PATH,
+            "video_path": _VIDEO_PATH if self._videos else None,
+            "robot_type": self._robot_type,
+            "splits": {"train": f"0:{self._n_episodes}"},
+        }
+
+    def _write(self, values: dict[str, Any], videos: dict[str, EncodedEpisode], length: int) -> dict[str, Any]:
+        """Write rows and videos; return where they stand."""
+        arrays = [column(values[field.name], field.type) for field in self._schema]
+        rows = self._data.append(pa.Table.from_arrays(arrays, schema=self._schema))
+        row: dict[str, Any] = {
+            "data/chunk_index": rows.chunk,
+            "data/file_index": rows.file,
+            "dataset_from_index": self._n_frames,
+            "dataset_to_index": self._n_frames + length,
+        }
+        for name, video in videos.items():
+            place = self._videos[name].append(video)
+            row |= {
+                f"videos/{name}/chunk_index": place.chunk,
+                f"videos/{name}/file_index": place.file,
+                f"videos/{name}/from_timestamp": place.start / self._encoding.fps,
+                f"videos/{name}/to_timestamp": (place.start + length) / self._encoding.fps,
+            }
+        return row
+
+    def _checked(self, frames: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all features, images with their channels last."""
+        expected = [name for name in self._features if name not in OWN]
+        for name in frames:
+            if name not in expected:
+                raise DataError(
+                    f"cannot add an episode: {name!r} is no feature, expected {expected}."
+                    f"{did_you_mean(name, expected)} Declare it, or leave it out; times and indices are filled in."
+                )
+        if missing := [name for name in expected if name not in frames]:
+            raise DataError(f"cannot add an episode: frames have {list(frames)}, expected {missing} too. Give them.")
+        values = {name: checked_values(name, self._features[name], frames[name]) for name in expected}
+        lengths = {name: len(array) for name, array in values.items()}
+        if len(set(lengths.values())) != 1 or not all(lengths.values()):
+            raise DataError(
+                f"cannot add an episode: the numbers of frames are {lengths}, expected one number, at least 1, for "
+                "all. Give as many values of each feature."
+            )
+        return values
+
+    def _named(self, *dtypes: str) -> list[str]:
+        return [name for name in self._features if self._is(name, *dtypes)]
+
+    def _is(self, name: str, *dtypes: str) -> bool:
+        return self._features[name]["dtype"] in dtypes
+
+    def _close_files(self) -> None:
+        self._is_closed = True
+        for files in (self._data, *self._videos.values(), self._episodes):
+            files.close()
+
+
+def write_barcoded(
+    root: str | Path,
+    lengths: Sequence[int],
+    *,
+    fps: int = 10,
+    cameras: Sequence[str] = ("observation.images.top",),
+    image_cameras: Sequence[str] = (),
+    height: int = 64,
+    width: int = 96,
+    tasks: Sequence[str] = TASKS,
+    episodes_per_data_file: int | None = 4,
+    episodes_per_video_file: int | None = 3,
+    **options: Any,
+) -> Path:
+    """Write a data set whose every value says which frame of which episode it belongs to.
+
+    ``observation.state`` is (episode, frame), ``action`` (episode + 0.5, frame + 0.5), both float32 and exact;
+    ``next.done`` is true of last frames. Images are ``barcode(episode, frame, camera=...)``, the cameras numbered from
+    0, videos before images. Episode ``i`` has task ``tasks[i % len(tasks)]``.
+
+    Args:
+        root: a folder that does not exist or is empty.
+        lengths: frames of each episode.
+        fps: frames a second.
+        cameras: names of features kept as video.
+        image_cameras: names of features kept as PNG in the tables.
+        height: of images, even.
+        width: of images, even.
+        tasks: in words.
+        episodes_per_data_file: at most.
+        episodes_per_video_file: at most.
+        options: further arguments of ``DatasetWriter``.
+
+    Returns:
+        The folder.
+    """
+    image = {"shape": (height, width, 3), "names": ["height", "width", "channels"]}
+    features: dict[str, dict[str, Any]] = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
+        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+        **{name: {"dtype": "video", **image} for name in cameras},
+        **{name: {"dtype": "image", **image} for name in image_cameras},
+    }
+    with DatasetWriter(
+        root,
+        fps=fps,
+        features=features,
+        episodes_per_data_file=episodes_per_data_file,
+        episodes_per_video_file=episodes_per_video_file,
+        **options,
+    ) as writer:
+        for episode, length in enumerate(lengths):
+            state = np.stack([np.full(length, episode), np.arange(length)], axis=-1).astype(np.float32)
+            frames = {"observation.state": state, "action": state + 0.5, "next.done": np.arange(length) == length - 1}
+            for camera, name in enumerate([*cameras, *image_cameras]):
+                images = [barcode(episode, frame, height, width, camera=camera) for frame in range(length)]
+                frames[name] = np.stack(images)
+            writer.add_episode(frames, tasks[episode % len(tasks)])
+    return Path(root)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")

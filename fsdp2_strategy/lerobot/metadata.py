@@ -1,0 +1,271 @@
+"""What LeRobot's v3 format says of a data set: its features, episodes, tasks and statistics, and which file holds what.
+
+Input: a source's `meta/info.json`, `meta/stats.json`, `meta/tasks.parquet` and `meta/episodes/*/*.parquet`, of which
+those columns are read that say where an episode is. Output: `Metadata`. Format: LeRobot's documentation of v3.0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.lerobot.source import Source
+
+Column = npt.NDArray[Any]
+
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_FACTS = ("features", "fps", "total_episodes", "total_frames", "data_path")
+_WHERE = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
+_WHERE_OF_VIDEO = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where an episode's video is."""
+
+    path: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """Describe a data set; see the file's docstring."""
+
+    fps: float
+    features: Mapping[str, Mapping[str, Any]]
+    """By name: dtype, shape, names."""
+    stats: Mapping[str, Mapping[str, torch.Tensor]]
+    """By feature: mean, std, min, max, and what else there is, in float32; of the whole data set."""
+    tasks: tuple[str, ...]
+    info: Mapping[str, Any]
+    """All of `meta/info.json`."""
+    _columns: Mapping[str, Column] = field(repr=False)
+
+    @classmethod
+    def read(cls, source: Source) -> Metadata:
+        """Read a data set's metadata.
+
+        Raises:
+            DataError: it is not there, or of another version.
+            CorruptDataError: it cannot be parsed, or contradicts itself.
+        """
+        info = _json(source, "meta/info.json")
+        version = str(info.get("codebase_version"))
+        if not version.startswith("v3."):
+            raise DataError(
+                f"cannot read the data set at {source.location('')}: its version is {version}, expected v3. Convert it "
+                "with LeRobot's script."
+            )
+        if lacking := [name for name in _FACTS if info.get(name) is None]:
+            raise corrupt(source, "meta/info.json", f"it lacks {', '.join(lacking)}", "the facts of LeRobot's format")
+        features = info["features"]
+        if deep := [key for key, feature in features.items() if _is_depth(feature)]:
+            raise DataError(
+                f"cannot read the data set at {source.location('')}: {', '.join(deep)} are depth maps, expected "
+                "colours and numbers. Use a copy of the data set without them."
+            )
+        videos = [key for key, feature in features.items() if feature["dtype"] == "video"]
+        wanted = [*_WHERE, *(f"videos/{key}/{name}" for key in videos for name in _WHERE_OF_VIDEO)]
+        columns = _episodes(source, wanted, int(info["total_episodes"]), int(info.get("chunks_size", 1000)))
+        if columns["length"].sum() != info["total_frames"]:
+            raise CorruptDataError(
+                f"cannot read the data set at {source.location('')}: its episodes have {columns['length'].sum()} "
+                f"frames, expected the {info['total_frames']} of meta/info.json. Write its metadata anew."
+            )
+        return cls(
+            fps=float(info["fps"]),
+            features=features,
+            stats=_stats(source),
+            tasks=_tasks(source),
+            info=info,
+            _columns=columns,
+        )
+
+    @property
+    def total_episodes(self) -> int:
+        """How many episodes there are."""
+        return len(self._columns["length"])
+
+    @property
+    def total_frames(self) -> int:
+        """How many frames they have together."""
+        return int(self.lengths.sum())
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Frames of each episode."""
+        return self._columns["length"]
+
+    @cached_property
+    def video_keys(self) -> tuple[str, ...]:
+        """Features that are videos."""
+        return tuple(key for key, feature in self.features.items() if feature["dtype"] == "video")
+
+    @cached_property
+    def image_keys(self) -> tuple[str, ...]:
+        """Features that are single images, in the data files."""
+        return tuple(key for key, feature in self.features.items() if feature["dtype"] == "image")
+
+    @cached_property
+    def camera_keys(self) -> tuple[str, ...]:
+        """Features that are pictures."""
+        return self.video_keys + self.image_keys
+
+    def data_path(self, episode: int) -> str:
+        """Return the file of an episode's rows."""
+        chunk, file = (int(self._columns[f"data/{name}"][episode]) for name in ("chunk_index", "file_index"))
+        return str(self.info["data_path"]).format(chunk_index=chunk, file_index=file)
+
+    def video(self, key: str, episode: int) -> Span:
+        """Return where the video of an episode is."""
+        chunk, file, begin, end = (self._columns[f"videos/{key}/{name}"][episode] for name in _WHERE_OF_VIDEO)
+        path = str(self.info["video_path"]).format(video_key=key, chunk_index=int(chunk), file_index=int(file))
+        return Span(path, float(begin), float(end))
+
+    def first_index(self, episode: int) -> int:
+        """Return the number of an episode's first frame."""
+        return int(self._columns["dataset_from_index"][episode])
+
+    def first_row(self, episode: int) -> int:
+        """Return where in its file an episode's rows begin, as files are written: episode after episode."""
+        return self.first_index(episode) - self._file_begins[self.data_path(episode)]
+
+    @cached_property
+    def _file_begins(self) -> dict[str, int]:
+        begins: dict[str, int] = {}
+        for episode, first in enumerate(self._columns["dataset_from_index"].tolist()):
+            path = self.data_path(episode)
+            begins[path] = min(first, begins.get(path, first))
+        return begins
+
+
+def _json(source: Source, path: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(source.read(path)))
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise corrupt(source, path, error, "JSON") from error
+
+
+def _stats(source: Source) -> dict[str, dict[str, torch.Tensor]]:
+    if not source.exists("meta/stats.json"):
+        return {}
+    return {
+        key: {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+        for key, values in _json(source, "meta/stats.json").items()
+    }
+
+
+def _tasks(source: Source) -> tuple[str, ...]:
+    """Return the texts of tasks by their number; pandas keeps the text in an index of whatever name."""
+    path = "meta/tasks.parquet"
+    table = read_parquet(source, path)
+    texts = [name for name in table.column_names if name != "task_index"]
+    if "task_index" not in table.column_names or not texts:
+        raise corrupt(source, path, f"its columns are {', '.join(table.column_names)}", "task_index and a text")
+    text = "task" if "task" in texts else texts[0]
+    by_number = dict(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True))
+    return tuple(by_number.get(i, "") for i in range(max(by_number, default=-1) + 1))
+
+
+def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -> dict[str, Column]:
+    """Return columns of the episodes' files, in the order of episodes.
+
+    The files are numbered through; a remote root cannot always be listed.
+    """
+    tables: list[pa.Table] = []
+    rows = 0
+    for path in _numbered(chunk_files):
+        if rows >= count:
+            break
+        if tables and not source.exists(path):
+            raise CorruptDataError(
+                f"cannot read the data set at {source.location('')}: {path} is missing and {rows} episodes are "
+                f"described, expected {count}. Get the folder meta again."
+            )
+        tables.append(read_parquet(source, path, wanted))
+        rows += tables[-1].num_rows
+    if not rows:
+        raise DataError(
+            f"cannot read the data set at {source.location('')}: it has no episode, expected one. Record some first."
+        )
+    whole = pa.concat_tables(tables)
+    columns = {name: whole[name].to_numpy() for name in wanted}
+    by_episode = np.argsort(columns["episode_index"], kind="stable")
+    columns = {name: column[by_episode] for name, column in columns.items()}
+    if rows != count or (columns["episode_index"] != np.arange(count)).any():
+        raise CorruptDataError(
+            f"cannot read the data set at {source.location('')}: its {rows} episodes are not numbered 0 to "
+            f"{count - 1}, expected each once. Write its metadata anew."
+        )
+    return columns
+
+
+def _numbered(chunk_files: int) -> Iterator[str]:
+    number = 0
+    while True:
+        chunk, file = divmod(number, chunk_files)
+        yield EPISODES_PATH.format(chunk_index=chunk, file_index=file)
+        number += 1
+
+
+def read_parquet(source: Source, path: str, columns: list[str] | None = None) -> pa.Table:
+    """Return columns of a parquet file that is read once.
+
+    pyarrow's threads do not read it: one that still holds a Python file when the interpreter ends aborts the process
+    (https://github.com/apache/arrow/issues/34314).
+
+    Raises:
+        CorruptDataError: it is not one, or lacks a column.
+    """
+    with source.open(path) as file, parsing(source, path):
+        table = pq.ParquetFile(file, pre_buffer=False).read(columns, use_threads=False)
+    source.drop(path)
+    if lacking := [name for name in columns or () if name not in table.column_names]:
+        raise corrupt(source, path, f"it lacks the columns {', '.join(lacking)}", "those of LeRobot's format")
+    return table
+
+
+@contextmanager
+def parsing(source: Source, path: str) -> Iterator[None]:
+    """Raise what pyarrow says of a file with the file's name.
+
+    Raises:
+        CorruptDataError: it cannot be parsed.
+        DataError: the disk fails.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk says so, not pyarrow
+            raise DataError(
+                f"cannot read {source.location(path)}: {error}, expected a file that can be read. Look after the disk."
+            ) from error
+        raise corrupt(source, path, error, "a parquet file of LeRobot's format") from error
+
+
+def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptDataError:
+    """Return the error that a file is not what it should be."""
+    return CorruptDataError(
+        f"cannot read {source.location(path)}: {found}, expected {expected}. Get the file again; else "
+        'on_corrupt="skip" leaves out the samples that it spoils, and episodes= whole episodes.',
+        location=source.location(path),
+    )
+
+
+def _is_depth(feature: Mapping[str, Any]) -> bool:
+    info = {**(feature.get("video_info") or {}), **(feature.get("info") or {})}
+    return bool(info.get("is_depth_map") or info.get("video.is_depth_map"))

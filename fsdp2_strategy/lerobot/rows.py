@@ -1,0 +1,190 @@
+"""The numbers of an episode, frame by frame: cut out of the data files once, then shared by all processes of a rank.
+
+Input: parquet files that hold several episodes each. Output: one file an episode, mapped into memory, as columns.
+
+[Note: rows once] A row group may hold one episode or a thousand. It is decoded once for all episodes that are wanted of
+it at a time, by whichever process comes first; the others map what it wrote. So the rows of a pool are in memory once a
+rank, however many workers it has, and the kernel may drop them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fsdp2_strategy.lerobot.metadata import Metadata, corrupt, parsing
+from fsdp2_strategy.lerobot.source import Source, naming_the_disk
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
+
+Rows = Mapping[str, Any]
+"""By feature: an array of as many rows as the episode has frames; of texts and images a list or Arrow array."""
+
+
+class EpisodeRows:
+    """Give the rows of episodes.
+
+    Args:
+        source: where the data files come from.
+        metadata: of the data set.
+        folder: for the files that are cut out; it exists.
+        kept: how many episodes this process keeps mapped.
+    """
+
+    def __init__(self, source: Source, metadata: Metadata, folder: Path, kept: int) -> None:
+        self._source, self._metadata, self._folder, self._kept = source, metadata, folder, kept
+        self._columns = [key for key, feature in metadata.features.items() if feature["dtype"] != "video"]
+        self._mapped: OrderedDict[int, Rows] = OrderedDict()
+
+    def __getitem__(self, episode: int) -> Rows:
+        """Return the rows of an episode, by feature.
+
+        Raises:
+            CorruptDataError: its data file cannot be parsed, or holds other episodes or values than it should.
+            DataError: the file cannot be had, or there is no room for its rows.
+        """
+        if episode in self._mapped:
+            self._mapped.move_to_end(episode)
+            return self._mapped[episode]
+        table = self._map(episode)
+        for old in [old for old in self._mapped if not self._path(old).exists()]:
+            del self._mapped[old]  # what has left takes room on the disk as long as it is mapped
+        while len(self._mapped) >= self._kept:
+            self._mapped.popitem(last=False)
+        rows = {}
+        for key in table.column_names:
+            try:
+                rows[key] = _array(table[key], self._metadata.features[key])
+            except (TypeError, ValueError) as error:
+                found, expected = f"{key} of episode {episode}: {error}", "values as meta/info.json describes them"
+                raise corrupt(self._source, self._metadata.data_path(episode), found, expected) from error
+        self._mapped[episode] = rows
+        return rows
+
+    def cut_out(self, episodes: Iterable[int]) -> None:
+        """Write the files of episodes that have none; see [Note: rows once].
+
+        Raises:
+            CorruptDataError: a data file cannot be parsed, or holds other episodes than it should.
+            DataError: a file cannot be had, or there is no room for its rows.
+        """
+        by_file: dict[str, list[int]] = {}
+        for episode in episodes:
+            if not self._path(episode).exists():
+                by_file.setdefault(self._metadata.data_path(episode), []).append(episode)
+        for path, wanted in by_file.items():
+            with self._one_at_a_time(path):
+                missing = [episode for episode in wanted if not self._path(episode).exists()]
+                if missing:
+                    self._cut_out_of(path, missing)
+
+    def forget(self, episode: int) -> None:
+        """Delete the file of an episode; whoever has it mapped keeps it until it maps another."""
+        self._path(episode).unlink(missing_ok=True)
+
+    def _map(self, episode: int) -> pa.Table:
+        while True:
+            self.cut_out([episode])
+            with suppress(FileNotFoundError), pa.memory_map(str(self._path(episode))) as file:  # unless it was let go
+                return pa.ipc.open_file(file).read_all()
+
+    def _cut_out_of(self, path: str, episodes: Sequence[int]) -> None:
+        with self._source.open(path) as opened, parsing(self._source, path):
+            file = pq.ParquetFile(opened, pre_buffer=False)  # without threads, as `read_parquet`
+            present = set(file.schema_arrow.names)
+            if lacking := [key for key in self._columns if key not in present]:
+                raise corrupt(self._source, path, f"it lacks {', '.join(lacking)}", "the features of meta/info.json")
+            places = {episode: self._metadata.first_row(episode) for episode in episodes}
+            if astray := self._cut(file, places):
+                numbers = file.read(["episode_index"], use_threads=False)["episode_index"].to_numpy()
+                places = {episode: int(np.argmax(numbers == episode)) for episode in astray}
+                astray = self._cut(file, places)
+            footer_bytes = file.metadata.serialized_size
+        self._source.forget(path, [(0, self._source.size(path) - footer_bytes)])  # nobody reads the groups again
+        if astray:
+            found = f"it lacks the rows of the episodes {', '.join(map(str, astray[:5]))}"
+            raise corrupt(self._source, path, found, "those that meta/episodes names")
+
+    def _cut(self, file: pq.ParquetFile, places: Mapping[int, int]) -> list[int]:
+        """Write episodes that begin at rows of a file; return those that are not there."""
+        groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        begins = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
+        pieces: dict[int, list[pa.Table]] = {episode: [] for episode in places}
+        lengths = {episode: int(self._metadata.lengths[episode]) for episode in places}
+        written: set[int] = set()
+        for i in range(file.num_row_groups):
+            low, high = int(begins[i]), int(begins[i + 1])
+            inside = [e for e, first in places.items() if first < high and low < first + lengths[e]]
+            if not inside:
+                continue
+            table = file.read_row_group(i, self._columns, use_threads=False)
+            for episode in inside:
+                first, last = places[episode], places[episode] + lengths[episode]
+                pieces[episode].append(table.slice(max(first - low, 0), min(last, high) - max(first, low)))
+                if last <= high and self._write(episode, pa.concat_tables(pieces.pop(episode))):
+                    written.add(episode)
+        return [episode for episode in places if episode not in written]
+
+    def _write(self, episode: int, table: pa.Table) -> bool:
+        """Write the rows of an episode; say whether they are those."""
+        right = table["episode_index"].to_numpy() == episode
+        if len(right) != self._metadata.lengths[episode] or not right.all():
+            return False
+        unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
+        with naming_the_disk(f"the rows of episode {episode}", self._folder):  # else the data file seemed damaged
+            try:
+                with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table.combine_chunks())
+                unfinished.replace(self._path(episode))
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return True
+
+    def _path(self, episode: int) -> Path:
+        return self._folder / f"episode-{episode:06d}.arrow"
+
+    @contextmanager
+    def _one_at_a_time(self, path: str) -> Iterator[None]:
+        with naming_the_disk(path, self._folder):
+            opened = (self._folder / f"{path.replace('/', '-')}.lock").open("w")
+        with opened as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:  # not left to closing: a worker forked meanwhile keeps it open
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
+    """Return a column as an array of shape (T,) or (T, *shape); texts as a list, images as they are.
+
+    Raises:
+        ValueError: it is of another shape, or lacks values.
+        TypeError: there is no such dtype.
+    """
+    if feature["dtype"] == "image":
+        return column
+    values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies even one
+    if isinstance(values, pa.ChunkedArray):
+        values = pa.concat_arrays(values.chunks)
+    if isinstance(values, pa.ExtensionArray):
+        values = values.storage
+    is_list = False
+    while any(is_a(values.type) for is_a in _LISTS):
+        values, is_list = values.flatten(), True
+    if not any(is_a(values.type) for is_a in _NUMBERS):
+        return column.to_pylist()
+    if values.null_count and not pa.types.is_floating(values.type):
+        raise ValueError(f"{values.null_count} values are missing")
+    array = values.to_numpy(zero_copy_only=False).astype(feature["dtype"], copy=False)
+    return array.reshape(len(column), *feature["shape"]) if is_list else array

@@ -1,0 +1,209 @@
+"""The frames of mp4 files that are asked for: exact by their time stamps, from a bounded number of open decoders.
+
+Input: a file that holds several episodes, and seconds in it. Output: pictures, uint8 of shape (T, C, H, W).
+
+[Note: decoding] A frame can be decoded only after those before it, back to a key frame. Those are decoded and not
+converted. Frames that are asked for together are decoded in one go, from one key frame to the next. One thread decodes:
+a decoder with several runs ahead of what is wanted; workers are what runs side by side.
+
+[Note: planes] A sample holds one colour after the other. FFmpeg can give pictures so; turned round behind it, they cost
+twice as much. For the formats of `_PLANAR` in widths that are multiples of 16, which nearly all videos have, its values
+are those that it gives pixel after pixel; elsewhere they may not be, and that longer way is gone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import av
+import av.container
+import numpy as np
+import torch
+from av.video.reformatter import VideoReformatter
+
+from fsdp2_strategy.lerobot.counters import Counts
+from fsdp2_strategy.lerobot.metadata import corrupt
+from fsdp2_strategy.lerobot.source import Source
+
+_PLANAR = {"yuv420p", "yuvj420p"}
+_BUFFER_BYTES = 1 << 15  # what lies behind an episode is read ahead, and fetched for nothing
+_KEYS_BACK = 4
+# A flipped bit is an error, not a picture with a hole in it.
+_STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
+
+
+class Decoders:
+    """Keep files open between frames.
+
+    Args:
+        source: where the files come from.
+        most: how many are open at a time; the one that was used longest ago is closed.
+        counts: what is decoded is counted there.
+    """
+
+    def __init__(self, source: Source, most: int, counts: Counts) -> None:
+        self._source, self._most, self._counts = source, most, counts
+        self._open: OrderedDict[str, _Decoder] = OrderedDict()
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        """Return how many are open."""
+        return len(self._open)
+
+    def frames(self, path: str, seconds: Sequence[float], tolerance_s: float) -> torch.Tensor:
+        """Return the frames at times, uint8 of shape (T, C, H, W).
+
+        Raises:
+            CorruptDataError: the file cannot be decoded, or has no frame within the tolerance of a time.
+            DataError: it cannot be had.
+        """
+        try:
+            decoder = self._opened(path)
+            before = decoder.decoded
+            pictures = decoder.at(sorted(set(seconds)), tolerance_s)
+        except (av.FFmpegError, IndexError) as error:
+            self.close(path)
+            raise corrupt(self._source, path, error, "a video that can be decoded") from error
+        except BaseException:  # it does not go on from there
+            self.close(path)
+            raise
+        self._counts.add(frames_decoded=decoder.decoded - before, frames_converted=len(pictures))
+        if len(seconds) == 1:  # needs no copy
+            return pictures[seconds[0]].unsqueeze(0)
+        return torch.stack([pictures[second] for second in seconds])
+
+    def close(self, path: str | None = None) -> None:
+        """Close a file, or all."""
+        for name in [path] if path is not None else list(self._open):
+            if (decoder := self._open.pop(name, None)) is not None:
+                decoder.close()
+
+    def _opened(self, path: str) -> _Decoder:
+        if self._process != os.getpid():  # a fork reads with its parent's place in the file
+            self._open, self._process = OrderedDict(), os.getpid()
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        while len(self._open) >= self._most:
+            self._open.popitem(last=False)[1].close()
+        self._open[path] = _Decoder(self._source, path)
+        return self._open[path]
+
+
+class _Decoder:
+    """An open file."""
+
+    def __init__(self, source: Source, path: str) -> None:
+        self._source, self._path = source, path
+        self.decoded = 0
+        local, opened = source.local(path), source.open(path)
+        if local is not None:  # by name it is read without Python
+            opened.close()
+        self._file = None if local is not None else opened
+        self._container = _container(opened if local is None else str(local))
+        if not self._container.streams.video:
+            raise corrupt(source, path, "it has no picture", "a video")
+        self._stream = self._container.streams.video[0]
+        context = self._stream.codec_context
+        context.thread_count, context.options = 1, _STRICT
+        self._time_base = float(self._stream.time_base or 0)
+        self._index = self._stream.index_entries
+        self._reformatter = VideoReformatter()
+        self._frames: Iterator[av.VideoFrame] = iter(())
+        self._last: av.VideoFrame | None = None
+
+    def at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
+        """Return the frames at ascending times."""
+        found = {}
+        for second in seconds:
+            found[second] = _channels_first(self._frame(second, tolerance_s), self._reformatter)
+        return found
+
+    def close(self) -> None:
+        self._frames = iter(())
+        self._container.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _frame(self, second: float, tolerance_s: float) -> av.VideoFrame:
+        wanted = round(second / self._time_base)
+        frame = self._nearest(wanted)
+        if frame is None or abs(_pts(frame) - wanted) > max(tolerance_s / self._time_base, 0.5):
+            found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "it has none"
+            raise corrupt(self._source, self._path, found, f"a frame at {second:f} seconds within {tolerance_s:g}")
+        if frame.is_corrupt:
+            raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is damaged", "a whole one")
+        return frame
+
+    def _nearest(self, wanted: int) -> av.VideoFrame | None:
+        """Return the frame that is nearest to a time."""
+        if self._last is None or not self._is_ahead(_pts(self._last), wanted):
+            self._go_back(wanted)
+        before, frame = None, self._last
+        while frame is not None and _pts(frame) < wanted - 1:  # ticks: times are rounded when they are written
+            before, frame = frame, self._next()
+        self._last = frame
+        if frame is None or (before is not None and wanted - _pts(before) < _pts(frame) - wanted):
+            return before
+        return frame
+
+    def _go_back(self, wanted: int) -> None:
+        """Decode from a key frame on that is not after a time.
+
+        The frames shown before a key frame may need those of the one before it, which this index does not tell.
+        """
+        start = wanted
+        for _ in range(_KEYS_BACK):
+            self._container.seek(start, stream=self._stream, backward=True)
+            self._frames = self._container.decode(self._stream)
+            self._last = self._next()
+            key = self._index.search_timestamp(start, backward=True)
+            if key <= 0 or (self._last is not None and _pts(self._last) <= wanted + 1):
+                return
+            start = self._index[key].timestamp - 1
+
+    def _next(self) -> av.VideoFrame | None:
+        frame = next(self._frames, None)
+        self.decoded += frame is not None
+        return frame
+
+    def _is_ahead(self, at: int, wanted: int) -> bool:
+        """Return whether a frame is reached by going on: it is not behind, and no key frame is nearer."""
+        if wanted <= at:
+            return wanted == at
+        key = self._index.search_timestamp(wanted, backward=True)
+        return key >= 0 and self._index[key].timestamp <= at
+
+
+def _pts(frame: av.VideoFrame) -> int:
+    return frame.pts if frame.pts is not None else -1
+
+
+def picture(content: bytes) -> torch.Tensor:
+    """Return an encoded image (PNG, JPEG), uint8 of shape (C, H, W).
+
+    Raises:
+        av.FFmpegError: it cannot be decoded.
+    """
+    with _container(io.BytesIO(content)) as container:
+        return _channels_first(next(container.decode(video=0)), VideoReformatter())
+
+
+def _container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputContainer:
+    return av.open(file, "r", buffer_size=_BUFFER_BYTES)
+
+
+def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torch.Tensor:
+    """Return the picture of a frame; see [Note: planes]."""
+    if frame.format.name not in _PLANAR or frame.width % 16 or frame.height % 2:
+        pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers, though their types say not
+    green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
+    pixels = np.empty((3, frame.height, frame.width), np.uint8)
+    pixels[0], pixels[1], pixels[2] = (colour[:, : frame.width] for colour in (red, green, blue))
+    return torch.from_numpy(pixels)

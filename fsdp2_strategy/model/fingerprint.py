@@ -1,0 +1,164 @@
+"""Whether tensors hold the same values, told by a few digits each, on any number of ranks and without a gather.
+
+Input: tensors, sharded or not. Output: a `Fingerprint` for each.
+
+[Note: fingerprint] The bits of each element are an integer; it is multiplied with a weight of its position in the whole
+tensor, and all products are summed modulo 2^64. A sum does not ask how elements are spread over ranks. The weight of
+position p is one for p's place in its block of elements, times one of the block. Where a run stores in another
+dtype what it does not train, a second sum, of the elements as bfloat16, says what can be said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.residency import local_box, values_of
+
+# Sums of what was frozen when a model was sharded, by name.
+_as_built: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+
+# Odd constants without structure: that of the golden ratio, and one of splitmix64's, as signed integers.
+_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Tell values apart; see [Note: fingerprint]."""
+
+    dtype: str
+    exact: str
+    """Of the elements as they are stored, 16 hexadecimal digits."""
+    as_bfloat16: str
+    """Of the elements as bfloat16; of those that are no floating numbers, the same as ``exact``."""
+
+    def fits(self, other: Fingerprint) -> bool | None:
+        """Say whether two are of the same values, as far as the coarser dtype tells; None where none tells.
+
+        float16 rounds otherwise than bfloat16, so that of two that came from one fp32 value neither tells the other.
+        """
+        if self.dtype == other.dtype:
+            return self.exact == other.exact
+        if "torch.float16" in (self.dtype, other.dtype):
+            return None
+        return self.as_bfloat16 == other.as_bfloat16
+
+
+def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None) -> torch.Tensor:
+    """Return what this rank's elements add to the fingerprints: int64 of shape (tensors, 2); not collective.
+
+    Args:
+        tensors: sharded or not.
+        elements: of a block; by default ``sizes.FINGERPRINT_ELEMENTS``. Those of blocks of different sizes differ.
+    """
+    of_place = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
+    sums = [_sums(t, of_place).to(control_device()) for t in tensors.values()]
+    return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=control_device())
+
+
+def remember_as_built(model: nn.Module) -> None:
+    """Keep the sums of what is frozen in a model that trains, once it is sharded and real; not collective."""
+    parameters = named_parameters(model)
+    frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    if 0 < len(frozen) < len(parameters) and not any(p.is_meta for p in frozen.values()):
+        _as_built[model] = dict(zip(frozen, local_sums(frozen), strict=True))
+
+
+def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
+    """Return which tensors, whose sums are given, are not as `remember_as_built` found them; collective."""
+    before = _as_built.get(model, {})
+    names = list(names)
+    differs = [name not in before or not torch.equal(before[name], own) for name, own in zip(names, local, strict=True)]
+    flags = torch.tensor(differs, dtype=torch.int64, device=control_device())
+    if differs:
+        dist.all_reduce(flags, group=group_in_use())
+    return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> dict[str, Fingerprint]:
+    """Add what `local_sums` gave up over the ranks; collective."""
+    if local.numel():
+        dist.all_reduce(local, group=group_in_use())
+    digits = [[f"{value % (1 << 64):016x}" for value in pair] for pair in local.tolist()]
+    return {name: Fingerprint(str(t.dtype), *pair) for (name, t), pair in zip(tensors.items(), digits, strict=True)}
+
+
+def _counts_here(tensor: torch.Tensor) -> bool:
+    """Say whether this rank is the one of its replicas that counts."""
+    if not isinstance(tensor, DTensor):
+        return is_rank_0()
+    mesh = tensor.device_mesh
+    return all(mesh.get_local_rank(axis) == 0 for axis, p in enumerate(tensor.placements) if p.is_replicate())
+
+
+@torch.no_grad()
+def _sums(tensor: torch.Tensor, of_place: torch.Tensor) -> torch.Tensor:
+    """Return the two sums over this rank's elements; see [Note: fingerprint]."""
+    values = values_of(tensor)
+    totals = torch.zeros(2, dtype=torch.int64, device=values.device)
+    if not values.numel() or not _counts_here(tensor):
+        return totals
+    rounded = values.is_floating_point() and values.dtype != torch.bfloat16
+    of_place = of_place.to(values.device)
+    for begin, run in _runs(values, tuple(tensor.shape), local_box(tensor)):
+        for first, last in _cuts(begin, begin + len(run), len(of_place)):
+            part = run[first - begin : last - begin]
+            totals[0] += _weighted(_bits(part), first, of_place)
+            if rounded:
+                totals[1] += _weighted(_bits(part.to(torch.bfloat16)), first, of_place)
+    return totals if rounded else totals[:1].expand(2)
+
+
+def _weighted(integers: torch.Tensor, first: int, of_place: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of a part of one block, or of whole blocks, whose first element is at a position."""
+    size = len(of_place)
+    block, place = divmod(first, size)
+    if place or len(integers) % size:
+        sums = integers.mul_(of_place[place : place + len(integers)]).sum().reshape(1)
+    else:
+        sums = integers.view(-1, size).mul_(of_place).sum(dim=1)
+    return sums.mul_(_weights(torch.arange(block, block + len(sums), device=sums.device))).sum()
+
+
+def _weights(numbers: torch.Tensor) -> torch.Tensor:
+    """Return an odd weight for each number."""
+    return (numbers * _STRIDE) ^ ((numbers + 1) * _MIX >> 29) | 1
+
+
+def _runs(
+    values: torch.Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Return the flat runs of a box that lie in a row in the whole tensor, and where there they begin."""
+    cut = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for index in itertools.product(*(range(length) for _, length in box[:cut])):
+        at = [i + begin for i, (begin, _) in zip(index, box[:cut], strict=True)] + [box[cut][0] if box else 0]
+        yield sum(i * strides[dim] for dim, i in enumerate(at) if box), values[index].reshape(-1)
+
+
+def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut a run at the ends of blocks: parts of a block, and some whole ones at once."""
+    while begin < end:
+        whole = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)
+        cut = begin + whole * size if whole else min(end, begin + size - begin % size)
+        yield begin, cut
+        begin = cut
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of values, or values that are no floating numbers, as int64 that are nobody else's."""
+    if values.is_floating_point():
+        values = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    return values.to(torch.int64, copy=True)

@@ -1,0 +1,396 @@
+"""Models and optimizers go away to host memory, and come back as they were.
+
+Input: a sharded model, or an optimizer over one. Output: the same objects, with no more than their small tensors on the
+accelerator, or all of them back, bit for bit; see [Note: away] in `residency`.
+
+Values travel in slabs of host memory, pinned where there is an accelerator and then handed from one trip to the next.
+All copies of a trip are queued on a stream of their own: going away ends when they are through, coming back does not
+wait, for whatever computes next waits on the device. What holds a single number (Adam's ``step``) stays where the
+optimizer wants it. Gradients go along with their parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.errors import OffloadError
+from fsdp2_strategy.model.residency import anything_is_away, is_away, parameter_groups, settle, stand_in, unwrap_model
+
+_ALIGNMENT = 512
+
+Put = Callable[[torch.Tensor], None]
+
+
+@dataclass(eq=False)
+class _Item:
+    """One storage that travels: the tensor that holds its values, and where that is registered."""
+
+    tensor: torch.Tensor
+    """While the values are away, a meta tensor that stands for them."""
+    places: list[Put]
+
+    @property
+    def span(self) -> int:
+        """Elements from its first to its last."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register another tensor in its place, and let go of the one before."""
+        self.tensor = tensor
+        for place in self.places:
+            place(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """A slab of host memory, and the items in it with their values, each in one dimension."""
+
+    slab: torch.Tensor
+    items: list[tuple[_Item, torch.Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Trip:
+    """What is away of a unit or an optimizer."""
+
+    loads: list[_Load]
+    let_in: Callable[[Any], None]
+    """Lifts the guard that refuses to compute meanwhile, of the unit or optimizer."""
+
+
+# Where a trip is kept: on FSDP2's record of a unit, or on the optimizer. A table beside them would keep them alive, for
+# a trip knows its parameters, and they know the whole model.
+_TRIP = "_trip_to_host"
+
+
+def offload(subject: nn.Module | Optimizer) -> None:
+    """Move a sharded model's parameters and gradients, or an optimizer's state, to host memory; not collective.
+
+    Until `reload` brings them back, a forward pass or a step raises OffloadError; saving, loading and exporting work on
+    them where they are. What is away already stays there. Buffers and single numbers stay on the device.
+
+    Args:
+        subject: a prepared model or its wrapper, or an optimizer over one.
+
+    Raises:
+        OffloadError: the model is between two micro-batches whose gradients FSDP2 holds back; or the host has no memory
+            left, and everything is back where it was.
+    """
+    if isinstance(subject, Optimizer):
+        if not _is_away(subject):
+            _send(subject, list(_state_items(subject)), _guard_steps)
+        return
+    root = unwrap_model(subject)
+    groups = [group for group in parameter_groups(root) if not _is_away(group)]
+    for group in groups:
+        _check_between_steps(group)
+    if groups:
+        settle(root)
+    try:
+        for group in groups:
+            _send(group, list(_unit_items(group)), _guard_gathers)
+    except OffloadError:
+        _fetch(groups)
+        raise
+
+
+def reload(subject: nn.Module | Optimizer) -> None:
+    """Bring back what `offload` moved away; not collective. What is there already stays there."""
+    away = [key for key in _keys(subject) if _is_away(key)]
+    _fetch(away)
+    if away and isinstance(subject, nn.Module):
+        settle(unwrap_model(subject))  # a pass that was refused meanwhile counts as begun
+
+
+def _keys(subject: nn.Module | Optimizer) -> list[Any]:
+    """Return what trips of a subject are kept on."""
+    return [subject] if isinstance(subject, Optimizer) else list(parameter_groups(unwrap_model(subject)))
+
+
+def _fetch(keys: Sequence[Any]) -> None:
+    """Bring back what is away of units or optimizers."""
+    with CopyQueue() as queue:
+        for key in filter(_is_away, keys):
+            trip: _Trip = key.__dict__[_TRIP]
+            while trip.loads:  # one after the other is let go of; where memory runs out, the rest is still away
+                load = trip.loads[-1]
+                for item, values in load.items:
+                    like = item.tensor
+                    if like.is_meta:
+                        back = torch.empty_strided(
+                            like.size(), like.stride(), dtype=like.dtype, device=current_device()
+                        )
+                        queue.copy(back, values.as_strided(like.size(), like.stride(), values.storage_offset()))
+                        item.put(back)
+                _slabs.give_back(trip.loads.pop().slab, queue.event())
+            delattr(key, _TRIP)
+            trip.let_in(key)
+
+
+def is_offloaded(subject: nn.Module | Optimizer) -> bool:
+    """Say whether any of it is away; not collective."""
+    return any(map(_is_away, _keys(subject)))
+
+
+def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
+    """Raise where any of it is away; not collective.
+
+    Raises:
+        OffloadError: it is.
+    """
+    if is_offloaded(subject):
+        raise _error(action, subject)
+
+
+def forget_slabs() -> None:
+    """Give pinned host memory back that waits for the next trip."""
+    _slabs.clear()
+
+
+def _is_away(key: Any) -> bool:
+    return _TRIP in key.__dict__
+
+
+def _send(key: Any, items: Sequence[_Item], guard: Callable[[Any], Callable[[Any], None]]) -> None:
+    loads: list[_Load] = []
+    try:
+        with CopyQueue() as queue:
+            for members, nbytes in _packed(items):
+                load = _Load(_slabs.take(nbytes), [])
+                loads.append(load)
+                for item, begin in members:
+                    like = item.tensor
+                    values = load.slab[begin : begin + item.span * like.element_size()].view(like.dtype)
+                    queue.copy(values.as_strided(like.size(), like.stride(), values.storage_offset()), like)
+                    load.items.append((item, values))
+                    if not queue.is_async:
+                        item.put(stand_in(values, like))
+    except (RuntimeError, MemoryError) as error:
+        for item, values in (pair for load in loads for pair in load.items if pair[0].tensor.is_meta):
+            like = item.tensor
+            item.put(values.as_strided(like.size(), like.stride(), values.storage_offset()).clone())
+        raise OffloadError(
+            f"cannot offload: the host has no memory left ({error}), and everything is where it was. Offload less, or "
+            "use a larger host."
+        ) from error
+    for item, values in (pair for load in loads for pair in load.items if queue.is_async):
+        item.put(stand_in(values, item.tensor))  # all copies are through: the device's memory can go
+    setattr(key, _TRIP, _Trip(loads, guard(key)))
+
+
+def _unit_items(group: Any) -> Iterator[_Item]:
+    """Return what travels of one unit of a model."""
+    for parameter in group.fsdp_params:
+        parameter.reset_sharded_param()  # it looks late at what took the shard's place
+        if _travels(parameter._sharded_param_data):
+            yield _Item(parameter._sharded_param_data, [partial(_put_shard, parameter)])
+        gradient = parameter.sharded_param.grad
+        if gradient is not None and _travels(gradient._local_tensor):
+            yield _Item(gradient._local_tensor, [partial(setattr, gradient, "_local_tensor")])
+
+
+def _put_shard(parameter: Any, flat: torch.Tensor) -> None:
+    """Give FSDP2's record of a parameter another flat shard, whose beginning is the parameter's local tensor."""
+    local = parameter.sharded_param._local_tensor
+    parameter._sharded_param_data = flat
+    parameter.sharded_param._local_tensor = flat[: local.numel()].view(local.size())
+
+
+def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
+    """Return what travels of an optimizer; tensors that are registered twice travel once."""
+    places: dict[int, list[Put]] = defaultdict(list)
+    tensors: dict[int, torch.Tensor] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            put = partial(setattr, value, "_local_tensor") if isinstance(value, DTensor) else partial(_set, state, key)
+            tensors[id(local)] = local
+            places[id(local)].append(put)
+    for key, tensor in tensors.items():
+        if _travels(tensor):
+            yield _Item(tensor, places[key])
+
+
+def _set(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+    state[key] = value
+
+
+def _travels(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == current_device().type and tensor.numel() > 1
+
+
+def _check_between_steps(group: Any) -> None:
+    held = [group._partial_reduce_output]
+    for parameter in group.fsdp_params:
+        held.append(parameter.unsharded_accumulated_grad)
+        held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
+    if any(gradient is not None for gradient in held):
+        raise OffloadError(
+            "cannot offload this model: gradients of the last micro-batch are not reduced yet, expected a model "
+            "between two steps. Offload it after optimizer_step has stepped, or set grad_sync='every'."
+        )
+
+
+def _guard_gathers(group: Any) -> Callable[[Any], None]:
+    """Let a unit refuse to be gathered, by whatever path: forward, generate, unshard, backward."""
+    names = [parameter._param_fqn for parameter in group.fsdp_params]
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise OffloadError(
+            f"cannot compute with this model: {names[0] if names else 'it'} is in host memory, expected it on the "
+            "device. Call reload_model first."
+        )
+
+    group.unshard = refuse
+    return lambda group: group.__dict__.pop("unshard", None)
+
+
+def _guard_steps(optimizer: Optimizer) -> Callable[[Any], None]:
+    handle: Any = optimizer.register_step_pre_hook(_refuse_step)
+    return lambda _: handle.remove()
+
+
+def _refuse_step(optimizer: Optimizer, *_args: Any) -> None:
+    raise _error("step", optimizer)
+
+
+def _refuse_step_without_model(optimizer: Optimizer, *_args: Any) -> None:
+    """Refuse to step parameters that are away: on meta a step would do nothing, and say nothing."""
+    if anything_is_away() and any(is_away(p) for group in optimizer.param_groups for p in group["params"]):
+        raise OffloadError(
+            "cannot step: the model that this optimizer steps is in host memory, expected it on the device. Call "
+            "reload_model first."
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_step_without_model)
+
+
+def _error(action: str, subject: nn.Module | Optimizer) -> OffloadError:
+    call = "maybe_load_optimizer" if isinstance(subject, Optimizer) else "reload_model"
+    return OffloadError(
+        f"cannot {action}: this {type(subject).__name__} is in host memory, expected it on the device. Call {call} "
+        "first."
+    )
+
+
+def _packed(items: Sequence[_Item]) -> Iterator[tuple[list[tuple[_Item, int]], int]]:
+    """Lay items out in slabs; return those of each slab with where they begin, and the bytes that they take."""
+    members: list[tuple[_Item, int]] = []
+    end = 0
+    for item in items:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        nbytes = item.span * item.tensor.element_size()
+        if members and begin + nbytes > sizes.OFFLOAD_BYTES:
+            yield members, end
+            members, begin = [], 0
+        members.append((item, begin))
+        end = begin + nbytes
+    if members:
+        yield members, end
+
+
+class _Slabs:
+    """Host memory for values that are away; pinned slabs are expensive to make, and wait for the next trip."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a slab of at least that many bytes."""
+        size = 1 << (nbytes - 1).bit_length() if _pins() else nbytes  # as torch rounds pinned memory itself
+        if self._free[size]:
+            slab, through = self._free[size].pop()
+            if through is not None:
+                through.synchronize()
+            return slab
+        return torch.empty(size, dtype=torch.uint8, pin_memory=_pins())
+
+    def give_back(self, slab: torch.Tensor, through: Any) -> None:
+        """Take a slab back, which is free once an event has come."""
+        if _pins():
+            self._free[slab.numel()].append((slab, through))
+
+    def clear(self) -> None:
+        """Forget all slabs that are free."""
+        for waiting in self._free.values():
+            for _, through in waiting:
+                if through is not None:
+                    through.synchronize()
+        self._free.clear()
+        if _pins() and hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()
+
+
+_slabs = _Slabs()
+
+
+def _pins() -> bool:
+    return torch.cuda.is_available()
+
+
+class CopyQueue:
+    """Copies between host and device, queued on a stream of their own where there is an accelerator."""
+
+    def __init__(self) -> None:
+        self.is_async = current_device().type == "cuda"
+        self._to_host = False
+
+    def __enter__(self) -> CopyQueue:
+        if self.is_async:
+            self._stream = _stream_of(current_device())
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._without_gradients = torch.no_grad()
+        self._without_gradients.__enter__()
+        return self
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy values, without gradients; the queue's end says when they are there."""
+        self.copy_all([target], [source])
+
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy values of many tensors."""
+        if not targets:
+            return
+        if not self.is_async:
+            torch._foreach_copy_(targets, sources)
+            return
+        self._to_host |= any(target.device.type == "cpu" for target in targets)
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def event(self) -> Any:
+        """Return an event that comes when all copies so far are through; None where they are already."""
+        return self._stream.record_event() if self.is_async else None
+
+    def __exit__(self, *_: object) -> None:
+        self._without_gradients.__exit__(None, None, None)
+        if not self.is_async:
+            return
+        if self._to_host:
+            self._stream.synchronize()  # the host cannot wait on the device's own terms
+        else:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

@@ -1,0 +1,149 @@
+"""Exponential moving averages of a sharded model's parameters: each rank averages its shards, in fp32.
+
+Input: a sharded model, and again after its steps. Output: averages, sharded as the parameters are, that can take the
+parameters' place for an evaluation or an export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy.errors import ConfigError, ShardError
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.residency import local_box, reshard, sharded_like, unwrap_model, values_of, whole_of
+from fsdp2_strategy.optim.masters import masters_of, refresh_masters_of
+
+
+class EMA:
+    """Average the trainable parameters of a model: average = decay x average + (1 - decay) x parameter.
+
+    Where an optimizer keeps fp32 masters, it averages those. What is frozen when it is made is not averaged.
+
+    Args:
+        model: a prepared model, or its wrapper; the averages begin as its parameters.
+        decay: weight of the old average, in [0, 1].
+        names: parameters to average, by default those that are trainable now.
+        device: where the averages live, by default beside the parameters; "cpu" keeps them off the accelerator.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        names: Collection[str] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"cannot average: decay is {decay!r}, expected a number from 0 to 1. 0.999 is usual.")
+        self.decay = decay
+        root = unwrap_model(model)
+        reshard(root)
+        sources = _sources(root)
+        self.averages: dict[str, torch.Tensor] = {
+            name: _fp32_copy(sources[name], device)
+            for name, parameter in named_parameters(root).items()
+            if (parameter.requires_grad if names is None else name in names) and parameter.is_floating_point()
+        }
+        """By parameter name, in fp32, sharded as the parameters are."""
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float | None = None) -> None:
+        """Take the model's present parameters into the averages.
+
+        Without communication where it is sharded as the averages are; else collective, parameter by parameter.
+
+        Args:
+            model: the model that is averaged, or one of the same names and shapes.
+            decay: instead of the one that the average was made with.
+
+        Raises:
+            ShardError: the model lacks a parameter that is averaged, or has it in another shape.
+        """
+        root = unwrap_model(model)
+        reshard(root)
+        sources = _sources(root)
+        weight = 1 - (self.decay if decay is None else decay)
+        for name, average in self.averages.items():
+            if name not in sources or sources[name].shape != average.shape:
+                found = list(sources[name].shape) if name in sources else "not there"
+                raise ShardError(
+                    f"cannot average {type(root).__name__}: {name} is {found}, expected {list(average.shape)}. Average "
+                    "the model that the averages began with."
+                )
+            target = values_of(average)
+            target.lerp_(_part_for(average, sources[name]).to(target), weight)
+
+    @contextmanager
+    def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Let a model have the averages for its parameters inside of a ``with`` block; then its own again, bit for bit.
+
+        Not collective where it is sharded as the averages are. Evaluate and export inside; do not step.
+        """
+        root = unwrap_model(model)
+        reshard(root)
+        parameters = {name: p for name, p in named_parameters(root).items() if name in self.averages}
+        own = {name: values_of(p).clone() for name, p in parameters.items()}
+        try:
+            self._put(root)
+            yield model
+        finally:
+            reshard(root)
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    values_of(parameter).copy_(own[name])
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Give a model's parameters the averages' values, in their own dtype; collective where shards differ.
+
+        Masters that an optimizer keeps of them take these values, too.
+
+        Raises:
+            ShardError: the model lacks a parameter that is averaged.
+        """
+        root = unwrap_model(model)
+        reshard(root)
+        self._put(root)
+        refresh_masters_of(root)
+
+    @torch.no_grad()
+    def _put(self, root: nn.Module) -> None:
+        parameters = named_parameters(root)
+        if lost := [name for name in self.averages if name not in parameters]:
+            raise ShardError(
+                f"cannot use these averages in {type(root).__name__}: it has no {lost[0]}, expected the parameters "
+                "that are averaged. Use the model that the averages began with."
+            )
+        for name, average in self.averages.items():
+            values_of(parameters[name]).copy_(_part_for(parameters[name], average))
+
+
+def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters by name, their fp32 masters where an optimizer keeps them."""
+    masters = masters_of(root)
+    return {name: masters.get(id(p), p) for name, p in named_parameters(root).items()}
+
+
+def _fp32_copy(source: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    return sharded_like(source, values_of(source).to(device=device, dtype=torch.float32, copy=True))
+
+
+def _part_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``source`` at the elements that this rank holds of ``target``."""
+    if _lies_as(target, source):
+        return values_of(source)
+    part = whole_of(source)
+    for dim, (begin, length) in enumerate(local_box(target)):
+        part = part.narrow(dim, begin, length)
+    return part
+
+
+def _lies_as(target: torch.Tensor, source: torch.Tensor) -> bool:
+    if not (isinstance(target, DTensor) and isinstance(source, DTensor)):
+        return not (isinstance(target, DTensor) or isinstance(source, DTensor))
+    return target.device_mesh == source.device_mesh and target.placements == source.placements

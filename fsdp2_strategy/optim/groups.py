@@ -1,0 +1,232 @@
+"""Parameter groups and optimizers over sharded parameters.
+
+Input: a sharded model and hyper-parameters. Output: a torch optimizer whose groups are pure in learning rate, weight
+decay, dtype and shard size, each with a name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.model.names import clean, matches, named_parameters
+from fsdp2_strategy.model.residency import reshard, unwrap_model
+from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
+
+# Optimizers whose operations torch does not know for DTensors.
+_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Rprop)
+_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def build_optimizer(
+    model: nn.Module,
+    lr: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
+    *,
+    no_decay: Sequence[str] | None = None,
+    optimizer_cls: Callable[..., Optimizer] = torch.optim.AdamW,
+    param_groups: Iterable[Mapping[str, Any]] | None = None,
+    masters: bool = False,
+    **kwargs: Any,
+) -> Optimizer:
+    """Build an optimizer over the trainable parameters of ``model``; not collective.
+
+    Arguments that are left out keep the defaults of ``optimizer_cls``. The fused kernel is used where the class has
+    one for these devices and dtypes, else the foreach one.
+
+    Args:
+        model: a sharded model, or any module.
+        lr: learning rate.
+        betas: Adam's decay rates.
+        eps: Adam's denominator term.
+        weight_decay: decay of all parameters that ``no_decay`` does not exempt.
+        no_decay: name patterns of parameters without weight decay. None exempts biases and norms by what they are
+            (1-d parameters, parameters of normalisation modules, parameters named bias); () exempts nothing.
+        optimizer_cls: any torch optimizer class.
+        param_groups: groups with their own settings: mappings with "params" (name patterns or parameters of the
+            model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. A group that sets
+            its weight decay sets it for all its parameters. What no group takes forms the default groups.
+        masters: keep fp32 masters of half-precision parameters in the optimizer (`FSDPadaptOptimizer`).
+        **kwargs: further options of ``optimizer_cls``.
+
+    Returns:
+        The optimizer. Each group has a "name": its own, or "decay" / "no_decay".
+
+    Raises:
+        OptimizerError: nothing is trainable, a group matches nothing, or two groups take the same parameter.
+    """
+    model = unwrap_model(model)
+    reshard(model)  # a forward pass without backward leaves gathered parameters in the root
+    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if not trainable:
+        raise OptimizerError(
+            f"cannot build an optimizer: no parameter of {type(model).__name__} is trainable, expected at least one. "
+            "Set requires_grad before."
+        )
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    options = {name: value for name, value in options.items() if value is not None} | kwargs
+    exempt = _exempt(model, trainable, no_decay)
+    groups: list[dict[str, Any]] = []
+    for part in _parts(trainable, param_groups or ()):
+        groups += _pure_groups(part, trainable, exempt)
+    optimizer = _construct(optimizer_cls, groups, options)
+    _report(optimizer, masters=masters)
+    return FSDPadaptOptimizer(optimizer) if masters else optimizer
+
+
+def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
+    """Let an optimizer that was made before its model was sharded step the sharded parameters; not collective.
+
+    Args:
+        optimizer: made over the parameters that the model had before, without state yet.
+        names: names of those parameters, by identity.
+        model: the same model, sharded.
+
+    Raises:
+        OptimizerError: it has state already, or holds parameters that the model did not have.
+    """
+    now = named_parameters(unwrap_model(model))
+    own = {id(parameter) for parameter in now.values()}
+    stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    foreign = [p for p in stale if id(p) not in names]
+    if foreign or (stale and optimizer.state):
+        what = f"holds {len(foreign)} parameters of another model" if foreign else "has state already"
+        raise OptimizerError(
+            f"cannot keep this optimizer: it {what}, expected a fresh one over the model's parameters. Create it with "
+            "create_optimizer, after prepare_model."
+        )
+    for group in optimizer.param_groups if stale else ():
+        group["params"] = [p if id(p) in own else now[names[id(p)]] for p in group["params"]]
+
+
+def shard_size_of(parameter: torch.Tensor) -> int:
+    """Return over how many ranks a parameter is split; 1 for a plain tensor."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh, placements = parameter.device_mesh, parameter.placements
+    size = 1
+    for axis, placement in enumerate(placements):
+        size *= mesh.size(axis) if placement.is_shard() else 1
+    return size
+
+
+def _parts(trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Resolve the user's groups to parameter names, and add one for what they leave."""
+    name_of = {id(p): name for name, p in trainable.items()}
+    taken: dict[str, int] = {}
+    parts = []
+    for i, given in enumerate(param_groups):
+        part = dict(given)
+        listed = part.pop("params", ())
+        listed = [listed] if isinstance(listed, str | torch.Tensor) else list(listed)
+        patterns = [entry for entry in listed if isinstance(entry, str)]
+        foreign = [p for p in listed if not isinstance(p, str) and id(p) not in name_of and p.requires_grad]
+        picked = {name_of[id(p)] for p in listed if not isinstance(p, str) and id(p) in name_of}
+        picked |= {name for name in trainable if matches(name, patterns)}
+        label = part.get("name", i)
+        if foreign or not picked:
+            subject = (
+                f"holds {len(foreign)} parameters of another model" if foreign else f"({listed}) takes no parameter"
+            )
+            raise OptimizerError(
+                f"cannot build an optimizer: group {label!r} {subject}, expected trainable ones of this model, after "
+                f"prepare_model. They are named like {next(iter(trainable))!r}."
+            )
+        if twice := picked & taken.keys():
+            first = min(twice)
+            raise OptimizerError(
+                f"cannot build an optimizer: {first} is in the groups {taken[first]!r} and {label!r}, expected one. "
+                "Narrow a pattern."
+            )
+        taken |= dict.fromkeys(picked, label)
+        parts.append({**part, "params": [name for name in trainable if name in picked]})
+    rest = [name for name in trainable if name not in taken]
+    return [*parts, {"params": rest}] if rest else parts
+
+
+def _pure_groups(part: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
+    """Split one part by decay, dtype and mesh, and with it shard size: what one kernel can step."""
+    own_decay = "weight_decay" in part
+    split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    for name in part["params"]:
+        parameter = trainable[name]
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        split[name in exempt and not own_decay, parameter.dtype, mesh].append(parameter)
+    groups = []
+    for (free, _, _), parameters in split.items():
+        group = {**part, "params": parameters}
+        suffix = "no_decay" if free else "decay"
+        group["name"] = suffix if "name" not in part else f"{part['name']}_{suffix}" if free else part["name"]
+        groups.append(group | ({"weight_decay": 0.0} if free else {}))
+    return groups
+
+
+def _exempt(model: nn.Module, trainable: dict[str, nn.Parameter], no_decay: Sequence[str] | None) -> set[str]:
+    """Return the names of the parameters without weight decay."""
+    if no_decay is not None:
+        return {name for name in trainable if matches(name, no_decay)}
+    found = set()
+    for prefix, module in model.named_modules():
+        is_norm = isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if is_norm or parameter.ndim <= 1 or leaf == "bias" or leaf.endswith("_bias"):
+                found.add(clean(f"{prefix}.{leaf}" if prefix else leaf))
+    return found & trainable.keys()
+
+
+def _construct(
+    optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> Optimizer:
+    if options.keys() & {"fused", "foreach"} or "foreach" not in inspect.signature(optimizer_cls).parameters:
+        return optimizer_cls(groups, **options)
+    is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
+    parameters = [p for group in groups for p in group["params"]]
+    if optimizer_cls in _WHOLE_MATRICES and any(isinstance(p, DTensor) for p in parameters):
+        raise OptimizerError(
+            f"cannot build an optimizer: {optimizer_cls.__name__} does not work on shards, expected one that does. "
+            "Use AdamW, Adam, SGD, Adagrad or RMSprop."
+        )
+    # Of torch's fused kernels only Adam's know DTensors.
+    fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+    return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
+
+
+def _report(optimizer: Optimizer, *, masters: bool) -> None:
+    """Log the groups, and say loudly where small updates would round away."""
+    for group in optimizer.param_groups:
+        first = group["params"][0]
+        count = sum(p.numel() for p in group["params"])
+        detail = f"lr {group.get('lr')}, weight decay {group.get('weight_decay')}, {first.dtype}, "
+        log("group %s: %d parameters, %ssplit over %d", group["name"], count, detail, shard_size_of(first))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    total, half = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dtype.itemsize < 4)
+    if masters:
+        log("the optimizer keeps fp32 masters of %d of %d parameters", half, total)
+        return
+    if half and half < total:
+        raise OptimizerError(
+            f"cannot train {half} parameters: they are stored in half precision beside fp32 masters, expected masters "
+            "for all. Make them trainable before prepare_model(is_training=True); freeze them after it if need be."
+        )
+    if half:
+        log(
+            "%d trainable parameters are stored in half precision: small updates round away. Make them trainable "
+            "before prepare_model(is_training=True), which gives them fp32 masters.",
+            half,
+            level=logging.WARNING,
+        )

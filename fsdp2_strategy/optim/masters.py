@@ -1,0 +1,181 @@
+"""fp32 masters inside the optimizer: the model on the device is bf16 alone, and updates still add up.
+
+Input: any torch optimizer, or parameters and the options of one. Output: an optimizer over the same parameters that
+steps fp32 copies of them and rounds the result into the parameters.
+
+The masters are state (``state[parameter]["master"]``), so they are saved, sharded, offloaded and loaded with Adam's
+moments. With gradients in fp32 (`shard_model` with ``masters_in_optimizer``) each step is the very same arithmetic as
+with masters in the model: the weights that forward passes see are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, overload
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.model.residency import sharded_like, values_of
+
+MASTER = "master"
+
+_alive: WeakSet[FSDPadaptOptimizer] = WeakSet()
+
+
+class FSDPadaptOptimizer(Optimizer):
+    """Step fp32 masters of half-precision parameters with any torch optimizer.
+
+    Args:
+        optimizer: an optimizer over the model's parameters, whose groups, options and state are taken over; or
+            parameters (or groups of them), of which ``optimizer_cls`` makes one.
+        optimizer_cls: a torch optimizer class.
+        **kwargs: its options.
+
+    Raises:
+        OptimizerError: a schedule drives the optimizer already.
+
+    fp32 parameters are stepped as they are. Hyper-parameters are those of ``param_groups``, where schedules set them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Iterable[Any],
+        optimizer_cls: Callable[..., Optimizer] = torch.optim.AdamW,
+        **kwargs: Any,
+    ) -> None:
+        inner = optimizer if isinstance(optimizer, Optimizer) else optimizer_cls(optimizer, **kwargs)
+        if hasattr(inner.step, "_wrapped_by_lr_sched"):
+            raise OptimizerError(
+                f"cannot put masters around this {type(inner).__name__}: a schedule drives it already, and would drive "
+                "the inner one alone. Make the schedule afterwards, over the FSDPadaptOptimizer."
+            )
+        state = dict(inner.state)
+        groups = inner.param_groups
+        inner.param_groups, self.inner = [], inner
+        inner.state.clear()
+        super().__init__(groups, inner.defaults)
+        for parameter, own in state.items():
+            self.state[parameter] = {**self.state[parameter], **own}
+        _alive.add(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, and make their masters; not collective."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if _is_half(parameter):
+                self.state[parameter][MASTER] = _parameter(_cast(parameter.detach(), torch.float32))
+        self.inner.param_groups.append({**self.param_groups[-1], "params": []})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step the masters, and round them into the parameters; not collective where the optimizer's own step is not.
+
+        Args:
+            closure: evaluates the model again; called once, before the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = [(parameter, self._lend(parameter)) for parameter in self._parameters()]
+        for own, group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({**own, "params": [self.state[p].get(MASTER, p) for p in own["params"]]})
+        self.inner.step()
+        masters = [(p, m) for p, m in stepped if m is not p and m.grad is not None]
+        if masters:
+            torch._foreach_copy_([values_of(p) for p, _ in masters], [values_of(m) for _, m in masters])
+        for parameter, master in stepped:
+            own = self.inner.state.pop(master, {})
+            self.state[parameter] = {MASTER: master, **own} if master is not parameter else own
+            if master is not parameter:
+                master.grad = None
+        return loss
+
+    def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Give the inner optimizer what it steps for a parameter, with its gradient and state."""
+        state = self.state[parameter]
+        master: torch.Tensor = state.get(MASTER, parameter)
+        if _is_half(parameter):
+            if not isinstance(master, nn.Parameter) or master is parameter:  # a load put it there, or left it out
+                master = state[MASTER] = _parameter(_cast(master.detach(), torch.float32))
+            gradient = parameter.grad
+            master.grad = None if gradient is None else _cast(gradient, torch.float32)
+        self.inner.state[master] = {key: value for key, value in state.items() if key != MASTER}
+        return master
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    @torch.no_grad()
+    def refresh_masters(self, own: Collection[int] | None = None) -> None:
+        """Take the masters' values from the parameters: for weights that came from elsewhere; not collective.
+
+        Args:
+            own: identities of the parameters whose masters are meant; by default all.
+        """
+        for parameter in self._parameters():
+            if MASTER in self.state[parameter] and (own is None or id(parameter) in own):
+                values_of(self.state[parameter][MASTER]).copy_(values_of(parameter))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` of an equal optimizer returned; masters stay in fp32.
+
+        Raises:
+            ValueError: its groups are of other sizes.
+        """
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                "cannot load the optimizer: its groups hold other numbers of parameters than the saved ones, expected "
+                "the same. Build it over the same parameters."
+            )
+        for own, given in zip(self.param_groups, groups, strict=True):
+            own.update({key: copy.deepcopy(value) for key, value in given.items() if key != "params"})
+            for parameter, index in zip(own["params"], given["params"], strict=True):
+                self.state[parameter] = copy.deepcopy(state_dict["state"].get(index, {}))
+
+
+def is_mp_optimizer(optim: object) -> bool:
+    """Say whether an optimizer keeps fp32 masters of a half-precision model."""
+    return isinstance(optim, FSDPadaptOptimizer)
+
+
+def masters_of(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the fp32 masters that optimizers keep of a model's parameters, by the identity of the parameter."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return {
+        id(parameter): state[MASTER]
+        for optimizer in list(_alive)
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in own and MASTER in state
+    }
+
+
+def refresh_masters_of(model: nn.Module) -> None:
+    """Note that a model's weights came from elsewhere: masters of them take their values; not collective."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in list(_alive):
+        optimizer.refresh_masters(own)
+
+
+def _is_half(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() and parameter.element_size() < 4
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=True)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor, sharded as it is, in another dtype."""
+    return tensor if tensor.dtype == dtype else sharded_like(tensor, values_of(tensor).to(dtype))

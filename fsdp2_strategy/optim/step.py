@@ -1,0 +1,216 @@
+"""One optimizer step: accumulate micro-batches, take one global gradient norm, step or skip.
+
+Input: a loss, a sharded model and its optimizer. Output: gradients, then a `StepResult`.
+
+[Note: gradient scale] FSDP2 averages gradients over the ranks. `backward` divides the loss by the number of
+micro-batches, so the gradient is the mean over ranks and micro-batches, each weighing the same. Where they do not
+weigh the same, the loss is a sum over items and the gradient must be that sum over the global number N of items:
+the loss is multiplied by ranks / N, and FSDP2's average cancels the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp2_strategy.config.strategy_config import GradSync
+from fsdp2_strategy.distributed.mesh import on_ranks_of
+from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.model.offload import check_resident
+from fsdp2_strategy.model.residency import reshard, unwrap_model
+from fsdp2_strategy.sharding.vision_encoders import may_be_uneven
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Say what a call of ``optimizer_step`` did."""
+
+    step: int
+    """Optimizer steps taken so far."""
+    stepped: bool
+    """Whether parameters changed."""
+    skipped: bool
+    """Whether the step was left out because the gradient norm was not finite."""
+    grad_norm: float | None
+    """Global norm before clipping; None between the boundaries of accumulation."""
+
+
+@dataclass
+class LossScale:
+    """What a loss is multiplied with so that its float16 gradients do not vanish; grows and shrinks by itself.
+
+    It doubles after ``interval`` steps whose gradients were finite, and halves with each one whose were not.
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+    """Finite steps since it last changed."""
+
+    def update(self, *, finite: bool) -> None:
+        """Take note of a step; alike on all ranks, for the norm is."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
+    """Return the factor of a micro-batch's loss; see [Note: gradient scale].
+
+    Raises:
+        StepError: ``num_items_in_batch`` is not positive.
+    """
+    if num_items_in_batch is None:
+        return 1 / accumulation_steps
+    num_items_in_batch = float(num_items_in_batch)
+    if not num_items_in_batch > 0:
+        raise StepError(
+            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items of all "
+            "ranks and micro-batches of this step, at least 1. Sum it over the ranks first."
+        )
+    return world_size() / num_items_in_batch
+
+
+def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
+    """Tell every unit what the next backward pass communicates; not collective."""
+    if mode == "defer_all_reduce" and may_be_uneven(unwrap_model(model)):
+        mode = "every"  # what waits is added up as one buffer, of the same parameters each time
+    units = [module for module in unwrap_model(model).modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        if mode == "last":
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+        else:
+            unit.set_requires_all_reduce(is_last or mode == "every", recurse=False)
+
+
+def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: float = 0.0) -> float:
+    """Return the norm of all gradients together, and scale them down to ``max_norm``; collective.
+
+    Gradients of any mix of meshes, dtypes and devices count once each: local sums of squares, divided by the number of
+    ranks that hold the same values, are added over all ranks of the meshes.
+
+    Args:
+        parameters: a model or its parameters; those without a gradient count nothing.
+        max_norm: largest norm that is left alone; 0 clips nothing.
+
+    Returns:
+        The global norm before clipping, equal on all ranks; gradients that are not finite are left as they are.
+    """
+    if isinstance(parameters, nn.Module):
+        model = unwrap_model(parameters)
+        check_resident(model, "clip its gradients")
+        reshard(model)
+        parameters = model.parameters()
+    return _clip(parameters, max_norm)
+
+
+def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
+    """Take the scale out of all gradients, clip them, and return their norm without it; collective."""
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    with on_ranks_of(parameters):
+        norm = math.sqrt(_sum_of_squares(grads)) / scale
+    clips = max_norm > 0 and norm > max_norm
+    factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
+    if grads and factor != 1.0 and math.isfinite(norm):
+        # Local tensors: one kernel a list, and no dispatch through DTensor.
+        torch._foreach_mul_([_local(grad) for grad in grads], factor)
+    return norm
+
+
+def check_belongs(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise where an optimizer steps parameters that are not the model's; not collective.
+
+    Raises:
+        StepError: it belongs to another model, or was made before the model was sharded.
+    """
+    reshard(unwrap_model(model))
+    own = {id(parameter) for parameter in unwrap_model(model).parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise StepError(
+            f"cannot step: the optimizer has {len(foreign)} parameters that are not in "
+            f"{type(unwrap_model(model)).__name__}, expected its own. Create it after prepare_model, for this model."
+        )
+
+
+def take_step(
+    optimizer: Optimizer,
+    model: nn.Module,
+    scheduler: LRScheduler | None,
+    max_norm: float,
+    scale: LossScale | None = None,
+) -> tuple[bool, float]:
+    """Clip, step optimizer and schedule, clear the gradients; where the norm is not finite, only clear; collective.
+
+    Args:
+        optimizer: the model's optimizer.
+        model: the model.
+        scheduler: stepped with the optimizer.
+        max_norm: global norm to clip to; 0 clips nothing.
+        scale: what the loss was multiplied with; taken out of the gradients, and adapted.
+
+    Returns:
+        Whether the step was taken, alike on all ranks, and the norm before clipping.
+    """
+    for subject in (unwrap_model(model), optimizer):
+        check_resident(subject, "step")
+    reshard(unwrap_model(model))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    norm = _clip(parameters, max_norm, scale.value if scale else 1.0)
+    finite = math.isfinite(norm)
+    if scale is not None:
+        scale.update(finite=finite)
+    if finite:
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return finite, norm
+
+
+@torch.no_grad()
+def _sum_of_squares(grads: list[torch.Tensor]) -> float:
+    """Return the sum of squares over all elements of all gradients; collective, one host synchronisation."""
+    alike: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        local = _local(grad)
+        alike[local.device, local.dtype, _copies(grad)].append(local)
+    total = torch.zeros((), dtype=torch.float64, device=_reduction_device(grads))
+    for (_, dtype, copies), locals_ in alike.items():
+        norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
+        squares = torch.stack(norms).double().square_().sum()
+        total += (squares / copies).to(total.device, non_blocking=True)
+    dist.all_reduce(total, group=group_in_use())
+    return total.item()
+
+
+def _copies(grad: torch.Tensor) -> int:
+    """Return how many ranks hold the same values."""
+    if not isinstance(grad, DTensor):
+        return world_size()
+    mesh = grad.device_mesh
+    copies = (mesh.size(axis) for axis, placement in enumerate(grad.placements) if placement.is_replicate())
+    return math.prod(copies) * (world_size() // mesh.size())
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _reduction_device(grads: list[torch.Tensor]) -> torch.device:
+    on_accelerator = any(grad.device.type != "cpu" for grad in grads)
+    return current_device() if on_accelerator else control_device()

@@ -1,0 +1,264 @@
+"""Which modules of a model repeat, and so are worth sharding one by one.
+
+Input: any model, and class names where the user knows them. Output: blocks by dotted name, from which `plan` makes
+units.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.errors import ShardError, did_you_mean
+from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.residency import unwrap_model
+from fsdp2_strategy.sharding.policies import policy_of
+
+# Blocks that a model's `_no_split_modules` is known to leave out; RLHF trainers extend this list in place.
+manual_transformer_cls_names_to_wrap = [
+    "Embedding",
+    "Qwen2VLDecoderLayer",
+    "Qwen2VLVisionBlock",
+    "Qwen2_5_VLVisionBlock",
+    "Qwen2_5_VLDecoderLayer",
+    "Qwen2DecoderLayer",
+    "LlamaDecoderLayer",
+    "DeepseekDecoderLayer",
+]
+
+# Modules that use their children's parameters without calling them.
+_OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
+_LARGEST_SIZE_BASED_UNIT = 50_000_000
+
+Classes = Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
+
+
+def find_blocks(
+    model: nn.Module, class_names: Sequence[str] = (), *, min_unit_params: int | None = None
+) -> dict[str, nn.Module]:
+    """Find the repeated modules of a model that should be sharded one by one; not collective.
+
+    They come from ``class_names`` where given; else they are modules of at least ``min_unit_params`` parameters where
+    that is given; else they come from ``_fsdp_wrap_modules`` of a policy; else from ``_no_split_modules`` of the model,
+    or of the models inside a wrapper, together with what is known of a registered policy and
+    ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest ModuleList; else modules of an
+    eighth of the model, at most 50 million parameters.
+
+    Args:
+        model: any module; it is only read.
+        class_names: names of module classes.
+        min_unit_params: fewest parameters of a size-based block.
+
+    Returns:
+        The blocks by dotted name, in module order.
+
+    Raises:
+        ShardError: a given class name matches no module.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), "out": nn.Linear(4, 2)})
+        >>> list(find_blocks(model))
+        ['layers.0', 'layers.1', 'layers.2']
+    """
+    blocks = choose_blocks(unwrap_model(model), class_names, min_unit_params)
+    log("blocks of %s: %d, %s", type(unwrap_model(model)).__name__, len(blocks.modules), blocks.source)
+    return blocks.modules
+
+
+def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules whose class has one of ``class_names``, by dotted name.
+
+    Raises:
+        ShardError: a class name matches no module.
+    """
+    found = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in class_names}
+    missing = [name for name in class_names if name not in {type(m).__name__ for m in found.values()}]
+    if missing:
+        types = sorted({type(m).__name__ for m in model.modules()})
+        hints = "".join(did_you_mean(name, types) for name in missing)
+        raise ShardError(
+            f"no unit to shard: class names {missing} match no module of {type(model).__name__}. "
+            f"Its module types: {', '.join(types)}.{hints}"
+        )
+    return found
+
+
+def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
+    """Return the class names of a model's modules that are of given classes, or derived from them, in one order.
+
+    Args:
+        model: any module; it is only read.
+        classes: classes, or their names, or one of them; a class that nothing is of keeps its name.
+    """
+    names: set[str] = set()
+    for given in (classes,) if isinstance(classes, type | str) else classes or ():
+        found = {type(m).__name__ for m in model.modules() if isinstance(given, type) and isinstance(m, given)}
+        names |= found or {given if isinstance(given, str) else given.__name__}
+    return tuple(sorted(names))  # a set of classes has another order in each process
+
+
+class Blocks(NamedTuple):
+    """Hold the blocks of a model and where they come from."""
+
+    kind: str
+    """"block", or "size" where nothing but their size made them blocks."""
+    source: str
+    modules: dict[str, nn.Module]
+
+
+def choose_blocks(
+    model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
+) -> Blocks:
+    """Do what `find_blocks` promises, beside what is ignored, and say where the blocks come from."""
+    left_out = {inner for module in ignored for inner in module.modules()}
+    if class_names:
+        modules = _without_containers(modules_of_class(model, class_names))
+        return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
+    if min_unit_params is not None:
+        return _of_size(model, min_unit_params, left_out)
+    policy = policy_of(model)
+    known = policy.blocks if policy else None
+    if policy and known and policy.declared:
+        there = [name for name in known if any(type(m).__name__ == name for m in model.modules())]
+        modules = _without_containers(modules_of_class(model, there or known))
+        return Blocks("block", f"from _fsdp_wrap_modules of {policy.name}: {', '.join(there)}", modules)
+    if known != ():
+        declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+        listed = declared.union(known or (), manual_transformer_cls_names_to_wrap) - {"Embedding"}
+        modules = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
+        if modules := _without_shells(_without_containers(modules)):
+            whose = f"what is known of {policy.name}" if policy and known else "the model's own list"
+            names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
+            return Blocks("block", f"from {whose}: {names}", modules)
+        if modules := _largest_module_lists(model, left_out):
+            parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
+            return Blocks("block", f"the repeated layers of {parents}", modules)
+    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), left_out)
+
+
+def _of_size(model: nn.Module, least: int, left_out: Container[nn.Module]) -> Blocks:
+    modules: dict[str, nn.Module] = {}
+    _pack_by_size("", model, least, left_out, modules)
+    return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
+
+
+def _without_shells(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out blocks of which other blocks within hold nine tenths: the rest is too small for a unit."""
+    within = {name: [b for n, b in blocks.items() if n != name and _nested(n, name)] for name in blocks}
+    sizes = {name: sum(p.numel() for p in {p for b in inner for p in b.parameters()}) for name, inner in within.items()}
+    return {name: block for name, block in blocks.items() if sizes[name] * 10 < parameter_count(block) * 9}
+
+
+def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Replace modules that nothing can run as a whole by their children."""
+    found = {}
+    for name, module in blocks.items():
+        if has_forward(module) or _is_walked(module):
+            found[name] = module
+        else:
+            found |= _without_containers({f"{name}.{n}": m for n, m in module.named_children()})
+    return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Say whether a module has a forward of its own."""
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _is_walked(module: nn.Module) -> bool:
+    """Say whether a module without forward is gathered by what runs within it.
+
+    See [Note: bypassed units] in `bypassed_blocks`.
+    """
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    return not is_container and not any(True for _ in module.parameters(recurse=False))
+
+
+def can_be_unit(module: nn.Module) -> bool:
+    """Say whether its forward is sure to be what runs it: a Sequential is often walked through instead."""
+    return has_forward(module) and not isinstance(module, nn.Sequential)
+
+
+def _largest_module_lists(model: nn.Module, left_out: Container[nn.Module]) -> dict[str, nn.Module]:
+    """Return the entries of the largest repeating ModuleList, and of others apart from it with a tenth of the model."""
+    sizes = {
+        (name, module): parameter_count(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and module not in left_out
+        and max(Counter(type(m) for m in module).values(), default=0) > 1
+    }
+    blocks: dict[str, nn.Module] = {}
+    total = parameter_count(model)
+    for (name, module), size in sorted(sizes.items(), key=lambda item: -item[1]):
+        apart = not any(_nested(name, other) or _nested(other, name) for other in blocks)
+        if size and apart and (not blocks or size * 10 >= total):
+            blocks |= _without_containers({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
+    order = [clean(n) for n, _ in model.named_modules()]
+    return {name: blocks[name] for name in order if name in blocks and parameter_count(blocks[name])}
+
+
+def _pack_by_size(
+    name: str, module: nn.Module, least: int, left_out: Container[nn.Module], blocks: dict[str, nn.Module]
+) -> int:
+    """Choose modules bottom-up as soon as they hold ``least`` parameters; return how many are left to the parent."""
+    if module in left_out:
+        return 0
+    left = sum(p.numel() for p in module.parameters(recurse=False))
+    if isinstance(module, _OPAQUE):
+        left = parameter_count(module)
+    else:
+        for child_name, child in module.named_children():
+            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, left_out, blocks)
+    if name and left >= least and can_be_unit(module):
+        blocks[name] = module
+        return 0
+    return left
+
+
+def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:
+    """Return the embeddings and output heads outside the blocks that are worth a unit of their own."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for method, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
+            vocabulary = _ask(module, method)
+            if isinstance(vocabulary, nn.Embedding | nn.Linear):
+                found[vocabulary] = kind
+    sizes = [parameter_count(block) for block in blocks.values()]
+    worthwhile = statistics.median(sizes) / 4 if sizes else math.inf
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if parameter_count(module) >= worthwhile and isinstance(module, nn.Embedding):
+            found.setdefault(module, "embedding")
+        elif (
+            isinstance(module, nn.Linear)
+            and module.out_features in vocabularies
+            and parameter_count(module) >= worthwhile
+        ):
+            found.setdefault(module, "head")
+    # A layer of peft may use the weight of the module that it adapts without calling it: it is gathered with it.
+    adapted = {m.base_layer: m for m in model.modules() if isinstance(m._modules.get("base_layer"), nn.Module)}
+    return {adapted.get(module, module): kind for module, kind in found.items()}
+
+
+def _ask(module: nn.Module, method: str) -> object:
+    try:
+        return getattr(module, method)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None  # not every model has a vocabulary
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Return the number of parameters of a module, shared ones counted once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def _nested(inner: str, outer: str) -> bool:
+    return not outer or inner == outer or inner.startswith(outer + ".")

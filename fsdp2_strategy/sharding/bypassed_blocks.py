@@ -1,0 +1,374 @@
+"""Gather what runs, however it is run: by a method beside forward, or by a function that walks through a unit.
+
+Input: a model that is about to be sharded, and its units. Output: hooks that do what FSDP2 does around a forward, where
+that forward is not called.
+
+[Note: bypassed units] FSDP2 gathers a unit ahead of its forward. Some policies never call that: pi0 and smolvla run the
+layers of two decoders in pairs, through a function that calls the layers' norms and projections itself. So a module
+with parameters looks, when it runs, at the units around it. One whose own forward is not running is opened: gathered,
+and left open until the walk goes on to a unit of the same list, or the pass of the whole model ends. For the backward
+pass what its modules put out gathers it again, as a unit's outputs do, and the input of the first module that ran says
+when its gradients are complete; where that input has no gradient, the end of the backward pass does. A function that
+runs again in backward, under activation checkpointing, finds the unit as backward has gathered it.
+
+[Note: side outputs] A block that fills a cache gives out more than what it returns: in transformers' pi0 the action
+expert attends to the keys and values of the language model, whose last block has no other gradient. So the modules
+within a block that is given a cache gather it for backward as well.
+
+[Note: fp32 among half] Policies make noise, times and tables of their own, in fp32, which a projection in half
+precision would refuse. Modules that want one dtype get it, whatever comes; where autocast is on, it decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.model.residency import groups_of
+from fsdp2_strategy.sharding.activation_checkpointing import is_cache
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Modules that refuse inputs of another dtype than their parameters have.
+_ONE_DTYPE = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
+
+
+class Walk:
+    """Know which units of a model are running, and gather those that are walked through instead.
+
+    Args:
+        root: the model, not sharded yet, so that FSDP2's hooks come around these.
+        units: its units and their names; the root may be among them.
+        casts: units that cast their inputs, and to what; of one that is walked through, each module within does.
+        left_alone: units whose own forward is sure to run.
+        ignored: modules that need nothing gathered, whatever unit they stand in.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[nn.Module, str],
+        *,
+        casts: Mapping[nn.Module, torch.dtype],
+        left_alone: Iterable[nn.Module] = (),
+        ignored: Iterable[nn.Module] = (),
+    ) -> None:
+        self._root: Any = root
+        self._name = type(root).__name__  # FSDP2 renames it
+        self._casts = casts
+        self._in_half = any(dtype.itemsize < torch.float32.itemsize for dtype in casts.values())
+        self._depth = 0
+        self._open: list[_Unit] = []
+        self._seen: set[str] | None = set()
+        """Units that were walked through, until the log has named them."""
+        units = {module: name for module, name in units.items() if module is not root}
+        self._units = units
+        places, _ = _units_around(root, units, left_alone, ignored)
+        for module, around in places.items():
+            module.register_forward_pre_hook(functools.partial(self._before, around), with_kwargs=True)
+            if around:
+                module.register_forward_hook(functools.partial(self._after, around))
+        root.register_forward_pre_hook(self._enter)
+        root.register_forward_hook(self._leave, always_call=True)
+
+    def add_entry_points(self, methods: Sequence[str]) -> None:
+        """Let methods of the root, sharded by now, gather it; and its forward, called by name.
+
+        Args:
+            methods: names, of which it may lack some.
+        """
+        for unit in self._units:
+            unit.register_forward_pre_hook(self._begin_at_the_root, prepend=True)
+        for name in methods:
+            if name != "forward" and callable(method := getattr(self._root, name, None)):
+                setattr(self._root, name, functools.wraps(method)(functools.partial(self._run, method)))
+        forward = self._root.forward
+        call = functools.partial(self._run_forward, forward)
+        self._root.forward = functools.wraps(forward)(call)
+
+    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the root; one that another has called finds everything gathered."""
+        if self._depth:
+            return method(*args, **kwargs)
+        state = self._root._get_fsdp_state()
+        args, kwargs = state._pre_forward(self._root, args, kwargs)
+        try:
+            with self._entered():
+                output = method(*args, **kwargs)
+        except BaseException:
+            for record in (state, *groups_of(state)):  # else the next pass would not count as one that begins
+                record._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+            raise
+        return state._post_forward(self._root, args, output)
+
+    def _begin_at_the_root(self, *_: object) -> None:
+        """Tell FSDP2 which module is the root, ahead of a unit that is run alone: it would take that for it."""
+        state = self._root._get_fsdp_state()
+        if state._is_root is None:
+            state._lazy_init()
+
+    def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the root's forward with its hooks, also where somebody calls it by name."""
+        return (forward if self._depth else self._root)(*args, **kwargs)
+
+    @contextmanager
+    def _entered(self) -> Any:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)  # where a hook ahead of these raises, nothing was entered
+        if self._depth:
+            return
+        while self._open:
+            self._open.pop(0).close()
+        if self._seen:
+            names = sorted(self._seen)
+            what = f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]
+            log("%s: the forward of %s is bypassed: what runs within gathers them", self._name, what)
+            self._seen = None
+
+    def _before(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+        if not around and not self._depth:
+            self._check_entered(module)
+        changed: _Call | None = None
+        for unit in around:
+            if unit.is_running or unit.is_open:
+                continue
+            if torch._C._current_graph_task_id() != -1:
+                unit.gather_in_backward()
+                continue
+            if not self._depth:
+                self._check_entered(module)
+                continue
+            changed = args, kwargs = self._walk_into(unit, module, args, kwargs)
+        if module in self._units:  # FSDP2 has cast what goes into a unit
+            return changed
+        if around and around[-1].is_walked:
+            dtype = self._casts.get(around[-1].module)
+        else:
+            dtype = _dtype_wanted(module) if self._in_half else None
+        return changed if dtype is None else _cast(dtype, args, kwargs) or changed
+
+    def _after(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
+        units = [unit for unit in around if (unit.is_open and not unit.is_running) or unit.fills_cache]
+        if units and torch.is_grad_enabled():
+            output = own_outputs(module, args, output)
+            for unit in units:
+                unit.gather_for_gradients_of(output)
+        return output
+
+    def _walk_into(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> _Call:
+        left = {other for other in self._open if other.lane is not None and other.lane is unit.lane}
+        for other in [other for other in self._open if other in left or left.intersection(other.outer)]:
+            other.close()
+            self._open.remove(other)
+        self._open.append(unit)
+        if self._seen is not None:
+            self._seen.add(unit.name)
+        return unit.open(module, args, kwargs)
+
+    def _check_entered(self, module: nn.Module) -> None:
+        """Say in words what would fail as a mix of tensors and DTensors.
+
+        Raises:
+            ShardError: the module's parameters are sharded.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            return
+        name = next(name for name, m in self._root.named_modules() if m is module)
+        raise ShardError(
+            f"cannot run {name} of {self._name}: its parameters are sharded, expected the model's "
+            "forward, or a method that gathers them, to be running. Call the model, or name the method that runs it "
+            "in forward_methods."
+        )
+
+
+class _Unit:
+    """One unit, seen from what runs within it."""
+
+    def __init__(self, module: nn.Module, name: str, lane: nn.Module | None, outer: Sequence[_Unit]) -> None:
+        self.module, self.name = module, name
+        self.outer = outer
+        """The units around it."""
+        self.lane = lane
+        """The list that it stands in: of those there one is open at a time."""
+        self.is_running = False
+        self.is_open = False
+        self.is_walked = False
+        """Whether it was walked through when it ran last: what runs again in backward does as it did before."""
+        self.fills_cache = False
+        """Whether it runs with a cache; see [Note: side outputs]."""
+        self.handles = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.is_running, self.is_walked = True, False
+        self.fills_cache = any(map(is_cache, (*args, *kwargs.values())))
+
+    def _end(self, *_: object) -> None:
+        self.is_running = self.fills_cache = False
+        self.is_open = False  # FSDP2 frees it behind this
+
+    @property
+    def _state(self) -> Any:
+        return self.module._get_fsdp_state()  # type: ignore[operator]
+
+    def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Call:
+        """Gather it, as ahead of its forward; ``module`` is the first within that runs, on these inputs."""
+        state = self._state
+        state._training_state = TrainingState.FORWARD
+        for group in groups_of(state):
+            args, kwargs = group.pre_forward(module, args, kwargs)
+        for ahead in state._states_to_forward_prefetch:
+            for group in groups_of(ahead):
+                group._prefetch_unshard(group, "forward")
+        self.is_open = self.is_walked = True
+        return args, kwargs
+
+    def close(self) -> None:
+        """Free what was gathered, as behind its forward, where that has not been called since."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        state = self._state
+        for group in groups_of(state):
+            group.post_forward(self.module, None, None)
+        state._training_state = TrainingState.IDLE
+
+    def gather_for_gradients_of(self, output: Any) -> None:
+        """Let it be gathered once gradients of an output come."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._state._pre_backward)  # type: ignore[no-untyped-call]
+
+    def gather_in_backward(self) -> None:
+        """Gather it where a pass runs again within backward."""
+        state = self._state
+        if state._training_state != TrainingState.PRE_BACKWARD:
+            state._pre_backward(None)
+        for group in groups_of(state):
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that a module's inputs need; see [Note: fp32 among half]."""
+    if not isinstance(module, _ONE_DTYPE):
+        return None
+    parameter = next(p for p in module._parameters.values() if p is not None)
+    return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
+
+
+def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """Return inputs whose floating tensors have one dtype, None where they have it."""
+
+    def differs(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
+
+    if not any(map(differs, args)) and not any(map(differs, kwargs.values())):
+        return None
+    named = {name: value.to(dtype) if differs(value) else value for name, value in kwargs.items()}
+    return tuple(value.to(dtype) if differs(value) else value for value in args), named
+
+
+def _units_around(
+    root: nn.Module, units: Mapping[nn.Module, str], left_alone: Iterable[nn.Module], ignored: Iterable[nn.Module]
+) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
+    """Return for each module with parameters the units around it in every place, the root aside; and all units."""
+    alone, apart = set(left_alone), set(ignored)
+    made: dict[nn.Module, _Unit] = {}
+    around: dict[nn.Module, list[_Unit]] = {}
+
+    def visit(module: nn.Module, parent: nn.Module | None, outer: list[_Unit]) -> None:
+        if module in around:
+            outer = [unit for unit in around[module] if unit in outer]
+            if len(outer) == len(around[module]):
+                return
+        around[module] = outer
+        if module in alone:
+            return
+        inner = outer
+        if module in units:
+            lane = parent if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) else None
+            made[module] = made.get(module) or _Unit(module, units[module], lane, outer)
+            inner = [*outer, made[module]]
+        for child in module.children():
+            if child not in apart:
+                visit(child, module, inner)
+
+    visit(root, None, [])
+    own = {module: found for module, found in around.items() if any(True for _ in module.parameters(recurse=False))}
+    return own, list(made.values())
+
+
+def own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """Copy outputs of a unit that are views, ahead of FSDP2's own hook.
+
+    FSDP2 hangs the gathering for backward on a unit's outputs. Where an output is a view and the code around changes it
+    in place (``logits.div_(temperature)``), autograd drops that hook without a word.
+    """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output._base is not None and output.requires_grad else output
+    if isinstance(output, dict):
+        for key, value in output.items():
+            if (owned := own_outputs(_module, _inputs, value)) is not value:
+                output[key] = owned
+    elif isinstance(output, list | tuple):
+        owned = [own_outputs(_module, _inputs, value) for value in output]
+        if any(new is not old for new, old in zip(owned, output, strict=True)):
+            return type(output)(*owned) if hasattr(output, "_fields") else type(output)(owned)
+    return output
+
+
+def bypassed_units(
+    root: nn.Module,
+    units: Mapping[nn.Module, str],
+    run: Callable[[nn.Module], object],
+    *,
+    ignored: Iterable[nn.Module] = (),
+) -> list[str]:
+    """Run an unsharded model, and return the names of units whose own forward did not run while modules within did.
+
+    Args:
+        root: the model; its hooks are as before afterwards.
+        units: its units and their names.
+        run: calls the model as its trainer does.
+        ignored: modules that need nothing gathered.
+    """
+    found: dict[str, None] = {}
+
+    def before(around: Sequence[_Unit], *_: object) -> None:
+        found.update((unit.name, None) for unit in around if not unit.is_running)
+
+    units = {module: name for module, name in units.items() if module is not root}
+    around, made = _units_around(root, units, (), ignored)
+    handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
+    handles += [handle for unit in made for handle in unit.handles]
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            run(root)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found)

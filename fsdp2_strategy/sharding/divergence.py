@@ -1,0 +1,122 @@
+"""Find out which rank runs another unit than the rest, instead of waiting for it.
+
+Input: a sharded model. Output: an error on every rank that names unit and rank.
+
+Ahead of each gather and each reduction a rank leaves a note of it in the store of the process group, and reads those of
+the others: where they differ, all ranks raise at once; where one does not come, the rest say so and what it did last.
+Notes go through the store, because a collective would hang where units do. This costs a few round trips a unit: it is
+for finding a fault.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from fsdp2_strategy.distributed.process_group import from_rank_0, group_in_use
+from fsdp2_strategy.errors import StepError, some
+from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.residency import parameter_groups
+from fsdp2_strategy.sharding.vision_encoders import has_gradient
+
+_watches = itertools.count()
+
+
+def watch_units(units: Mapping[nn.Module, str], seconds: float) -> None:
+    """Compare from now on what every rank gathers and reduces; collective, as every forward pass of it is then.
+
+    Args:
+        units: the modules that FSDP2 shards, and their names; the root is among them.
+        seconds: after which a rank that does not come is given up.
+    """
+    (root,) = (module for module, name in units.items() if not name)
+    watch = _Watch(seconds)
+    names = {module: clean(name) for name, module in root.named_modules()}
+    for group in parameter_groups(root):
+        name = names[group.modules[0]] or "the root unit"
+        group.unshard = functools.partial(_gather, watch, name, group, group.unshard)
+        group.post_backward = functools.partial(_reduce, watch, name, group, group.post_backward)
+    root.register_forward_hook(lambda *_: watch.meet("is through with its forward pass"))
+
+
+def _gather(watch: _Watch, name: str, group: Any, unshard: Callable[..., None], async_op: bool = False) -> None:
+    is_pending = group._all_gather_result is not None or group.is_unsharded
+    if not is_pending and group._all_gather_process_group.size() > 1:
+        watch.meet(f"gathers {name}")
+    unshard(async_op)
+
+
+def _reduce(watch: _Watch, name: str, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    lacking = [p._param_fqn for p in trained if not has_gradient(p)]
+    if group.reduce_grads and len(lacking) < len(trained):
+        # What ranks reduce together has to be the same.
+        without = f" without {some(lacking, 'gradient')}" if lacking else ""
+        watch.meet(f"reduces {name}{without}")
+    reduce(*unused)
+
+
+class _Watch:
+    """The notes of all ranks about one model."""
+
+    def __init__(self, seconds: float) -> None:
+        named = from_rank_0(f"units/{dist.get_rank()}/{next(_watches)}")
+        self._store = PrefixStore(named, _get_default_store())
+        self._timeout = timedelta(seconds=seconds)
+        self._rank = dist.get_rank(group_in_use())
+        self._ranks = range(dist.get_world_size(group_in_use()))
+        self._met = 0
+
+    def meet(self, note: str) -> None:
+        """Wait until every rank has said what it is about to do; collective.
+
+        Raises:
+            StepError: on every rank: not all are about to do the same.
+        """
+        turn, self._met = self._met, self._met + 1
+        self._store.set(f"last/{self._rank}", note)
+        self._store.set(f"{turn}/{self._rank}", note)
+        try:
+            self._store.wait([f"{turn}/{rank}" for rank in self._ranks], self._timeout)
+            verdict = "met"
+        except RuntimeError:  # the store's time-out
+            verdict = "given up"
+        # One verdict for all: a rank that comes late must not take the notes of those that gave up for agreement.
+        if self._store.add(f"{turn}/claims", 1) == 1:
+            self._store.set(f"{turn}/verdict", verdict)
+        if self._store.get(f"{turn}/verdict").decode() != "met":
+            raise StepError(self._who_is_missing(turn, note))
+        notes = [self._store.get(f"{turn}/{rank}").decode() for rank in self._ranks]
+        if len(set(notes)) > 1:
+            each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(notes))
+            raise StepError(
+                f"cannot go on: the ranks run different units: {each}, expected the same on each. Look at what differs "
+                "between their batches; for images on some ranks only there is mixed_mm_data, and a head runs where "
+                "there are no labels, too, its loss times zero."
+            )
+        if turn > 1:  # everyone has read what was said two turns ago
+            self._store.delete_key(f"{turn - 2}/{self._rank}")
+            if self._rank == 0:
+                self._store.delete_key(f"{turn - 2}/verdict")
+                self._store.delete_key(f"{turn - 2}/claims")
+
+    def _who_is_missing(self, turn: int, note: str) -> str:
+        missing = [rank for rank in self._ranks if not self._store.check([f"{turn}/{rank}"])]
+        last = [
+            f"rank {rank} {self._store.get(f'last/{rank}').decode()} and has not come since"
+            if self._store.check([f"last/{rank}"])
+            else f"rank {rank} has not begun"
+            for rank in missing
+        ]
+        return (
+            f"cannot go on: rank {self._rank} {note}, and in {self._timeout.total_seconds():g} s not every rank came: "
+            f"{', '.join(last) or 'the others gave up before'}, expected the same units on each. Look at what that "
+            "rank does instead."
+        )

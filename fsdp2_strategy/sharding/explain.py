@@ -1,0 +1,186 @@
+"""Print a plan before anything is allocated: units, dtypes, ties, buffers, bytes a rank, doubts.
+
+Input: a model, meta or real. Output: text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
+from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
+from fsdp2_strategy.errors import some
+from fsdp2_strategy.sharding.bypassed_blocks import bypassed_units
+from fsdp2_strategy.sharding.plan import Precision, ShardPlan, Unit, bypassed, plan_units
+
+
+def explain(
+    model: nn.Module,
+    *,
+    is_training: bool = True,
+    shard_size: ShardSize = -1,
+    world_size: int | None = None,
+    bf16: bool = True,
+    keep_fp32: Sequence[str] = (),
+    reduce_in_full_precision: bool = True,
+    class_names: Sequence[str] = (),
+    min_unit_params: int | None = None,
+    ignored_modules: Sequence[str] = (),
+    mixed_mm_data: MixedData | None = None,
+    run: Callable[[nn.Module], object] | None = None,
+    file: TextIO | None = None,
+) -> str:
+    """Write, before anything is allocated, how a model would be sharded and what each rank would hold; not collective.
+
+    The model may lie on the meta device. Byte counts are those of the rank that holds most; the optimizer is counted
+    as Adam (two moments in the dtype of the master).
+
+    Args:
+        model: any module; it is only read.
+        is_training: plan fp32 masters, gradients and optimizer state; else the compute dtype alone.
+        shard_size: ranks that a parameter is split over, -1 for all, or "auto".
+        world_size: ranks to plan for; by default those of the process group, or 1.
+        bf16: compute in bfloat16.
+        keep_fp32: name patterns of parameters kept in fp32.
+        reduce_in_full_precision: sum gradients over the ranks in fp32.
+        class_names: class names of the blocks; found by themselves where empty.
+        min_unit_params: make units of the modules that hold so many parameters.
+        ignored_modules: regular expressions for the names of modules that each rank holds whole.
+        mixed_mm_data: what ranks without images do where others have some.
+        run: calls the model as training does, on a batch where the model lies (``lambda model: model(batch)``): then
+            units are named whose own forward that bypasses. It runs without gradients, and the random state stays.
+        file: where rank 0 writes the text; standard output by default.
+
+    Returns:
+        The text that was written.
+
+    Raises:
+        ShardError: see `find_blocks`.
+        MeshError: ``shard_size`` does not divide the world size.
+    """
+    precision = Precision(
+        bf16=bf16,
+        is_training=is_training,
+        keep_fp32=tuple(keep_fp32),
+        reduce_in_full_precision=reduce_in_full_precision,
+    )
+    plan = plan_units(
+        model,
+        precision,
+        class_names,
+        min_unit_params=min_unit_params,
+        ignored_modules=ignored_modules,
+        mixed_mm_data=mixed_mm_data,
+    )
+    if run is not None:
+        known = [note for note in plan.notes if "is bypassed" not in note]  # what is seen says more than what is known
+        found = bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
+        plan.notes = [*known, bypassed(some(found, "unit"))] if found else known
+    world_size = world_size or process_group.world_size()
+    if shard_size == "auto":
+        count = sum(p.numel() for p in model.parameters())
+        shard_size = auto_shard_size(count, is_training=is_training, world_size=world_size)
+    text = _report(plan, check_shard_size(shard_size, world_size), world_size)
+    if process_group.is_rank_0():
+        (file or sys.stdout).write(text + "\n")
+    return text
+
+
+def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
+    half = _short(plan.precision.half) if plan.precision.half else None
+    reduction = "fp32" if plan.precision.reduce_in_full_precision else half
+    precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
+    if plan.precision.is_training:
+        masters = "fp32 masters of what is trained"
+        what = f"training: {masters}, {precision}"
+    else:
+        what = f"inference: {half} weights, no masters" if half else "inference: weights as they are"
+    lines = [
+        f"{type(plan.model).__name__} on {world_size} ranks, each parameter split over {shard_size}",
+        f"precision  {what}",
+        f"blocks     {plan.source}",
+        "",
+        f"{'unit':<44} {'kind':<10} {'stored':<10} {'compute':<9} {'parameters':>15} {'gathered':>10}",
+    ]
+    held = Counter[str]()
+    for group in _alike([*plan.units, *plan.ignored]):
+        first = group[0]
+        whole = first.kind in ("tower", "ignored")
+        stored = "+".join(sorted({_short(plan.stored_dtype(first, p)) for p in first.parameters.values()}))
+        count = sum(p.numel() for p in first.parameters.values())
+        name = first.name or "(root)"
+        if len(group) > 1:
+            name += f" … {group[-1].name.rpartition('.')[2]} ({len(group)} alike)"
+        gathered = _human(count * first.compute_dtype.itemsize)
+        dtype = _short(first.compute_dtype)
+        lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
+        for unit in group:
+            held.update(_held_bytes(plan, unit, 1 if whole else shard_size))
+    for name, parameter in plan.replicated.items():
+        lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
+    lines += ["", *_totals(plan, held)]
+    return "\n".join(lines)
+
+
+def _totals(plan: ShardPlan, held: Counter[str]) -> Iterator[str]:
+    parameters = list(plan.model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    buffers = list(plan.model.buffers())
+    dtypes = ", ".join(sorted({_short(b.dtype) for b in buffers})) or "none"
+    parts = ", ".join(f"{_human(held[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
+    yield f"parameters {sum(p.numel() for p in parameters):,}, of which {trainable:,} trainable"
+    yield f"buffers    {_human(sum(b.numel() * b.element_size() for b in buffers))} on each rank ({dtypes}), dtype kept"
+    yield f"each rank  {parts}"
+    for names in plan.ties:
+        yield f"tied       {' = '.join(names)}"
+    unclaimed = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
+    if unclaimed:
+        shown = ", ".join(unclaimed[:6]) + (f" … ({len(unclaimed)})" if len(unclaimed) > 6 else "")
+        yield f"unclaimed  {shown}: in the root unit"
+    for note in plan.notes:
+        yield f"look at    {note}"
+
+
+def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
+    """Return the bytes of the rank that holds most of the unit."""
+    held = Counter[str]()
+    for parameter in unit.parameters.values():
+        rows, *rest = parameter.shape or (1,)
+        count = math.ceil(rows / shard_size) * math.prod(rest)
+        size = count * plan.stored_dtype(unit, parameter).itemsize
+        held["parameters"] += size
+        if plan.precision.is_training and parameter.requires_grad:
+            held["gradients"] += size
+            held["optimizer"] += 2 * size
+    return held
+
+
+def _alike(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Group neighbours that differ in nothing but their position."""
+
+    def shape(unit: Unit) -> object:
+        return unit.kind, type(unit.module), unit.compute_dtype, [tuple(p.shape) for p in unit.parameters.values()]
+
+    for _, group in itertools.groupby(units, key=shape):
+        yield list(group)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

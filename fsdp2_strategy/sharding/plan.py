@@ -1,0 +1,526 @@
+"""Which modules become units, in which precision, decided before anything is allocated.
+
+Input: a model (on any device, meta included) and its blocks. Output: a `ShardPlan`, which `shard` carries out and
+`explain` prints.
+
+[Note: units] A unit is a module that `fully_shard` gets: its parameters are gathered together before its forward and
+reduced together in backward. A parameter belongs to the innermost unit around it; the root unit, the model itself,
+takes what is left. A plan keeps three invariants:
+  1. A parameter that several places share (tied weights) lies in one unit: units around it are opened, their children
+     becoming units instead, until one unit, at last the root, surrounds all of its owners. Gathering it there costs
+     what gathering it apart would, since the first of its uses stands at one end of the forward pass and the last at
+     the other. A module that is itself registered in several blocks becomes a unit of its own.
+  2. A unit computes in one dtype: a module that computes in another becomes a unit within it.
+  3. Only what runs becomes a unit: a module with a forward of its own; or one without, where it holds no parameters
+     but those of modules within, which gather it when they run ([Note: bypassed units] in `bypassed_blocks`).
+
+[Note: ignored] An ignored module is no part of this: its parameters stay plain tensors, whole on every rank, wherever
+they are used from. It is computed with as it is stored, for no gather casts it: in fp32 where any of it is trained or
+kept in fp32, else in the compute dtype. As with a unit, what goes into its forward is cast to that, and what comes out
+to what is computed in around it.
+
+[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
+its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
+space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
+brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration
+keeps the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any
+other module, and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must
+not stop them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp2_strategy.config.strategy_config import MixedData
+from fsdp2_strategy.errors import ShardError, did_you_mean, some
+from fsdp2_strategy.model.names import clean, matches
+from fsdp2_strategy.model.residency import unwrap_model
+from fsdp2_strategy.sharding.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
+from fsdp2_strategy.sharding.ignored import find_ignored
+from fsdp2_strategy.sharding.policies import ENTRY_POINTS, Policy, policy_of
+from fsdp2_strategy.sharding.vision_encoders import Tower, find_tower
+
+CastInputs = Literal["all", "first", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Say in which dtype parameters are stored, gathered and reduced."""
+
+    bf16: bool
+    is_training: bool
+    keep_fp32: tuple[str, ...] = ()
+    fp16: bool = False
+    """Compute in float16; takes the place of ``bf16``."""
+    masters_in_optimizer: bool = False
+    """Whether the optimizer keeps the fp32 masters, and the shards hold the compute dtype alone."""
+    reduce_in_full_precision: bool = True
+    """Reduce gradients in fp32; else in the dtype that is computed in, which halves the traffic and rounds."""
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half-precision dtype that is computed in, if any."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
+
+    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which the parameter is gathered and computed with."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if matches(name, self.keep_fp32):
+            return torch.float32
+        if self.half is not None:
+            return self.half
+        return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
+
+    def whole_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+        """Return the dtype of a module that is not sharded, in which it is stored and computed with."""
+        floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
+        dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]
+        if self.is_training and any(p.requires_grad for p in floating.values()):
+            dtypes.append(torch.float32)
+        return max(dtypes, key=lambda d: d.itemsize, default=self.half or torch.float32)
+
+    def reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the gradients of a unit are summed over the ranks."""
+        return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
+
+    def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the shard: an fp32 master where it is trained, the compute dtype where it is not."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if self.is_training and parameter.requires_grad:
+            return compute_dtype if self.masters_in_optimizer else _at_least_fp32(compute_dtype)
+        if self.is_training and self.half is None and compute_dtype == torch.float32:
+            return parameter.dtype if parameter.element_size() <= compute_dtype.itemsize else compute_dtype
+        return compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One unit of a plan; see [Note: units]."""
+
+    name: str
+    """Dotted name of the module; empty for the root."""
+    kind: str
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root; or that it is ignored."""
+    module: nn.Module
+    depth: int
+    """How deep it stands; a unit is sharded before those around it."""
+    parameters: dict[str, nn.Parameter]
+    """The parameters that belong to it, under their first names."""
+    compute_dtype: torch.dtype
+    parent_dtype: torch.dtype | None = None
+    """Compute dtype around it, where that is another: its outputs are cast to it."""
+    cast_inputs: CastInputs = "all"
+    """Which floating inputs are cast to its compute dtype; see [Note: inputs]."""
+    stays_gathered: bool = False
+    """Whether it stays gathered after forward: plain modules may use an embedding's weight again as their head."""
+
+
+@dataclass(kw_only=True)
+class ShardPlan:
+    """Hold the units of a model in forward order, the root last, and what is worth knowing about them."""
+
+    model: nn.Module
+    precision: Precision
+    source: str
+    """Where the blocks come from, in words."""
+    units: list[Unit] = field(default_factory=list)
+    replicated: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that cannot be split (0-d): each rank holds them whole, their gradients are averaged."""
+    ignored: list[Unit] = field(default_factory=list)
+    """Modules that no unit is made of, and whose parameters each rank holds whole; see [Note: ignored]."""
+    tower: Tower | None = None
+    """What only ranks with images run, where ranks may be without."""
+    mixed_mm_data: MixedData | None = None
+    """What such ranks do; see [Note: unequal ranks] in `vision_encoders`."""
+    policy: Policy | None = None
+    """What is known of it as a policy."""
+    ties: list[tuple[str, ...]] = field(default_factory=list)
+    """All names of each parameter that has several."""
+    notes: list[str] = field(default_factory=list)
+    """What looks wrong."""
+
+    @property
+    def entry_points(self) -> tuple[str, ...]:
+        """The methods beside forward that run a policy of its kind."""
+        return self.policy.entry_points if self.policy else ENTRY_POINTS
+
+    @property
+    def names(self) -> dict[nn.Module, str]:
+        """The units' modules, and their names."""
+        return {unit.module: unit.name for unit in self.units}
+
+    def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the parameter's shard."""
+        return self.precision.stored_dtype(parameter, unit.compute_dtype)
+
+    def signature(self) -> list[object]:
+        """Return what all ranks must agree on: precision, units, and name, shape and dtype of their parameters."""
+
+        def facts(parameters: dict[str, nn.Parameter]) -> list[object]:
+            return [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in parameters.items()]
+
+        units = [(u.name, u.kind, u.compute_dtype, facts(u.parameters)) for u in (*self.units, *self.ignored)]
+        return [self.precision, self.mixed_mm_data, units, facts(self.replicated)]
+
+
+def plan_units(
+    model: nn.Module,
+    precision: Precision,
+    class_names: Sequence[str] = (),
+    *,
+    min_unit_params: int | None = None,
+    ignored_modules: Sequence[str] = (),
+    mixed_mm_data: MixedData | None = None,
+) -> ShardPlan:
+    """Decide which modules of ``model`` become units; reads only, not collective.
+
+    Raises:
+        ShardError: a class name or a pattern matches nothing, no parameter is to be sharded, an ignored module shares
+            one with another that is not, or what not every rank runs would have to be split.
+    """
+    model = unwrap_model(model)
+    ignored = find_ignored(model, ignored_modules)
+    blocks = choose_blocks(model, class_names, min_unit_params, ignored)
+    tree = _Tree(model, ignored)
+    if not tree.parameters:
+        what = "no parameter that is not ignored" if tree.ignored else "no parameters"
+        raise ShardError(f"nothing to shard: {type(model).__name__} has {what}. Prepare a model that has some.")
+    _check_apart(tree)
+    plan = ShardPlan(model=model, precision=precision, source=blocks.source, mixed_mm_data=mixed_mm_data)
+    kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree}
+    vocabulary = vocabulary_modules(model, blocks.modules)
+    kinds |= {m: kind for m, kind in vocabulary.items() if m in tree and not tree.inside(m, kinds)}
+    tower = find_tower(model) if mixed_mm_data else None
+    if tower and mixed_mm_data != "dummy":
+        _check_ignored(tower, tree.ignored, alone=mixed_mm_data == "replicate")
+        _join_tower(tower, kinds, alone=mixed_mm_data == "replicate")
+    _settle_shared(tree, kinds)
+    compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
+    if tower and mixed_mm_data != "dummy":
+        _check_tower(tower, kinds)
+    claimed = tree.parameters_by_unit(kinds)
+    mixed = len({compute_dtypes[module] for module in claimed}) > 1
+    plan.units = [
+        Unit(
+            name=tree.names[module],
+            kind=kinds[module],
+            module=module,
+            depth=tree.depth(module),
+            parameters=claimed[module],
+            compute_dtype=compute_dtypes[module],
+            parent_dtype=parent_dtypes.get(module),
+            cast_inputs="all" if mixed else tree.cast_inputs(module, kinds[module]),
+            stays_gathered=kinds[module] == "embedding" and not tree.in_transformers(module),
+        )
+        for module in tree.order(kinds)
+        if module in claimed
+    ]
+    plan.ignored = list(_ignored_units(tree, precision, {module: compute_dtypes[module] for module in claimed}))
+    plan.tower = tower
+    plan.policy = policy_of(model)
+    plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
+    plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
+    plan.notes = list(_doubts(plan))
+    _check_patterns(tree, precision.keep_fp32, [name for unit in plan.ignored for name in unit.parameters])
+    return plan
+
+
+class _Tree:
+    """Index a model's modules by all the places where they stand, without what is sharded already or is ignored."""
+
+    def __init__(self, model: nn.Module, ignored: Collection[nn.Module]) -> None:
+        self.model = model
+        self.ignored = dict.fromkeys(ignored)
+        """Modules that are left alone: their own places are known, nothing within them is."""
+        self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
+        """For each module, the chains of modules from the root down to it."""
+        self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
+        self._walk(model, ())
+        self.ignored = {module: None for module in ignored if module in self.paths}
+        self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for module in filter(self.__contains__, self.paths):
+            for parameter in module.parameters(recurse=False):
+                self.owners[parameter].append(module)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in self.owners:
+                self.all_names[parameter].append(clean(name))
+        self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
+
+    def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
+        self.paths[module].append((*above, module))
+        for child in module.children() if module not in self.ignored else ():
+            if not isinstance(child, FSDPModule):
+                self._walk(child, (*above, module))
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Say whether the module can be a unit, as far as its place goes."""
+        return module in self.paths and module not in self.ignored
+
+    def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
+        """Say whether the module stands in one of the units, at every place where it stands."""
+        return all(any(m in units for m in path) for path in self.paths[module])
+
+    def units_around(self, module: nn.Module, units: Container[nn.Module]) -> set[nn.Module]:
+        """Return the innermost unit, the module itself among them, at each place of the module."""
+        return {next(m for m in reversed(path) if m in units) for path in self.paths[module]}
+
+    def depth(self, module: nn.Module) -> int:
+        """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
+        return max(map(len, self.paths[module]))
+
+    def in_transformers(self, module: nn.Module) -> bool:
+        """Say whether the module stands inside a transformers model, at every place where it stands."""
+        return all(self._transformers_around(module))
+
+    def _transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
+        return [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
+
+    def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
+        """Say which inputs a unit needs cast; see [Note: inputs]."""
+        around = self._transformers_around(module)
+        if not all(around):
+            return "all"
+        fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
+        return "none" if fp32_residual and kind == "block" else "first"
+
+    def callable_around(self, module: nn.Module) -> nn.Module:
+        """Return the innermost module, itself among them, that can be a unit: a ParameterList never runs."""
+        return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
+
+    def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """Return for each unit the parameters that belong to it, 0-d ones left out."""
+        found: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
+        for name, parameter in self.parameters.items():
+            if parameter.ndim:
+                (unit,) = self.units_around(self.owners[parameter][0], units)
+                found[unit][name] = parameter
+        return found
+
+    def order(self, units: Container[nn.Module]) -> list[nn.Module]:
+        """Return the units in module order, the root last."""
+        return [m for m in self.names if m in units and m is not self.model] + [self.model]
+
+
+def _check_apart(tree: _Tree) -> None:
+    for module in tree.ignored:
+        for parameter in module.parameters():
+            if parameter in tree.owners:
+                other = tree.names[tree.owners[parameter][0]] or "the root"
+                raise ShardError(
+                    f"cannot ignore {tree.names[module]}: {' = '.join(tree.all_names[parameter])} is tied, and "
+                    f"{other}, which uses it, too, is not ignored, expected all or none. Ignore what has any of its "
+                    "names."
+                )
+
+
+def _check_ignored(tower: Tower, ignored: Collection[nn.Module], *, alone: bool) -> None:
+    for module in set(tower.runs_for_images()).intersection(ignored):
+        if any(p.requires_grad for p in module.parameters()):
+            raise ShardError(
+                f"cannot train {type(module).__name__} where ranks may be without images: it is ignored, so that ranks "
+                "with images would wait for the others' gradients, expected it to be frozen or sharded. Use "
+                "mixed_mm_data='dummy', or leave it out of ignored_modules."
+            )
+        if alone and tower.module in module.modules():
+            raise ShardError(
+                f"cannot replicate {tower.name}: it is ignored, and so whole on every rank anyway, expected one of "
+                "both. Use mixed_mm_data='root'."
+            )
+
+
+def _join_tower(tower: Tower, kinds: dict[nn.Module, str], *, alone: bool) -> None:
+    """Leave what runs for images to the root, or make the tower a unit, changing ``kinds``."""
+    for module in tower.runs_for_images():
+        kinds.pop(module, None)
+    if alone:
+        kinds[tower.module] = "tower"
+
+
+def _check_tower(tower: Tower, kinds: dict[nn.Module, str]) -> None:
+    for module in tower.runs_for_images():
+        if kinds.get(module, "tower") != "tower":
+            raise ShardError(
+                f"cannot keep {tower.name} and what follows it in one piece: {type(module).__name__} is a unit of its "
+                f"own ({kinds[module]}), which ranks without images would not run, expected none. Use "
+                "mixed_mm_data='dummy', or leave keep_fp32 out of it."
+            )
+        single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
+        if single:
+            raise ShardError(
+                f"cannot train {single[0]} of {type(module).__name__} where ranks may be without images: it has no "
+                "dimension, expected at least one. Use mixed_mm_data='dummy', or a shape of [1]."
+            )
+
+
+def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
+    """Bring each shared parameter into one unit (invariant 1), changing ``kinds``."""
+    kinds[tree.model] = "root"
+    for parameter in tree.owners:
+        while True:
+            around = set().union(*(tree.units_around(owner, kinds) for owner in tree.owners[parameter]))
+            if len(around) == 1:
+                break
+            if repeated := _repeated_module(tree, tree.owners[parameter]):
+                kinds[repeated] = "shared"
+                continue
+            # Open the deepest unit: what surrounds it is the first that can be common.
+            unit = max(around, key=tree.depth)
+            del kinds[unit]
+            owners = set(tree.owners[parameter])
+            for child in unit.children():
+                worthwhile = parameter_count(child) * 16 >= parameter_count(unit)
+                if worthwhile and can_be_unit(child) and not owners.intersection(child.modules()):
+                    kinds.setdefault(child, "opened")
+
+
+def _repeated_module(tree: _Tree, owners: list[nn.Module]) -> nn.Module | None:
+    """Return the outermost module that stands in several places and holds all owners, if it can be a unit."""
+    if len(owners) != 1 or len(tree.paths[owners[0]]) == 1:
+        return None
+    for module in tree.paths[owners[0]][0]:
+        if len(tree.paths[module]) > 1:
+            return module if can_be_unit(module) else None
+    return None
+
+
+def _settle_dtypes(
+    tree: _Tree, kinds: dict[nn.Module, str], precision: Precision
+) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
+    """Make each unit compute in one dtype (invariant 2), changing ``kinds``.
+
+    Returns the compute dtype of each unit, and the dtype around each that was split off for its own.
+    """
+    wanted: dict[nn.Module, torch.dtype] = {}
+    for parameter, owners in tree.owners.items():
+        dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
+        if parameter.is_floating_point() and parameter.ndim:
+            for owner in map(tree.callable_around, owners):
+                # A module's own parameters cannot be told apart: the widest of their dtypes wins.
+                wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
+    owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+    for owner in wanted:
+        for unit in tree.units_around(owner, kinds):
+            owners_in[unit].append(owner)
+    compute: dict[nn.Module, torch.dtype] = {}
+    parents: dict[nn.Module, torch.dtype] = {}
+    waiting = list(kinds)
+    while waiting:
+        unit = waiting.pop()
+        inside = owners_in[unit]
+        # What is kept in a wider dtype is the exception, unless the unit's own parameters are.
+        narrowest = min((wanted[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
+        compute[unit] = wanted.get(unit, narrowest)
+        for owner in inside:
+            if wanted[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
+                split = _widest_pure(tree, owner, unit, wanted)
+                kinds[split], parents[split] = "dtype", compute[unit]
+                _check_ties(tree, split, unit)
+                owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
+                waiting.append(split)  # it may hold others in turn
+    return compute, parents
+
+
+def _check_ties(tree: _Tree, split: nn.Module, unit: nn.Module) -> None:
+    within = set(split.modules())
+    for parameter in split.parameters():
+        if not within.issuperset(tree.owners[parameter]):
+            raise ShardError(
+                f"cannot keep {' = '.join(tree.all_names[parameter])} in fp32: it is tied, and only a part of "
+                f"{tree.names[unit] or 'the root'} that uses it would be a unit of its own, expected all of it. Leave "
+                "it out of keep_fp32."
+            )
+
+
+def _widest_pure(tree: _Tree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]) -> nn.Module:
+    """Return the outermost module within the unit that holds the owner and nothing of another dtype."""
+    path = next(path for path in tree.paths[owner] if unit in path)
+    for module in path[path.index(unit) + 1 :]:
+        if can_be_unit(module) and {wanted[m] for m in module.modules() if m in wanted} == {wanted[owner]}:
+            return module
+    return owner
+
+
+def _ignored_units(tree: _Tree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
+    """Return how ignored modules are held, from the compute dtypes of the units around; see [Note: ignored]."""
+    names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
+    held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
+    dtypes = {module: precision.whole_dtype(parameters) for module, parameters in held.items()}
+    while wider := {  # a parameter that several of them share has one dtype
+        module: dtypes[other]
+        for module, other in itertools.permutations(held, 2)
+        if held[module].keys() & held[other].keys() and dtypes[module].itemsize < dtypes[other].itemsize
+    }:
+        dtypes |= wider
+    casts = precision.half is not None or precision.is_training
+    for module, parameters in held.items():
+        unit = next(m for m in reversed(tree.paths[module][0]) if m in around or m is tree.model)
+        outside = around.get(unit, precision.half or dtypes[module])
+        pure = outside == dtypes[module]
+        yield Unit(
+            name=tree.names[module],
+            kind="ignored",
+            module=module,
+            depth=tree.depth(module),
+            parameters=parameters,
+            compute_dtype=dtypes[module],
+            parent_dtype=None if pure else outside,
+            cast_inputs="none" if not casts else tree.cast_inputs(module, "ignored") if pure else "all",
+        )
+
+
+def _check_patterns(tree: _Tree, patterns: Sequence[str], ignored: Sequence[str]) -> None:
+    names = [*ignored, *itertools.chain.from_iterable(tree.all_names.values())]
+    for pattern in patterns:
+        if not any(matches(name, (pattern,)) for name in names):
+            raise ShardError(
+                f"cannot keep in fp32: the pattern {pattern!r} matches no parameter of {type(tree.model).__name__}. "
+                f"Its parameters begin with {', '.join(itertools.islice(tree.parameters, 3))}."
+                f"{did_you_mean(pattern, names)}"
+            )
+
+
+def _doubts(plan: ShardPlan) -> Iterator[str]:
+    """Say what looks wrong in a plan."""
+    root = plan.units[-1] if plan.units[-1].kind == "root" else None
+    total = sum(p.numel() for u in plan.units for p in u.parameters.values())
+    ignored = sum(p.numel() for u in plan.ignored for p in u.parameters.values())
+    in_root = sum(p.numel() for p in root.parameters.values()) if root else 0
+    tied = {names[0] for names in plan.ties}
+    if len(plan.units) == 1:
+        yield "the root is the only unit: the whole model is gathered at once. Name its blocks by class."
+    elif root and in_root * 4 > total and not tied.intersection(root.parameters):
+        yield f"the root unit holds {in_root / total:.0%} of the parameters, gathered through the whole step."
+    if ignored * 4 > total + ignored:
+        yield f"ignored modules hold {ignored / (total + ignored):.0%} of the parameters, whole on every rank."
+    if plan.mixed_mm_data and plan.tower is None:
+        yield "no vision tower: mixed_mm_data has nothing to say."
+    if plan.precision.is_training and not any(p.requires_grad for p in plan.model.parameters()):
+        yield "no parameter is trainable."
+    if plan.policy and plan.policy.bypassed:
+        yield bypassed(f"the blocks of {plan.policy.name}")
+    elif walked := [unit.name for unit in plan.units if unit.kind != "root" and not has_forward(unit.module)]:
+        yield bypassed(some(walked, "unit"))
+
+
+def bypassed(what: str) -> str:
+    """Say what it means that the forward of units is bypassed."""
+    return (
+        f"the forward of {what} is bypassed: what runs within gathers them, and neither activation_checkpointing nor "
+        "compile_blocks reaches them."
+    )
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32

@@ -1,0 +1,407 @@
+"""Carry out a plan: `fully_shard` over its units, with their precision, offload, resharding and prefetching.
+
+Input: a model that every rank built alike, and a mesh. Output: the same model, its parameters DTensors.
+
+Order of work: agree with the other ranks -> cast -> activation checkpointing -> compile -> fully_shard, inner units
+first -> prefetch order -> entry points.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdp2_strategy.config.strategy_config import MixedData
+from fsdp2_strategy.distributed.mesh import build_mesh, on_ranks_of
+from fsdp2_strategy.distributed.process_group import (
+    agree,
+    all_or_none,
+    control_device,
+    current_device,
+    group_in_use,
+    log,
+)
+from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.hf.meta.skeleton import keep_recorded_outputs
+from fsdp2_strategy.model.fingerprint import remember_as_built
+from fsdp2_strategy.model.residency import (
+    average_gradient,
+    is_sharded,
+    parameter_groups,
+    remember_wrapper,
+    unwrap_model,
+)
+from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
+from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
+from fsdp2_strategy.sharding.bypassed_blocks import Walk, own_outputs
+from fsdp2_strategy.sharding.divergence import watch_units
+from fsdp2_strategy.sharding.ignored import cast_inputs, cast_outputs
+from fsdp2_strategy.sharding.plan import Precision, ShardPlan, Unit, plan_units
+from fsdp2_strategy.sharding.vision_encoders import (
+    keep_graph,
+    keep_out_of_order,
+    leave_what_never_ran,
+    run_on_zeros,
+    share_use,
+)
+
+_SAMPLES_PER_PARAMETER = 256
+
+_prepared_for_training: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    is_training: bool = False,
+    bf16: bool = True,
+    fp16: bool = False,
+    keep_fp32: Sequence[str] = (),
+    masters_in_optimizer: bool = False,
+    reduce_in_full_precision: bool = True,
+    class_names: Sequence[str] = (),
+    min_unit_params: int | None = None,
+    ignored_modules: Sequence[str] = (),
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    prefetch_depth: int | None = None,
+    activation_checkpointing: Sequence[str] | bool = (),
+    compile_blocks: bool | str = False,
+    forward_methods: Sequence[str] = ("generate",),
+    mixed_mm_data: MixedData | None = None,
+    debug_divergence_seconds: float = 0.0,
+) -> nn.Module:
+    """Shard ``model`` in place, unit by unit; collective. A model that is sharded already comes back unchanged.
+
+    Every rank must hold the same weights: build the model under the same seed, or load the same files.
+
+    Args:
+        model: any module, or an actor wrapper (``is_actor``, the model in ``.model``).
+        mesh: from `build_mesh`; by default all ranks in one shard group.
+        is_training: keep fp32 masters of the trainable parameters.
+        bf16: compute in bfloat16; else in the parameters' own dtype, at least fp32 in training.
+        fp16: compute in float16 instead; the loss then wants a scale.
+        keep_fp32: name patterns of parameters that are stored and computed with in fp32.
+        masters_in_optimizer: shards hold the compute dtype alone, and gradients are fp32: the optimizer keeps the fp32
+            masters (`FSDPadaptOptimizer`).
+        reduce_in_full_precision: sum gradients over the ranks in fp32; else in the dtype that is computed in.
+        class_names: class names of the blocks; see `find_blocks` for what happens without.
+        min_unit_params: make units of the modules that hold so many parameters; see `find_blocks`.
+        ignored_modules: regular expressions for whole dotted names of modules whose parameters stay whole on every
+            rank, as plain tensors; their gradients are averaged one by one, so a backward pass uses each on all ranks
+            or on none.
+        reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
+            backward; an int frees all but what a group of that many ranks needs to gather them again.
+        cpu_offload: keep shards, gradients and optimizer state in host memory.
+        prefetch_depth: units gathered ahead of the one that runs; None leaves it to FSDP2.
+        activation_checkpointing: class names of modules whose activations are recomputed in backward, under the
+            random state that they had; True: each block.
+        compile_blocks: compile each block's forward; a string names the torch.compile backend.
+        forward_methods: methods beside forward that need gathered parameters; those that the model lacks are skipped.
+        mixed_mm_data: what ranks without images do where others have some; see [Note: unequal ranks] in
+            `vision_encoders`.
+        debug_divergence_seconds: compare which unit every rank runs, and name unit and rank where one differs or stays
+            away longer than this; see `divergence`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ShardError: a class name or pattern matches nothing, an ignored module is tied to one that is not,
+            ``reshard_after_forward`` does not divide the shard size, or the ranks hold different models.
+    """
+    root = unwrap_model(model)
+    if is_sharded(root):
+        if is_training and not _prepared_for_training.get(root, True):
+            raise ShardError(
+                f"cannot shard {type(root).__name__}: it was prepared for inference and holds no fp32 masters, "
+                "expected one preparation. Prepare it with is_training=True in the first place."
+            )
+        return model
+    mesh = mesh or build_mesh()
+    with on_ranks_of(mesh):
+        with all_or_none(f"shard {type(root).__name__}", ShardError):
+            reshard = _checked_reshard(reshard_after_forward, mesh)
+            precision = Precision(
+                bf16=bf16,
+                fp16=fp16,
+                is_training=is_training,
+                keep_fp32=tuple(keep_fp32),
+                masters_in_optimizer=masters_in_optimizer,
+                reduce_in_full_precision=reduce_in_full_precision,
+            )
+            plan = plan_units(
+                root,
+                precision,
+                class_names,
+                min_unit_params=min_unit_params,
+                ignored_modules=ignored_modules,
+                mixed_mm_data=mixed_mm_data,
+            )
+            recomputed = _recomputed(plan, activation_checkpointing) if is_training else {}
+        _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
+        name = type(root).__name__
+        for note in plan.notes:
+            log("%s: look at: %s", name, note)
+        _cast(plan)
+        recompute_activations(root, recomputed)
+        if compile_blocks:
+            _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
+        _prepare_edges(plan)
+        compiled = [unit.module for unit in _compiled(plan)] if compile_blocks else []
+        casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
+        ignored = [unit.module for unit in plan.ignored]
+        walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored)
+        _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
+        for group in parameter_groups(root) if is_training else ():
+            _settle_gradient_dtypes(group)
+            if masters_in_optimizer:
+                _reduce_to_fp32(group)
+        _keep_step(plan, debug_divergence_seconds)
+        if prefetch_depth is not None:
+            alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
+            _prefetch(alike, prefetch_depth)
+        walk.add_entry_points((*forward_methods, *plan.entry_points))
+        _prepared_for_training[root] = is_training
+        remember_wrapper(root)
+        remember_as_built(root)
+        log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
+    return model
+
+
+def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool | int, *, cpu_offload: bool) -> None:
+    """Hand the units to FSDP2, inner ones first, the root last."""
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
+    root_policy = MixedPrecisionPolicy()
+    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
+        policy = _policy(unit, plan.precision)
+        if unit.module is plan.model:
+            root_policy = policy
+        else:
+            reshard = False if unit.stays_gathered else reshard_after_forward
+            if unit.kind == "tower":
+                shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
+                continue
+            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
+    # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
+    root_reshard = None if reshard_after_forward is True else reshard_after_forward
+    shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
+    for module in (plan.model, *(unit.module for unit in plan.units)):
+        keep_recorded_outputs(module)
+
+
+def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
+    """Let ranks without images keep step with the others, and notice where ranks do not."""
+    if debug_divergence_seconds:
+        units = {unit.module: unit.name for unit in plan.units} | {plan.model: ""}
+        watch_units(units, debug_divergence_seconds)
+    if plan.tower is None:
+        return
+    if plan.mixed_mm_data == "dummy":
+        run_on_zeros(plan.model, plan.tower)
+    else:
+        keep_graph(plan.tower)
+    of_units = {group.modules[0]: group for group in parameter_groups(plan.model)}
+    for group in of_units.values():
+        leave_what_never_ran(group)
+    if plan.mixed_mm_data == "replicate":
+        keep_out_of_order(of_units[plan.tower.module])
+    share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
+
+
+def _settle_gradient_dtypes(group: Any) -> None:
+    """Let the gradients of a unit keep their dtypes where nothing of it is trainable in the first pass.
+
+    FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
+    with frozen weights, would leave it with none.
+    """
+    floating = [parameter for parameter in group.fsdp_params if parameter.sharded_param.is_floating_point()]
+    trained = [parameter for parameter in floating if parameter.sharded_param.requires_grad] or floating
+    find_dtypes = group._init_mp_dtypes
+
+    def find_dtypes_of_all() -> None:
+        find_dtypes()
+        if group._orig_dtype is None and trained:
+            group._orig_dtype, group._reduce_dtype = trained[0].orig_dtype, trained[0].reduce_dtype
+
+    group._init_mp_dtypes = find_dtypes_of_all
+
+
+def _reduce_to_fp32(group: Any) -> None:
+    """Let the gradients of half-precision shards be fp32, which FSDP2 would round to the shards' dtype."""
+    find_dtypes = group._init_mp_dtypes
+
+    def find_dtypes_with_fp32_gradients() -> None:
+        find_dtypes()
+        if group._orig_dtype in (torch.bfloat16, torch.float16):
+            group._orig_dtype = torch.float32
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad_dtype = torch.float32
+
+    group._init_mp_dtypes = find_dtypes_with_fp32_gradients
+
+
+def _prepare_edges(plan: ShardPlan) -> None:
+    """Hang on each unit what its inputs and outputs need, ahead of FSDP2's hooks, and on what has none of those."""
+    for unit in plan.ignored:
+        if unit.cast_inputs == "all":
+            cast_inputs(unit.module, unit.compute_dtype)
+        if unit.parent_dtype is not None:
+            cast_outputs(unit.module, unit.parent_dtype)
+    for module in dict.fromkeys((*(unit.module for unit in plan.units), plan.model)):
+        module.register_forward_hook(own_outputs)
+    for unit in (*plan.units, *plan.ignored):
+        if unit.cast_inputs == "first":
+            unit.module.register_forward_pre_hook(_cast_first(unit.compute_dtype), with_kwargs=True)
+
+
+def _shape(mesh: DeviceMesh) -> str:
+    axes = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
+    return " x ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
+
+
+def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> bool | int:
+    shard_size = mesh.size(mesh.ndim - 1)
+    if isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
+        raise ShardError(
+            f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
+            f"the shard size {shard_size}. Use the number of ranks of one node, or true."
+        )
+    # A group of one keeps everything, a group of all keeps what a shard is.
+    return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
+
+
+def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
+    if precision.half is None and not precision.is_training:
+        return MixedPrecisionPolicy(output_dtype=unit.parent_dtype)
+    reduce_dtype = precision.reduce_dtype(unit.compute_dtype) if precision.is_training else None
+    return MixedPrecisionPolicy(
+        param_dtype=unit.compute_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=unit.parent_dtype,
+        cast_forward_inputs=unit.cast_inputs == "all",
+    )
+
+
+def _cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return a hook that casts the first floating input of a module; see [Note: inputs] in `plan`."""
+
+    def cast(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for i, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return args, {**kwargs, name: value.to(dtype)}
+        return args, kwargs
+
+    return cast
+
+
+def _agree(plan: ShardPlan, options: object) -> None:
+    """Raise on every rank where the ranks planned different units or hold different weights; collective."""
+    expected = (
+        "the same options, and a model with the same names, shapes, dtypes and frozen parameters, everywhere. Build it "
+        "from the same configuration."
+    )
+    agree(f"shard {type(plan.model).__name__}", (plan.signature(), options), ShardError, expected)
+    units = (*plan.units, *plan.ignored)
+    planned = plan.replicated | {name: p for unit in units for name, p in unit.parameters.items()}
+    parameters = {name: p for name, p in planned.items() if not p.is_meta}
+    samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
+    extremes = torch.stack([samples, -samples])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
+    different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
+    if different:
+        raise ShardError(
+            f"cannot shard {type(plan.model).__name__}: {len(different)} of {len(parameters)} parameters differ "
+            f"between the ranks, {different[0]} first, expected the same weights everywhere. Seed every rank alike "
+            "before building the model, or load the same files."
+        )
+
+
+def _sample(parameter: torch.Tensor) -> float:
+    """Return a number that two tensors share when a few hundred of their elements are equal."""
+    flat = parameter.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].to("cpu", torch.float64)
+    weights = torch.arange(1, picked.numel() + 1, dtype=torch.float64).sqrt()
+    return float(picked.nan_to_num(nan=0.5).clamp(-1e30, 1e30) @ weights)
+
+
+@torch.no_grad()
+def _cast(plan: ShardPlan) -> None:
+    """Give each parameter the dtype of its shard; identity, and with it ties, are kept."""
+    for unit in plan.units:
+        for parameter in unit.parameters.values():
+            parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
+
+
+def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
+    """Keep 0-d parameters, and those of ignored modules, whole on every rank, average their gradients; return them."""
+    dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
+    for name, parameter in plan.replicated.items():
+        dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
+        if plan.precision.is_training and parameter.requires_grad:
+            dtype = torch.promote_types(dtype, torch.float32)  # computed with as it is, wherever masters are kept
+        dtypes[parameter] = dtype
+    for parameter, dtype in dtypes.items():
+        device = parameter.device if parameter.is_meta else current_device()
+        parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
+        average_gradient(parameter)
+    return set(dtypes)
+
+
+def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:
+    """Return the modules whose activations are recomputed: those of some classes, or each block."""
+    if not isinstance(wanted, bool):
+        return modules_of_class(plan.model, wanted)
+    if not wanted:
+        return {}
+    blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
+    if not blocks:
+        raise ShardError(
+            f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
+            "Name the modules: activation_checkpointing takes class names, too."
+        )
+    # A block within another is recomputed with it.
+    inner = {module for block in blocks for module in block.modules() if module is not block}
+    return {name: module for module, name in blocks.items() if module not in inner}
+
+
+def _compile(plan: ShardPlan, backend: str) -> None:
+    for unit in _compiled(plan):
+        unit.module.forward = torch.compile(unit.module.forward, backend=backend)
+
+
+def _compiled(plan: ShardPlan) -> list[Unit]:
+    if plan.policy and plan.policy.bypassed:  # what is compiled gathers nothing for what runs within
+        return []
+    return [unit for unit in plan.units if unit.kind in ("block", "size") and has_forward(unit.module)]
+
+
+def _prefetch(units: list[nn.Module], depth: int) -> None:
+    """Fix which units are gathered ahead: the next ``depth`` in forward, the ones before in backward."""
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for i, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + depth])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, i - depth) : i][::-1])

@@ -1,0 +1,279 @@
+"""Images on some ranks only: which part of a model runs where there are some, and how the other ranks keep step.
+
+Input: a vision and language model. Output: its vision tower, for `plan`, and hooks, for `shard`, that let ranks without
+images take part in what those with images communicate.
+
+[Note: unequal ranks] A unit that one rank runs and another does not would leave the first waiting in a gather. Three
+policies (``mixed_mm_data``) prevent it:
+  "root"       the parameters of the tower, and of what stands between it and the text, belong to the root unit, which
+               every rank gathers.
+  "replicate"  each rank holds the tower whole, so nothing is gathered. Its gradients are averaged over all ranks.
+  "dummy"      the tower is sharded block by block, and a rank without images runs it on an image of zeros, as often as
+               the rank that runs it most does. Its output is dropped, its gradients are zero.
+In each of them a parameter may have a gradient on some ranks alone: within the root, within a replicated tower, or in
+a projector beside the tower. FSDP2 reduces what has a gradient on this rank; so ahead of a reduction the ranks tell
+each other which parameters have one, and the others add zeros. What no rank used has no gradient, as without sharding.
+All of it happens when a backward pass is through, because neither token ids nor pixels have gradients: on every rank
+at the same place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp2_strategy.distributed.process_group import all_or_none, control_device, group_in_use
+from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.model.names import clean
+
+# Inputs of a forward pass for each of which the tower runs once.
+_PIXELS = ("pixel_values", "pixel_values_videos")
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The part of a model that runs where there are images."""
+
+    name: str
+    module: nn.Module
+    owner: nn.Module
+    """The model around it, which makes features of images and puts them among the text."""
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The module that embeds the text, on every rank."""
+        return self.owner.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    def runs_for_images(self) -> list[nn.Module]:
+        """Return the modules that run where there are images: the tower, and what stands between it and the text."""
+        text = [child for child in self.owner.children() if self.embedding in child.modules()]
+        beside = [child for child in self.owner.children() if child not in text]
+        return list(dict.fromkeys(module for child in (self.module, *beside) for module in child.modules()))
+
+
+def find_tower(model: nn.Module) -> Tower | None:
+    """Return the vision tower of a vision and language model of transformers; None where there is none; only reads."""
+    names = {module: clean(name) for name, module in model.named_modules()}
+    for module in names:
+        if not hasattr(module, "get_image_features") or not hasattr(module, "get_encoder"):
+            continue
+        tower: Any = module.get_encoder(modality="image")
+        if tower is not module and tower in names and hasattr(tower, "config"):
+            owner: Any = next(m for m in names if tower in m.children())
+            if isinstance(owner.get_input_embeddings(), nn.Module):
+                return Tower(names[tower], tower, owner)
+    return None
+
+
+_uneven: WeakSet[nn.Module] = WeakSet()
+
+
+def may_be_uneven(model: nn.Module) -> bool:
+    """Say whether micro-batches of a sharded model may have gradients of different parameters."""
+    return model in _uneven
+
+
+def leave_what_never_ran(group: Any) -> None:
+    """Let FSDP2 accumulate nothing for a unit that has not run on this rank yet, where it would fail."""
+    reduce = group.post_backward
+
+    def reduce_if_it_ran(*unused: Any) -> None:
+        if group.reduce_grads or any(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            reduce(*unused)
+
+    group.post_backward = reduce_if_it_ran
+
+
+def keep_out_of_order(group: Any) -> None:
+    """Let FSDP2 gather nothing ahead because of a replicated tower: ranks that did not run it would gather it later."""
+    group._record_post_forward = lambda: None
+
+
+def share_use(model: nn.Module, groups: Iterable[Any]) -> None:
+    """Let ranks add zeros for parameters that only others used, whenever these groups of FSDP2 reduce gradients.
+
+    Args:
+        model: the sharded root, which `may_be_uneven` from then on.
+        groups: FSDP2's records of units that not every rank uses alike.
+    """
+    _uneven.add(model)
+    process_group = group_in_use()
+    for group in groups:
+        reduce = group.post_backward
+        group.post_backward = functools.partial(_with_zeros, group, reduce, process_group)
+
+
+@torch.no_grad()
+def _with_zeros(group: Any, reduce: Callable[..., None], process_group: Any, *unused: Any) -> None:
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if group.reduce_grads and trained:
+        own = torch.tensor([has_gradient(p) for p in trained], dtype=torch.uint8, device=control_device())
+        anywhere = own.clone()
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=process_group)
+        lacking = [p for p, here, there in zip(trained, own.tolist(), anywhere.tolist(), strict=True) if here < there]
+        if lacking and not all(hasattr(p, "_unsharded_param") for p in lacking):
+            group.unshard()  # it never ran on this rank; it is replicated, so nothing is communicated
+            group.wait_for_unshard()
+        for parameter in lacking:
+            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+        if any(p.unsharded_accumulated_grad is not None for p in trained):
+            for parameter in trained:  # gradients of one reduction have one dtype
+                if parameter.unsharded_accumulated_grad is None and hasattr(parameter, "_unsharded_param"):
+                    parameter.to_accumulated_grad_if_needed()
+    reduce(*unused)
+
+
+def has_gradient(parameter: Any) -> bool:
+    """Say whether a parameter of FSDP2 has a gradient on this rank that is not reduced yet."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
+
+
+def keep_graph(tower: Tower) -> None:
+    """Let every rank have a backward pass where nothing is trained but what runs for images.
+
+    Else the loss of a rank without images has no graph, and the others wait for its part of their reductions.
+    """
+    tower.embedding.register_forward_hook(functools.partial(_with_graph, [*tower.owner.parameters()]))
+
+
+def _with_graph(
+    parameters: Sequence[nn.Parameter], _module: nn.Module, _inputs: object, output: torch.Tensor
+) -> torch.Tensor:
+    if output.requires_grad or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
+        return output
+    attached: torch.Tensor = _Attach.apply(output, output.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return attached
+
+
+def run_on_zeros(model: nn.Module, tower: Tower) -> None:
+    """Let each rank run the tower as often in a forward pass as the rank that runs it most; see [Note: unequal ranks].
+
+    Args:
+        model: the root; its ``generate``, where it has one, must not be known to FSDP2 yet.
+        tower: what runs where there are images.
+
+    Raises:
+        ShardError: what an image looks like does not follow from the tower's configuration.
+    """
+    dummy = _Dummy(tower)
+    if getattr(model, "_supports_mm_encoder_outputs", lambda: False)():
+        # Generation makes features of images before the first forward pass.
+        model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
+    tower.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
+    tower.embedding.register_forward_hook(dummy.after_embedding)
+
+
+class _Dummy:
+    """Runs the tower on zeros between the text's embedding and the language model, where images run it, too.
+
+    So gathers and reductions come in one order on all ranks.
+    """
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self._process_group = group_in_use()
+        self._missing = 0
+        self._was_tried = False
+        self._inputs()
+
+    def before_owner(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Find out how often the tower is to run here; collective."""
+        self._missing = self._count_missing(kwargs)
+        if self._missing and kwargs.get("inputs_embeds") is not None:
+            kwargs = {**kwargs, "inputs_embeds": self._attached(kwargs["inputs_embeds"])}
+        return args, kwargs
+
+    def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the tower as often as the other ranks do, then generate; collective."""
+        for _ in range(self._count_missing(kwargs)):
+            with torch.no_grad():
+                self._run()
+        return generate(*args, **kwargs)
+
+    def _count_missing(self, inputs: Mapping[str, Any]) -> int:
+        own = sum(inputs.get(name) is not None for name in _PIXELS)
+        most = torch.tensor(own, device=control_device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._process_group)
+        if most and not self._was_tried:
+            with all_or_none(f"run {self._tower.name} on an image of zeros", ShardError), torch.no_grad():
+                self._try()
+            self._was_tried = True
+        return int(most) - own
+
+    def after_embedding(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        """Run the tower where it is to run more often than there are images."""
+        return self._attached(output) if self._missing else output
+
+    def _attached(self, embedded: torch.Tensor) -> torch.Tensor:
+        missing, self._missing = self._missing, 0
+        features = [leaf for _ in range(missing) for leaf in self._run() if leaf.requires_grad]
+        return _Attach.apply(embedded, *features) if features else embedded  # type: ignore[no-untyped-call]
+
+    def _try(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            raise ShardError(
+                f"cannot run {self._tower.name} on an image of zeros: {type(self._tower.owner).__name__} says "
+                f"{type(error).__name__}: {error}, expected features. Use mixed_mm_data='root' or 'replicate'."
+            ) from error
+
+    def _run(self) -> list[torch.Tensor]:
+        """Return the features of an image of zeros; as without it, no random number is drawn."""
+        inputs = self._inputs()
+        devices = {value.device for value in inputs.values() if value.is_cuda}
+        with torch.random.fork_rng(list(devices)):
+            output: Any = self._tower.owner.get_image_features(**inputs)  # type: ignore[operator]
+        features = getattr(output, "pooler_output", output)
+        return [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]
+
+    def _inputs(self) -> dict[str, torch.Tensor]:
+        """Return the smallest image that the tower takes, by its configuration."""
+        config: Any = self._tower.module.config
+        first = next(self._tower.module.parameters())
+        like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
+        channels: Any = getattr(config, "num_channels", None) or getattr(config, "in_channels", 3)
+        inputs: dict[str, torch.Tensor] = {}
+        if (merged := getattr(config, "spatial_merge_size", None)) and hasattr(config, "temporal_patch_size"):
+            width = channels * config.temporal_patch_size * config.patch_size**2
+            inputs["pixel_values"] = torch.zeros(merged**2, width, **like)
+            inputs["image_grid_thw"] = torch.tensor([[1, merged, merged]], device=first.device)
+        elif size := getattr(config, "image_size", None):
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            inputs["pixel_values"] = torch.zeros(1, channels, height, width, **like)
+        takes = inspect.signature(self._tower.owner.get_image_features).parameters  # type: ignore[arg-type]
+        needed = {name for name, p in takes.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+        if not inputs or needed - inputs.keys():
+            raise ShardError(
+                f"cannot run {self._tower.name} on an image of zeros: what get_image_features of "
+                f"{type(self._tower.owner).__name__} takes ({', '.join(takes)}) does not follow from a "
+                f"{type(config).__name__}, expected an image size or a patch size. Use mixed_mm_data='root' or "
+                "'replicate'."
+            )
+        return inputs
+
+
+class _Attach(torch.autograd.Function):
+    """Give out a tensor as it is, whose backward pass also runs that of others, with gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*others)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *map(torch.zeros_like, ctx.saved_tensors)

@@ -1,0 +1,109 @@
+"""The four parameter groups of a vision-language-action model: backbone and the rest, with weight decay and without.
+
+Input: a model, sharded or not. Output: groups for `build_optimizer`, or lists of parameters.
+
+[Note: never applied] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension, so that all
+of them count as vectors and none is decayed (but a cognition token that asks for it). Here a parameter's own, global
+dimensions decide; ``as_flattened`` brings the original's arithmetic back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.model.residency import unwrap_model
+
+GROUPS = ("backbone_decay", "backbone_no_decay", "other_decay", "other_no_decay")
+
+
+def vla_parameter_groups(
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    action_model_learning_rate: float | None = None,
+    action_model_weight_decay: float | None = None,
+    cognition_token_weight_decay: bool = False,
+    move_word_embedding_to_action_model: bool = False,
+    as_flattened: bool = False,
+) -> list[dict[str, Any]]:
+    """Return the four groups of a model's trainable parameters, in the order of `GROUPS`; not collective.
+
+    Args:
+        model: a VLA whose backbone has "backbone" in its parameters' names.
+        learning_rate: of the backbone.
+        weight_decay: of the backbone's matrices.
+        action_model_learning_rate: of all that is not backbone; by default ``learning_rate``.
+        action_model_weight_decay: of its matrices; by default ``weight_decay``.
+        cognition_token_weight_decay: decay what has "cognition_token" in its name, whatever its dimensions.
+        move_word_embedding_to_action_model: count the backbone's ``embed_tokens`` among the rest.
+        as_flattened: decay nothing else, as the original did; see [Note: never applied].
+
+    Returns:
+        A mapping a group, with "name", "params", "lr" and "weight_decay"; a group may have no parameters.
+    """
+    split = _split(
+        model,
+        cognition_token_weight_decay=cognition_token_weight_decay,
+        move_word_embedding_to_action_model=move_word_embedding_to_action_model,
+        as_flattened=as_flattened,
+    )
+    other_rate = learning_rate if action_model_learning_rate is None else action_model_learning_rate
+    other_decay = weight_decay if action_model_weight_decay is None else action_model_weight_decay
+    rates = (learning_rate, learning_rate, other_rate, other_rate)
+    decays = (weight_decay, 0.0, other_decay, 0.0)
+    return [
+        {"name": name, "params": list(split[name].values()), "lr": rate, "weight_decay": decay}
+        for name, rate, decay in zip(GROUPS, rates, decays, strict=True)
+    ]
+
+
+def split_modality_collator(
+    vla: nn.Module,
+    cognition_token_weight_decay: bool = False,
+    move_word_embedding_to_action_model: bool = False,
+    verbose: bool = True,
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trainable parameters of each of `GROUPS`; not collective; see `vla_parameter_groups`.
+
+    Args:
+        vla: the model.
+        cognition_token_weight_decay: decay the cognition token.
+        move_word_embedding_to_action_model: count the word embedding among the rest.
+        verbose: log where each parameter goes.
+    """
+    split = _split(
+        vla,
+        cognition_token_weight_decay=cognition_token_weight_decay,
+        move_word_embedding_to_action_model=move_word_embedding_to_action_model,
+    )
+    for group, parameters in split.items():
+        for name in parameters if verbose else ():
+            log("%s is in %s", name, group, level=logging.INFO)
+    backbone_decay, backbone_no_decay, other_decay, other_no_decay = (list(p.values()) for p in split.values())
+    return backbone_decay, backbone_no_decay, other_decay, other_no_decay
+
+
+def _split(
+    model: nn.Module,
+    *,
+    cognition_token_weight_decay: bool,
+    move_word_embedding_to_action_model: bool,
+    as_flattened: bool = False,
+) -> dict[str, dict[str, nn.Parameter]]:
+    split: dict[str, dict[str, nn.Parameter]] = {group: {} for group in GROUPS}
+    for name, parameter in named_parameters(unwrap_model(model)).items():
+        if not parameter.requires_grad:
+            continue
+        moved = move_word_embedding_to_action_model and "embed_tokens" in name
+        kind = "backbone" if "backbone" in name and not moved else "other"
+        decays = not (as_flattened or parameter.ndim <= 1 or name.split(".")[-1] == "bias")
+        if "cognition_token" in name:
+            decays = cognition_token_weight_decay
+        split[f"{kind}_{'decay' if decays else 'no_decay'}"][name] = parameter
+    return split

@@ -1,0 +1,100 @@
+"""Where ranks or workers go short of samples, episodes or cores: nothing is wrong then, but something is slow.
+
+Input: the numbers of a run. Output: a sentence for each shortage, which says what it costs and what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from fsdp2_strategy.distributed.process_group import log, to_rank_0
+
+
+def warn_of_shortages(**numbers: int) -> list[str]:
+    """Log a warning for each shortage that some rank finds, once for all ranks; collective.
+
+    Hosts may have different numbers of cores: each rank looks at its own, and rank 0 logs what any of them found.
+
+    Args:
+        **numbers: see `shortages`.
+
+    Returns:
+        What this rank finds.
+    """
+    own = shortages(**numbers)
+    for sentence in dict.fromkeys(sentence for found in to_rank_0(own) for sentence in found):
+        log("%s", sentence, level=logging.WARNING)
+    return own
+
+
+def shortages(
+    *,
+    ranks: int,
+    local_ranks: int,
+    global_batch_size: int,
+    lanes: int,
+    pool: int,
+    episodes: int,
+    batches: int,
+    num_workers: int,
+    cores: int | None = None,
+) -> list[str]:
+    """Return a sentence for each shortage; not collective.
+
+    Args:
+        ranks: that share the data.
+        local_ranks: those on this host.
+        global_batch_size: samples of a batch over all ranks.
+        lanes: of the order; see `EpisodeOrder`.
+        pool: episodes that all ranks together mix at a time.
+        episodes: of the data set.
+        batches: of an epoch, at least 1.
+        num_workers: of each rank.
+        cores: that this process may run on; by default they are counted.
+
+    Example:
+        >>> facts = dict(ranks=2, local_ranks=2, lanes=2, pool=8, episodes=20, batches=50, num_workers=1, cores=4)
+        >>> shortages(global_batch_size=16, **facts)
+        []
+        >>> [sentence] = shortages(global_batch_size=15, **facts)
+        >>> sentence.partition(":")[0]
+        'a global batch of 15 samples does not divide by 2 ranks'
+    """
+    cores = _cores() if cores is None else cores
+    found = []
+    if global_batch_size % ranks:
+        found.append(
+            f"a global batch of {global_batch_size} samples does not divide by {ranks} ranks: in each step some have a "
+            f"sample more, and the others wait. Choose a multiple of {ranks}."
+        )
+    if lanes % ranks:
+        found.append(
+            f"{lanes} lanes are no multiple of {ranks} ranks: ranks share episodes, which are fetched and opened more "
+            f"than once. Run on a number of ranks that divides {lanes}, or begin a run with other lanes."
+        )
+    if episodes < pool:
+        of_a_lane = episodes // lanes
+        advice = f"Lower the pool to at most {of_a_lane} a lane, {of_a_lane * lanes} together."
+        found.append(
+            f"{episodes} episodes do not fill the pools of all ranks, {pool} together: ranks hold fewer than they may, "
+            f"and the whole data set at once. {advice if of_a_lane else f'Begin a run with at most {episodes} lanes.'}"
+        )
+    if num_workers > batches:
+        found.append(
+            f"{num_workers} workers a rank are more than an epoch's {batches} batches: some have nothing of it to "
+            f"fetch, and fetch from the next ones. Start at most {batches}."
+        )
+    if num_workers * local_ranks > cores:
+        found.append(
+            f"{num_workers} workers x {local_ranks} ranks on a host are more than its {cores} cores: they take time "
+            f"from each other and from the ranks. Start at most {cores // local_ranks} a rank."
+        )
+    return found
+
+
+def _cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,134 @@
+"""VITRA's loop: micro-batches, optimizer steps, metrics and saves, until a run is through or told to stop.
+
+Input: a strategy that is set up, and epochs of batches. Output: a trained model, checkpoints, records.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.preemption import Preemption
+from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.model.residency import clear_gradients
+from fsdp2_strategy.optim.step import StepResult
+from fsdp2_strategy.vla.epochs import Epochs
+from fsdp2_strategy.vla.metrics import VLAMetrics
+from fsdp2_strategy.vla.parameter_groups import GROUPS
+
+if TYPE_CHECKING:
+    from fsdp2_strategy.vla.strategy import VLAFSDPStrategy
+
+# How metrics call the rates of the groups.
+_RATES = dict(
+    zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
+)
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Train; every rank does the same."""
+
+    strategy: VLAFSDPStrategy
+    data: Epochs
+    metrics: VLAMetrics
+    bar: Any
+    """A progress bar in optimizer steps."""
+    stop: Preemption
+    save_interval: int | None
+    epoch_save_interval: int | None
+    save_full_model: bool
+    _unsaved: bool = False
+    """Whether steps were taken since the last checkpoint."""
+
+    def run(self) -> bool:
+        """Go on to the end; say whether it is reached, or the run was told to stop before."""
+        for epoch in range(self.data.epoch, self.strategy.epochs):
+            self.strategy.vla.train()
+            for batch in self.data.batches(epoch):
+                result = self._micro_batch(batch)
+                if result.stepped or result.skipped:
+                    self.data.mark()
+                if result.stepped:
+                    self._unsaved = True
+                    self._report(epoch)
+                if result.stepped or result.skipped:
+                    through, told = self.strategy.is_through(), self._is_told_to_stop()
+                    on_interval = result.stepped and self.save_interval and result.step % self.save_interval == 0
+                    if through or told or on_interval:
+                        self._save(epoch, is_epoch_end=False)
+                    if through or told:
+                        return through
+            if not self.strategy.pending_micro_batches:
+                self.data.end_epoch()
+            on_interval = self.epoch_save_interval and epoch % self.epoch_save_interval == 0
+            is_last = epoch == self.strategy.epochs - 1
+            if on_interval or (is_last and self._unsaved and (self.save_interval or self.epoch_save_interval)):
+                self._save(epoch, is_epoch_end=True)
+        self._drop_what_is_pending()
+        return True
+
+    def _micro_batch(self, batch: Mapping[str, Any]) -> StepResult:
+        strategy = self.strategy
+        prediction = strategy.vla(**strategy.forward_inputs(batch))
+        is_mapping = isinstance(prediction, Mapping)
+        numbers = {name: value for name, value in prediction.items() if _is_number(value)} if is_mapping else {}
+        if "loss" not in numbers:
+            returned = ", ".join(prediction) if is_mapping else f"a {type(prediction).__name__}"
+            raise StepError(
+                f"cannot train {type(strategy.vla).__name__}: its forward returned {returned or 'nothing'}, expected a "
+                "mapping with a 'loss' of one element. Return one."
+            )
+        self.metrics.commit(**numbers)
+        strategy.backward(numbers["loss"], strategy.vla, strategy.optimizer)
+        return strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler, name=strategy.stage)
+
+    def _report(self, epoch: int) -> None:
+        rates = self._rates()
+        step = self.strategy.global_step(self.strategy.vla)
+        self.metrics.commit(
+            update_step_time=True, global_step=step, epoch=epoch, lr=rates["backbone_decay_lr"], **rates
+        )
+        with process_group.all_or_none("track metrics", StepError):
+            status = self.metrics.push()
+        self.bar.set_description(status, refresh=False)
+        self.bar.update()
+
+    def _rates(self) -> dict[str, float]:
+        """Return the rate of each of the four groups; of those of a half that is not trained at all, 0."""
+        found = {group["name"]: group["lr"] for group in self.strategy.optimizer.param_groups}
+        of_half = {name.partition("_")[0]: rate for name, rate in found.items()}
+        return {_RATES[name]: found.get(name, of_half.get(name.partition("_")[0], 0.0)) for name in GROUPS}
+
+    def _save(self, epoch: int, *, is_epoch_end: bool) -> None:
+        step = self.strategy.global_step(self.strategy.vla)
+        self.strategy.save_checkpoint(
+            self.metrics.run_dir,
+            step,
+            epoch,
+            only_trainable=not self.save_full_model,
+            is_epoch_end=is_epoch_end,
+            async_save=self.strategy.async_save,
+        )
+        self._unsaved = False
+
+    def _is_told_to_stop(self) -> bool:
+        # Signals are the main thread's.
+        return threading.current_thread() is threading.main_thread() and self.stop.said()
+
+    def _drop_what_is_pending(self) -> None:
+        strategy = self.strategy
+        if pending := strategy.pending_micro_batches:
+            message = "the last %d micro-batches fill no step of %d, and are dropped"
+            process_group.log(message, pending, strategy.grad_accumulation_steps)
+            clear_gradients(strategy.vla)
+            strategy.pending_micro_batches = 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
