@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.checkpoint.layout import Checkpoint as Checkpoint
     from fsdp2_strategy.checkpoint.layout import list_checkpoints as list_checkpoints
     from fsdp2_strategy.checkpoint.load import load_checkpoint as load_checkpoint
+    from fsdp2_strategy.checkpoint.random_state import seed_everything as seed_everything
     from fsdp2_strategy.checkpoint.save import end_saving as end_saving
     from fsdp2_strategy.checkpoint.save import save_checkpoint as save_checkpoint
     from fsdp2_strategy.checkpoint.save import wait_for_save as wait_for_save
@@ -29,15 +30,14 @@ if TYPE_CHECKING:
     from fsdp2_strategy.data.order import GlobalOrder as GlobalOrder
     from fsdp2_strategy.data.order import MixtureOrder as MixtureOrder
     from fsdp2_strategy.data.order import Order as Order
+    from fsdp2_strategy.distributed.agreement import all_or_none as all_or_none
     from fsdp2_strategy.distributed.collectives import all_gather as all_gather
     from fsdp2_strategy.distributed.collectives import all_reduce as all_reduce
+    from fsdp2_strategy.distributed.log import log as log
     from fsdp2_strategy.distributed.memory import report_memory as report_memory
     from fsdp2_strategy.distributed.mesh import auto_shard_size as auto_shard_size
     from fsdp2_strategy.distributed.mesh import build_mesh as build_mesh
     from fsdp2_strategy.distributed.preemption import Preemption as Preemption
-    from fsdp2_strategy.distributed.process_group import all_or_none as all_or_none
-    from fsdp2_strategy.distributed.process_group import log as log
-    from fsdp2_strategy.distributed.process_group import seed_everything as seed_everything
     from fsdp2_strategy.errors import CheckpointError as CheckpointError
     from fsdp2_strategy.errors import ConfigError as ConfigError
     from fsdp2_strategy.errors import CorruptDataError as CorruptDataError
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.model.offload import is_offloaded as is_offloaded
     from fsdp2_strategy.model.offload import offload as offload
     from fsdp2_strategy.model.offload import reload as reload
-    from fsdp2_strategy.model.residency import unwrap_model as unwrap_model
+    from fsdp2_strategy.model.wrappers import unwrap_model as unwrap_model
     from fsdp2_strategy.optim.ema import EMA as EMA
     from fsdp2_strategy.optim.groups import build_optimizer as build_optimizer
     from fsdp2_strategy.optim.groups import rebind_optimizer as rebind_optimizer

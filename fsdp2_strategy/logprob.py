@@ -28,10 +28,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.mesh import on_ranks_of
-from fsdp2_strategy.distributed.process_group import all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import LogProbError
-from fsdp2_strategy.model.residency import is_sharded, unwrap_model
+from fsdp2_strategy.model.fsdp_state import is_sharded
+from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 def token_log_probs(

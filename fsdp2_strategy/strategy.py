@@ -23,9 +23,9 @@ from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.distributed import collectives, memory
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.errors import OptimizerError
-from fsdp2_strategy.model import residency
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import rebind_optimizer
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer, is_mp_optimizer
@@ -184,7 +184,7 @@ class FSDPV2Strategy(TrainingStrategy):
         model, optimizer, *rest = given
         if model is None:
             return given
-        names = {id(p): name for name, p in named_parameters(residency.unwrap_model(model)).items()}
+        names = {id(p): name for name, p in named_parameters(unwrap_model(model)).items()}
         model = self.prepare_model(model, is_training=True)
         if optimizer is not None:
             if self.config.use_mp_opt and not is_mp_optimizer(optimizer):

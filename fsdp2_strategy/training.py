@@ -24,17 +24,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.background import forget_groups
 from fsdp2_strategy.checkpoint.data_position import Later
+from fsdp2_strategy.checkpoint.random_state import seed_everything
 from fsdp2_strategy.config.strategy_config import GradSync, ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group as ranks
+from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_remembered
-from fsdp2_strategy.model import residency
+from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
+from fsdp2_strategy.model.materialize import is_unreal
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import forget_slabs
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
@@ -119,8 +123,8 @@ class TrainingStrategy:
         self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
-        ranks.show_log()
-        ranks.log("strategy on %d ranks\n%s", self.world_size, self.config)
+        show_log()
+        log("strategy on %d ranks\n%s", self.world_size, self.config)
 
     # --- the process ---------------------------------------------------------------------------------------------
 
@@ -139,14 +143,14 @@ class TrainingStrategy:
 
     def print(self, *message: object) -> None:
         """Log a message once for all ranks."""
-        ranks.log("%s", " ".join(map(str, message)))
+        log("%s", " ".join(map(str, message)))
 
     def set_seed(self, seed: int, *, per_rank: bool = False) -> None:
         """Seed all generators; not collective.
 
         Build models under one seed for all ranks; ``per_rank`` then lets dropout and noise differ between the ranks.
         """
-        ranks.seed_everything(seed + ranks.rank() if per_rank else seed)
+        seed_everything(seed + ranks.rank() if per_rank else seed)
 
     def close(self) -> None:
         """Wait for a save, and end the process group if this strategy started it; collective, harmless when repeated.
@@ -237,13 +241,13 @@ class TrainingStrategy:
             mixed_mm_data=config.mixed_mm_data,
             debug_divergence_seconds=config.debug_divergence_seconds,
         )
-        if residency.is_unreal(model):
+        if is_unreal(model):
             load_remembered(model)
         return model
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the inner model of an actor wrapper, else the model itself."""
-        return residency.unwrap_model(model)
+        return unwrap_model(model)
 
     def create_optimizer(
         self,
@@ -379,7 +383,7 @@ class TrainingStrategy:
         run.steps += stepped
         if not stepped:
             message = "%s: step %d is skipped on all ranks: the gradient norm is %s"
-            ranks.log(message, name, run.steps + 1, norm, level=logging.WARNING)
+            log(message, name, run.steps + 1, norm, level=logging.WARNING)
         return StepResult(step=run.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
@@ -461,7 +465,7 @@ class TrainingStrategy:
         run = self._run(model)
         if pending := run.micro_batches % self.accumulated_gradient:
             message = "saving between steps: the gradients of %d micro-batches are not part of a checkpoint"
-            ranks.log(message, pending, level=logging.WARNING)
+            log(message, pending, level=logging.WARNING)
         averages = self._ema(model, ema) if ema is not None else run.ema
         path = save_checkpoint(
             model,
@@ -581,7 +585,7 @@ class TrainingStrategy:
                 "returned. Check the order of the arguments."
             )
         fresh = _Run(scale=LossScale() if self.config.fp16 else None)
-        return self._runs.setdefault(residency.unwrap_model(model), fresh)
+        return self._runs.setdefault(unwrap_model(model), fresh)
 
     def _accumulation(self) -> int:
         micro, total = self.config.micro_train_batch_size, self.config.train_batch_size
@@ -616,4 +620,4 @@ def _is_ours_to_shard(model: object) -> bool:
     """Say whether a model is one to shard: no wrapper around an engine, and none whose parameters all are sharded."""
     if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False
-    return residency.is_sharded(model) or residency.has_unsharded_parameters(model)
+    return is_sharded(model) or has_unsharded_parameters(model)

@@ -11,7 +11,8 @@ from models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
 from torch import nn
 
 from fsdp2_strategy import MeshError, ShardError, explain, find_blocks
-from fsdp2_strategy.sharding.plan import Precision, plan_units
+from fsdp2_strategy.sharding.plan import plan_units
+from fsdp2_strategy.sharding.precision import Precision
 
 
 def units(model, **options):

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, init_on_meta, save_model, shard_model
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.sharding.plan import Precision, plan_units
+from fsdp2_strategy.sharding.plan import plan_units
+from fsdp2_strategy.sharding.precision import Precision
 
 MLPS = (r"model\.layers\.\d+\.mlp",)
 

@@ -18,7 +18,7 @@ from policies.act import ACTPolicy
 from policies.pi0 import PI0Policy
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
-from fsdp2_strategy.distributed.process_group import from_rank_0
+from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.sharding.policies import _registered
 
 DOCS = Path(__file__).parent.parent / "docs"

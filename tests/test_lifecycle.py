@@ -21,7 +21,7 @@ from fsdp2_strategy import (
     StepError,
     StrategyConfig,
 )
-from fsdp2_strategy.distributed.process_group import all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none
 
 ALONE = """
 import os, torch, torch.distributed as dist

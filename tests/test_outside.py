@@ -33,9 +33,10 @@ from fsdp2_strategy import (
     shard_model,
     sizes,
 )
-from fsdp2_strategy.distributed.mesh import on_ranks_of
-from fsdp2_strategy.distributed.process_group import all_or_none, group_in_use, rank, to_rank_0, world_size
+from fsdp2_strategy.distributed.agreement import all_or_none, to_rank_0
+from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
+from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, stream_weights, weight_checksums
 from fsdp2_strategy.rollout import connection as link_module
 from fsdp2_strategy.rollout import remote as remote_module

@@ -28,9 +28,9 @@ from fsdp2_strategy import (
     is_mp_optimizer,
     shard_model,
 )
+from fsdp2_strategy.model.master_registry import masters_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import is_offloaded
-from fsdp2_strategy.optim.masters import masters_of
 from fsdp2_strategy.optim.step import LossScale
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}

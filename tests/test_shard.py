@@ -23,8 +23,8 @@ from fsdp2_strategy import (
     build_mesh,
     shard_model,
 )
+from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import parameter_groups
 
 
 class Actor(nn.Module):

@@ -25,8 +25,8 @@ from train_vla import open_demonstrations, write_demonstrations
 from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardError, StepError, list_checkpoints
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import parameter_groups
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
 
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number

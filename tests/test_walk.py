@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.model.residency import groups_of
+from fsdp2_strategy.model.fsdp_state import groups_of
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.sharding.policies import ENTRY_POINTS, _registered, policy_of
 from fsdp2_strategy.vla import register_policy

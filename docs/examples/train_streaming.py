@@ -30,7 +30,8 @@ from torch.nn.functional import interpolate
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, list_checkpoints, load_checkpoint
 from fsdp2_strategy.checkpoint.data_position import LATER
 from fsdp2_strategy.data import ResumableLoader
-from fsdp2_strategy.distributed.process_group import all_or_none, log
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import LeRobotDataset, Metadata
 from fsdp2_strategy.lerobot.generate import write_barcoded

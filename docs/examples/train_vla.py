@@ -27,8 +27,8 @@ from table import ACTION, FPS, LIMIT, SIZE, STATE, Tables, demonstrate
 
 from fsdp2_strategy import StrategyConfig, init_on_meta
 from fsdp2_strategy.data import ResumableLoader
+from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.collectives import all_reduce
-from fsdp2_strategy.distributed.process_group import all_or_none
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import LeRobotDataset
 from fsdp2_strategy.lerobot.generate import DatasetWriter

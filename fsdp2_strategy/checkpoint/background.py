@@ -5,7 +5,7 @@ own, the work done on a thread, and its failure at the next call.
 
 [Note: behind the trainer] The thread talks to those of the other ranks on a process group of its own, so that their
 collectives never mix with the trainer's. One save is in flight at a time. What fails there fails on every rank alike
-([Note: one decision] in `process_group`), and is raised where the trainer next comes by: at a save, a load, `wait` or
+([Note: one decision] in `agreement`), and is raised where the trainer next comes by: at a save, a load, `wait` or
 `close`.
 """
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import (
     adopt_device,
     current_device,
@@ -27,7 +28,6 @@ from fsdp2_strategy.distributed.process_group import (
     group_in_use,
     group_timeout,
     is_rank_0,
-    logger,
     on_group,
     ranks_of,
 )

@@ -24,7 +24,8 @@ from torch import nn
 from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_by_itself
 from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, Places
 from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
-from fsdp2_strategy.distributed.process_group import all_or_none, log
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.folder import Origin, folder_of, inner_model, is_transformers_model, open_folder
 from fsdp2_strategy.hf.load_plan import LoadReport, match

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from fsdp2_strategy.checkpoint.training_state import check_json, require
+from fsdp2_strategy.checkpoint.training_state import require
 from fsdp2_strategy.distributed.process_group import world_size
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.json_files import check_json
 
 _TREE = "tree"
 

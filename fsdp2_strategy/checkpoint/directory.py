@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,9 +29,10 @@ from fsdp2_strategy.checkpoint.layout import (
     with_manifest,
 )
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, holds_parts_alone
-from fsdp2_strategy.distributed.process_group import logger
+from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksum import ALGORITHM, Block, digest_of
+from fsdp2_strategy.hf.json_files import _fsync, write_bytes, write_json
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -215,32 +215,3 @@ def finish_removals() -> None:
     """Wait until checkpoints that were deleted are gone."""
     while _removals:
         _removals.pop().join()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write strict JSON and force it to disk."""
-    write_text(path, as_json(content))
-
-
-def as_json(content: Any) -> str:
-    """Return strict JSON."""
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file and force it to disk."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and force it to disk."""
-    path.write_bytes(content)
-    _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

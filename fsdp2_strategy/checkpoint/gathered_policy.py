@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy.distributed.process_group import all_or_none, is_rank_0
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.meta.skeleton import original_class, twin
 from fsdp2_strategy.hf.peft.merge import has_adapters

@@ -1,7 +1,7 @@
 """Load a checkpoint: find it, check its structure and compare it with the model's, then copy.
 
 Input: a directory, and optionally a tag. Output: a model, optimizer, schedule and generators as they were saved. Each
-phase ends alike on all ranks; see [Note: one decision] in `process_group`.
+phase ends alike on all ranks; see [Note: one decision] in `agreement`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from fsdp2_strategy.checkpoint.training_state import (
     restore_scheduler,
     settings_by_group,
 )
-from fsdp2_strategy.distributed.mesh import on_its_ranks
-from fsdp2_strategy.distributed.process_group import agree, all_or_none, from_rank_0, is_rank_0, log, rank, world_size
+from fsdp2_strategy.distributed.agreement import agree, all_or_none, from_rank_0
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.read import ranges_of
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicas import shares
-from fsdp2_strategy.model.residency import clear_gradients
+from fsdp2_strategy.model.gradients import clear_gradients
+from fsdp2_strategy.model.master_registry import refresh_masters_of
+from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.unusable import unusable_unless_done
-from fsdp2_strategy.optim.masters import refresh_masters_of
 
 
 @on_its_ranks

@@ -15,7 +15,7 @@ import struct
 import time
 from pathlib import Path
 
-from fsdp2_strategy.distributed.process_group import logger
+from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
 
 LOCK = ".lock"

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from fsdp2_strategy.distributed.process_group import seed_everything
-
 
 @dataclass(frozen=True)
 class RngState:
@@ -86,3 +84,12 @@ def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
     """
     text = f"{seed}/{step}/{rank}/{world_size}".encode()
     seed_everything(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch on every device of this rank."""
+    import numpy as np  # noqa: PLC0415  transformers brings it; importing it costs every import of ours
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the legacy generator is the one that user code draws from
+    torch.manual_seed(seed)

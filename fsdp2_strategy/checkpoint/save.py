@@ -1,7 +1,7 @@
 """Save a checkpoint: write, commit, then rotate.
 
 Input: a sharded model with optimizer and schedule. Output: a committed checkpoint; see [Note: commit] in `directory`.
-Each phase ends alike on all ranks; see [Note: one decision] in `process_group`.
+Each phase ends alike on all ranks; see [Note: one decision] in `agreement`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,17 @@ from fsdp2_strategy.checkpoint.random_state import RngState
 from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
 from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import (
-    check_json,
-    names_by_identity,
-    optimizer_hyper,
-    optimizer_tensors,
-    prepared,
-)
-from fsdp2_strategy.distributed.mesh import on_its_ranks
-from fsdp2_strategy.distributed.process_group import agree, all_or_none, is_rank_0, log, rank, to_rank_0, world_size
+from fsdp2_strategy.checkpoint.training_state import names_by_identity, optimizer_hyper, optimizer_tensors, prepared
+from fsdp2_strategy.distributed.agreement import agree, all_or_none, to_rank_0
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksum import blocks_of, blocks_of_file
+from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write_text
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
-from fsdp2_strategy.model.residency import shard_count
+from fsdp2_strategy.model.ranks import on_its_ranks
+from fsdp2_strategy.model.shards import shard_count
 from fsdp2_strategy.model.unusable import check_usable
 
 
@@ -196,7 +193,7 @@ def save_checkpoint(
         },
         tokenizer=tokenizer,
         facts_beside={
-            name: directory.as_json(content)
+            name: as_json(content)
             for name, content in ((META, meta), (TRAINING_STEP, training_step))
             if content is not None
         },
@@ -297,7 +294,7 @@ def _collect(
     return _State(
         parts=parts,
         beside=on_disk.beside,
-        trainer_state=directory.as_json(trainer_state),
+        trainer_state=as_json(trainer_state),
         rng=RngState.now(),
         data=data,
         shard_size=shard_count(root),
@@ -355,12 +352,12 @@ def _write(order: _Order) -> list[str]:
         if state.data and state.data.of_rank is not None:
             of_rank[places.of_rank(DATA, rank())] = state.data.of_rank
         for path, content in of_rank.items():
-            directory.write_bytes(path, content)
+            write_bytes(path, content)
             blocks[path] = blocks_of(content)
         if is_rank_0():
             state.beside.write(order.tokenizer)
             for name, text in {TRAINER_STATE: state.trainer_state, **order.facts_beside}.items():
-                directory.write_text(places.state / name, text)
+                write_text(places.state / name, text)
             tensors = {file.path for part in state.parts for file in part.files}
             beside = set(directory.not_of_ranks(places)) - tensors
             blocks |= {path: blocks_of_file(path) for path in beside}

@@ -52,7 +52,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import all_or_none, group_in_use, rank, world_size
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
 from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header

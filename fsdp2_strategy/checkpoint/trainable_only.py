@@ -23,7 +23,9 @@ from torch import nn
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.storage import Wanted
-from fsdp2_strategy.distributed.process_group import agree, all_or_none, any_rank, group_in_use, log, world_size
+from fsdp2_strategy.distributed.agreement import agree, all_or_none, any_rank
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.folder import folder_of, open_folder, outermost_models
 from fsdp2_strategy.hf.load_plan import match
@@ -33,7 +35,8 @@ from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicas import shares
 from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_built, fingerprints, local_sums
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import sharded_like, values_of
+from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.shards import sharded_like
 
 # What a model's folders were found to hold, and of which values and files that was said.
 _compared: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()

@@ -9,7 +9,6 @@ of parameters that are frozen now is kept, and a parameter that never had a grad
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import is_sharded, reshard, sharded_like, unwrap_model
+from fsdp2_strategy.model.shards import sharded_like
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
 # How a kernel is chosen is this run's affair, not the checkpoint's.
@@ -264,33 +265,6 @@ def restore_optimizer(
                 optimizer.state[parameter] = dict(values)
             else:
                 optimizer.state.pop(parameter, None)
-
-
-def check_json(value: Any, where: str) -> None:
-    """Raise where ``value`` would not come back from JSON as it is.
-
-    Raises:
-        CheckpointError: naming the key.
-    """
-    problem = ""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            if not isinstance(key, str):
-                problem = f"has the key {key!r} of type {type(key).__name__}, expected a string"
-                break
-            check_json(entry, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, entry in enumerate(value):
-            check_json(entry, f"{where}[{i}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        problem = f"is {value}, which JSON does not have"
-    elif not (value is None or type(value) in (bool, int, float, str)):
-        problem = f"is a {type(value).__name__}, expected something that JSON holds"
-    if problem:
-        raise CheckpointError(
-            f"cannot save: {where} {problem}. Checkpoints hold no pickled objects: store numbers, strings, lists and "
-            "dictionaries (tensor.tolist(), str(path))."
-        )
 
 
 def _class_of(optimizer: Optimizer) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from fsdp2_strategy.config.accelerate_keys import DYNAMO, FSDP, KEYS, PARALLELISM, SECTIONS, TOP, UnreadableError, where
 from fsdp2_strategy.config.aliases import read_mapping
-from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.errors import ConfigError
 
 _LEAST_OF_A_SIZE_BASED_UNIT = 100_000_000  # the launcher's default
@@ -171,5 +171,5 @@ def _report(path: str | Path, seen: Mapping[str, Any], unseen: set[str]) -> None
         level = logging.WARNING
         lines.append(f"{', '.join(asleep)}: nothing, for distributed_type is {seen['distributed_type']}, not FSDP")
     if lines:
-        process_group.show_log()
-        process_group.log("what stands for keys of %s:\n  %s", path, "\n  ".join(lines), level=level)
+        show_log()
+        log("what stands for keys of %s:\n  %s", path, "\n  ".join(lines), level=level)

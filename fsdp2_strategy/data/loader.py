@@ -31,7 +31,8 @@ from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
 from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.prefetch import Ahead
-from fsdp2_strategy.distributed.process_group import agree, rank, world_size
+from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.errors import CorruptDataError, DataError
 
 _VERSION = 1

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.process_group import agree, control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.errors import ConfigError
 
 Op = Literal["mean", "max", "sum"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.process_group import group_in_use, log, world_size
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 
 
 def report_memory(prefix: str = "") -> str:

@@ -1,21 +1,14 @@
 """Device meshes: how the ranks of the process group are arranged for sharding.
 
 Input: the process group and a shard size. Output: a mesh whose last axis, "shard", splits parameters and whose first,
-"replicate", where there is one, holds copies of them (HSDP); and, for a model on a mesh, the ranks that it speaks to.
+"replicate", where there is one, holds copies of them (HSDP).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
-
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fsdp2_strategy.distributed.process_group import (
@@ -23,14 +16,10 @@ from fsdp2_strategy.distributed.process_group import (
     group_among,
     group_in_use,
     group_timeout,
-    on_group,
     ranks_of,
     world_size,
 )
 from fsdp2_strategy.errors import MeshError
-from fsdp2_strategy.model.residency import parameter_groups, unwrap_model
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Meshes own process groups, whose threads and file descriptors outlive them: one mesh a shape, for each group.
 _meshes: dict[tuple[str, int, dist.ProcessGroup | None], DeviceMesh] = {}
@@ -73,63 +62,18 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
         else:
             ranks = ranks_of(group)
             row, column = divmod(ranks.index(dist.get_rank()), shard_size)
-            groups = [_group_of(ranks[column::shard_size]), _group_of(ranks[row * shard_size :][:shard_size])]
+            groups = [group_of(ranks[column::shard_size]), group_of(ranks[row * shard_size :][:shard_size])]
             layout = torch.tensor(ranks).view(shape)
             _meshes[key] = DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=axes)
     return _meshes[key]
 
 
-@contextmanager
-def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let what this thread says to other ranks reach those that share a mesh, a model or tensors, inside.
-
-    Nothing changes where these are the ranks of the group in use, or where nothing is sharded. Collective the first
-    time, for a mesh of two axes on some of the ranks.
-    """
-    mesh = subject if isinstance(subject, DeviceMesh) else _mesh_of(subject)
-    group = group_in_use()
-    if mesh is None or (group is None and mesh.size() == dist.get_world_size()):
-        yield
-        return
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if ranks == ranks_of(group):
-        yield
-        return
-    _forget_those_of_another_default_group()
-    with on_group(mesh.get_group() if mesh.ndim == 1 else _group_of(ranks)):
-        yield
-
-
-def on_its_ranks(function: F) -> F:
-    """Let a function, whose first parameter is ``model``, run `on_ranks_of` that model."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with on_ranks_of(args[0] if args else kwargs["model"]):
-            return function(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
-    """Return the mesh of a model or of tensors, the largest of several; None where nothing is sharded."""
-    meshes: dict[int, DeviceMesh] = {}
-    if isinstance(subject, nn.Module):
-        root = unwrap_model(subject)
-        for group in parameter_groups(root):  # it knows while parameters are gathered, too
-            meshes[id(group.mesh_info.mesh)] = group.mesh_info.mesh
-        subject = () if meshes else root.parameters()
-    for tensor in subject:
-        if isinstance(tensor, DTensor):
-            meshes[id(tensor.device_mesh)] = tensor.device_mesh
-    return max(meshes.values(), key=DeviceMesh.size, default=None)
-
-
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+def group_of(ranks: list[int]) -> dist.ProcessGroup:
     """Return a group of some ranks of the group in use, with its time-out, made by them alone.
 
     Collective over them the first time.
     """
+    _forget_those_of_another_default_group()
     key = (group_in_use(), tuple(ranks))
     if key not in _groups:
         _groups[key] = group_among(ranks, timeout=group_timeout())

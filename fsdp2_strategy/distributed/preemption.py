@@ -16,7 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from fsdp2_strategy.distributed.process_group import any_rank, log
+from fsdp2_strategy.distributed.agreement import any_rank
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import StepError
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.mesh import on_its_ranks
-from fsdp2_strategy.distributed.process_group import agree, all_or_none, is_rank_0, log
+from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.meta.skeleton import original_class, twin
@@ -46,8 +47,10 @@ from fsdp2_strategy.hf.save_plan import (
     write_configuration,
 )
 from fsdp2_strategy.hf.write import force_to_disk, write_all
-from fsdp2_strategy.model.residency import reshard, unwrap_model
+from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.unusable import check_usable
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

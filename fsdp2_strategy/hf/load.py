@@ -16,8 +16,9 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp2_strategy.distributed.mesh import on_its_ranks
-from fsdp2_strategy.distributed.process_group import agree, all_or_none, current_device, log
+from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.folder import CONFIG, Origin, inner_model, is_transformers_model, open_folder, origin_of
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
@@ -29,9 +30,12 @@ from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicas import shares
 from fsdp2_strategy.model.fingerprint import remember_as_built
-from fsdp2_strategy.model.residency import has_values_now, is_unreal, lacks_values, materialize, reshard, unwrap_model
+from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.master_registry import refresh_masters_of
+from fsdp2_strategy.model.materialize import has_values_now, is_unreal, lacks_values, materialize
+from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.unusable import mark_usable
-from fsdp2_strategy.optim.masters import refresh_masters_of
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:

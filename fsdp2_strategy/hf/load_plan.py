@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.folder import Origin, read_headers

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.hf.read import Wish
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.model.residency import local_box, values_of
+from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.shards import local_box
 
 
 @dataclass(frozen=True, eq=False)

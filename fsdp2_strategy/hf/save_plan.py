@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import log, rank, world_size
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
 from fsdp2_strategy.hf.conversions import hub_regions
@@ -32,8 +33,10 @@ from fsdp2_strategy.hf.meta.skeleton import twin
 from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.write import Job
+from fsdp2_strategy.model.materialize import lacks_values
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
-from fsdp2_strategy.model.residency import is_computed, lacks_values, local_box, values_of, whole_of
+from fsdp2_strategy.model.residency import is_computed, values_of, whole_of
+from fsdp2_strategy.model.shards import local_box
 
 
 def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[str, torch.Tensor]:

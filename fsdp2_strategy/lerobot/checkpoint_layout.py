@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from fsdp2_strategy.checkpoint.directory import write_json
-from fsdp2_strategy.checkpoint.training_state import check_json
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.hf.folder import is_transformers_model
+from fsdp2_strategy.hf.json_files import check_json, write_json
 
 TRAIN_CONFIG = "train_config.json"
 

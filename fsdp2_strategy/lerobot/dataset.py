@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from fsdp2_strategy.distributed.process_group import logger
+from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.lerobot.counters import Counts
 from fsdp2_strategy.lerobot.fetching import Fetching

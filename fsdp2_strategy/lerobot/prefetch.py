@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 
-from fsdp2_strategy.distributed.process_group import logger
+from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CorruptDataError, DataError
 
 _THREADS = 4

@@ -26,7 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import OffloadError
-from fsdp2_strategy.model.residency import anything_is_away, is_away, parameter_groups, settle, stand_in, unwrap_model
+from fsdp2_strategy.model.fsdp_state import parameter_groups, settle
+from fsdp2_strategy.model.residency import anything_is_away, is_away, stand_in
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 _ALIGNMENT = 512
 

@@ -14,9 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import ConfigError, ShardError
+from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.master_registry import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import local_box, reshard, sharded_like, unwrap_model, values_of, whole_of
-from fsdp2_strategy.optim.masters import masters_of, refresh_masters_of
+from fsdp2_strategy.model.residency import values_of, whole_of
+from fsdp2_strategy.model.shards import local_box, sharded_like
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 class EMA:

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import OptimizerError
+from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
-from fsdp2_strategy.model.residency import reshard, unwrap_model
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)

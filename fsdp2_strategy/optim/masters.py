@@ -13,18 +13,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, overload
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp2_strategy.errors import OptimizerError
-from fsdp2_strategy.model.residency import sharded_like, values_of
-
-MASTER = "master"
-
-_alive: WeakSet[FSDPadaptOptimizer] = WeakSet()
+from fsdp2_strategy.model.master_registry import MASTER, register_masters
+from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.shards import sharded_like
 
 
 class FSDPadaptOptimizer(Optimizer):
@@ -61,7 +58,7 @@ class FSDPadaptOptimizer(Optimizer):
         super().__init__(groups, inner.defaults)
         for parameter, own in state.items():
             self.state[parameter] = {**self.state[parameter], **own}
-        _alive.add(self)
+        register_masters(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, and make their masters; not collective."""
@@ -148,24 +145,6 @@ class FSDPadaptOptimizer(Optimizer):
 def is_mp_optimizer(optim: object) -> bool:
     """Say whether an optimizer keeps fp32 masters of a half-precision model."""
     return isinstance(optim, FSDPadaptOptimizer)
-
-
-def masters_of(model: nn.Module) -> dict[int, torch.Tensor]:
-    """Return the fp32 masters that optimizers keep of a model's parameters, by the identity of the parameter."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return {
-        id(parameter): state[MASTER]
-        for optimizer in list(_alive)
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in own and MASTER in state
-    }
-
-
-def refresh_masters_of(model: nn.Module) -> None:
-    """Note that a model's weights came from elsewhere: masters of them take their values; not collective."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in list(_alive):
-        optimizer.refresh_masters(own)
 
 
 def _is_half(parameter: torch.Tensor) -> bool:

@@ -24,11 +24,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import GradSync
-from fsdp2_strategy.distributed.mesh import on_ranks_of
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.offload import check_resident
-from fsdp2_strategy.model.residency import reshard, unwrap_model
+from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.vision_encoders import may_be_uneven
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.mesh import on_ranks_of
-from fsdp2_strategy.distributed.process_group import all_or_none, current_device
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import RolloutError, did_you_mean, some
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
@@ -23,7 +23,8 @@ from fsdp2_strategy.hf.meta.skeleton import twin
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
-from fsdp2_strategy.model.residency import unwrap_model
+from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 
 Weights = Iterator[tuple[str, torch.Tensor]]

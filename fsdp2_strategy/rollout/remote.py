@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import is_rank_0, logger
+from fsdp2_strategy.distributed.log import logger
+from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
 from fsdp2_strategy.rollout.bucket import is_looked_into
 from fsdp2_strategy.rollout.connection import (

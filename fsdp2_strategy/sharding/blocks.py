@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.model.residency import unwrap_model
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.policies import policy_of
 
 # Blocks that a model's `_no_split_modules` is known to leave out; RLHF trainers extend this list in place.

@@ -32,9 +32,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.model.residency import groups_of
+from fsdp2_strategy.model.fsdp_state import groups_of
 from fsdp2_strategy.sharding.activation_checkpointing import is_cache
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

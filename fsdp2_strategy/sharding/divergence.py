@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from fsdp2_strategy.distributed.process_group import from_rank_0, group_in_use
+from fsdp2_strategy.distributed.agreement import from_rank_0
+from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.errors import StepError, some
+from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.model.residency import parameter_groups
 from fsdp2_strategy.sharding.vision_encoders import has_gradient
 
 _watches = itertools.count()

@@ -20,7 +20,8 @@ from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.errors import some
 from fsdp2_strategy.sharding.bypassed_blocks import bypassed_units
-from fsdp2_strategy.sharding.plan import Precision, ShardPlan, Unit, bypassed, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, Unit, bypassed, plan_units
+from fsdp2_strategy.sharding.precision import Precision
 
 
 def explain(

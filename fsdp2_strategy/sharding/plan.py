@@ -32,76 +32,22 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
 from fsdp2_strategy.model.names import clean, matches
-from fsdp2_strategy.model.residency import unwrap_model
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
 from fsdp2_strategy.sharding.ignored import find_ignored
+from fsdp2_strategy.sharding.module_tree import ModuleTree
 from fsdp2_strategy.sharding.policies import ENTRY_POINTS, Policy, policy_of
+from fsdp2_strategy.sharding.precision import CastInputs, Precision
 from fsdp2_strategy.sharding.vision_encoders import Tower, find_tower
-
-CastInputs = Literal["all", "first", "none"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Say in which dtype parameters are stored, gathered and reduced."""
-
-    bf16: bool
-    is_training: bool
-    keep_fp32: tuple[str, ...] = ()
-    fp16: bool = False
-    """Compute in float16; takes the place of ``bf16``."""
-    masters_in_optimizer: bool = False
-    """Whether the optimizer keeps the fp32 masters, and the shards hold the compute dtype alone."""
-    reduce_in_full_precision: bool = True
-    """Reduce gradients in fp32; else in the dtype that is computed in, which halves the traffic and rounds."""
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The half-precision dtype that is computed in, if any."""
-        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
-
-    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which the parameter is gathered and computed with."""
-        if not parameter.is_floating_point():
-            return parameter.dtype
-        if matches(name, self.keep_fp32):
-            return torch.float32
-        if self.half is not None:
-            return self.half
-        return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
-
-    def whole_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-        """Return the dtype of a module that is not sharded, in which it is stored and computed with."""
-        floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
-        dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]
-        if self.is_training and any(p.requires_grad for p in floating.values()):
-            dtypes.append(torch.float32)
-        return max(dtypes, key=lambda d: d.itemsize, default=self.half or torch.float32)
-
-    def reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the gradients of a unit are summed over the ranks."""
-        return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
-
-    def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the shard: an fp32 master where it is trained, the compute dtype where it is not."""
-        if not parameter.is_floating_point():
-            return parameter.dtype
-        if self.is_training and parameter.requires_grad:
-            return compute_dtype if self.masters_in_optimizer else _at_least_fp32(compute_dtype)
-        if self.is_training and self.half is None and compute_dtype == torch.float32:
-            return parameter.dtype if parameter.element_size() <= compute_dtype.itemsize else compute_dtype
-        return compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +138,7 @@ def plan_units(
     model = unwrap_model(model)
     ignored = find_ignored(model, ignored_modules)
     blocks = choose_blocks(model, class_names, min_unit_params, ignored)
-    tree = _Tree(model, ignored)
+    tree = ModuleTree(model, ignored)
     if not tree.parameters:
         what = "no parameter that is not ignored" if tree.ignored else "no parameters"
         raise ShardError(f"nothing to shard: {type(model).__name__} has {what}. Prepare a model that has some.")
@@ -236,84 +182,7 @@ def plan_units(
     return plan
 
 
-class _Tree:
-    """Index a model's modules by all the places where they stand, without what is sharded already or is ignored."""
-
-    def __init__(self, model: nn.Module, ignored: Collection[nn.Module]) -> None:
-        self.model = model
-        self.ignored = dict.fromkeys(ignored)
-        """Modules that are left alone: their own places are known, nothing within them is."""
-        self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
-        """For each module, the chains of modules from the root down to it."""
-        self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
-        self._walk(model, ())
-        self.ignored = {module: None for module in ignored if module in self.paths}
-        self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
-        self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-        for module in filter(self.__contains__, self.paths):
-            for parameter in module.parameters(recurse=False):
-                self.owners[parameter].append(module)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter in self.owners:
-                self.all_names[parameter].append(clean(name))
-        self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
-
-    def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
-        self.paths[module].append((*above, module))
-        for child in module.children() if module not in self.ignored else ():
-            if not isinstance(child, FSDPModule):
-                self._walk(child, (*above, module))
-
-    def __contains__(self, module: nn.Module) -> bool:
-        """Say whether the module can be a unit, as far as its place goes."""
-        return module in self.paths and module not in self.ignored
-
-    def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
-        """Say whether the module stands in one of the units, at every place where it stands."""
-        return all(any(m in units for m in path) for path in self.paths[module])
-
-    def units_around(self, module: nn.Module, units: Container[nn.Module]) -> set[nn.Module]:
-        """Return the innermost unit, the module itself among them, at each place of the module."""
-        return {next(m for m in reversed(path) if m in units) for path in self.paths[module]}
-
-    def depth(self, module: nn.Module) -> int:
-        """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
-        return max(map(len, self.paths[module]))
-
-    def in_transformers(self, module: nn.Module) -> bool:
-        """Say whether the module stands inside a transformers model, at every place where it stands."""
-        return all(self._transformers_around(module))
-
-    def _transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
-        return [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
-
-    def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
-        """Say which inputs a unit needs cast; see [Note: inputs]."""
-        around = self._transformers_around(module)
-        if not all(around):
-            return "all"
-        fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
-        return "none" if fp32_residual and kind == "block" else "first"
-
-    def callable_around(self, module: nn.Module) -> nn.Module:
-        """Return the innermost module, itself among them, that can be a unit: a ParameterList never runs."""
-        return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
-
-    def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
-        """Return for each unit the parameters that belong to it, 0-d ones left out."""
-        found: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
-        for name, parameter in self.parameters.items():
-            if parameter.ndim:
-                (unit,) = self.units_around(self.owners[parameter][0], units)
-                found[unit][name] = parameter
-        return found
-
-    def order(self, units: Container[nn.Module]) -> list[nn.Module]:
-        """Return the units in module order, the root last."""
-        return [m for m in self.names if m in units and m is not self.model] + [self.model]
-
-
-def _check_apart(tree: _Tree) -> None:
+def _check_apart(tree: ModuleTree) -> None:
     for module in tree.ignored:
         for parameter in module.parameters():
             if parameter in tree.owners:
@@ -364,7 +233,7 @@ def _check_tower(tower: Tower, kinds: dict[nn.Module, str]) -> None:
             )
 
 
-def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
+def _settle_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
     """Bring each shared parameter into one unit (invariant 1), changing ``kinds``."""
     kinds[tree.model] = "root"
     for parameter in tree.owners:
@@ -385,7 +254,7 @@ def _settle_shared(tree: _Tree, kinds: dict[nn.Module, str]) -> None:
                     kinds.setdefault(child, "opened")
 
 
-def _repeated_module(tree: _Tree, owners: list[nn.Module]) -> nn.Module | None:
+def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | None:
     """Return the outermost module that stands in several places and holds all owners, if it can be a unit."""
     if len(owners) != 1 or len(tree.paths[owners[0]]) == 1:
         return None
@@ -396,7 +265,7 @@ def _repeated_module(tree: _Tree, owners: list[nn.Module]) -> nn.Module | None:
 
 
 def _settle_dtypes(
-    tree: _Tree, kinds: dict[nn.Module, str], precision: Precision
+    tree: ModuleTree, kinds: dict[nn.Module, str], precision: Precision
 ) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
     """Make each unit compute in one dtype (invariant 2), changing ``kinds``.
 
@@ -432,7 +301,7 @@ def _settle_dtypes(
     return compute, parents
 
 
-def _check_ties(tree: _Tree, split: nn.Module, unit: nn.Module) -> None:
+def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
     within = set(split.modules())
     for parameter in split.parameters():
         if not within.issuperset(tree.owners[parameter]):
@@ -443,7 +312,9 @@ def _check_ties(tree: _Tree, split: nn.Module, unit: nn.Module) -> None:
             )
 
 
-def _widest_pure(tree: _Tree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]) -> nn.Module:
+def _widest_pure(
+    tree: ModuleTree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]
+) -> nn.Module:
     """Return the outermost module within the unit that holds the owner and nothing of another dtype."""
     path = next(path for path in tree.paths[owner] if unit in path)
     for module in path[path.index(unit) + 1 :]:
@@ -452,7 +323,7 @@ def _widest_pure(tree: _Tree, owner: nn.Module, unit: nn.Module, wanted: dict[nn
     return owner
 
 
-def _ignored_units(tree: _Tree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
+def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
     """Return how ignored modules are held, from the compute dtypes of the units around; see [Note: ignored]."""
     names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
     held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
@@ -480,7 +351,7 @@ def _ignored_units(tree: _Tree, precision: Precision, around: Mapping[nn.Module,
         )
 
 
-def _check_patterns(tree: _Tree, patterns: Sequence[str], ignored: Sequence[str]) -> None:
+def _check_patterns(tree: ModuleTree, patterns: Sequence[str], ignored: Sequence[str]) -> None:
     names = [*ignored, *itertools.chain.from_iterable(tree.all_names.values())]
     for pattern in patterns:
         if not any(matches(name, (pattern,)) for name in names):
@@ -520,7 +391,3 @@ def bypassed(what: str) -> str:
         f"the forward of {what} is bypassed: what runs within gathers them, and neither activation_checkpointing nor "
         "compile_blocks reaches them."
     )
-
-
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32

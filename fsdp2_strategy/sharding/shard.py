@@ -26,31 +26,24 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp2_strategy.config.strategy_config import MixedData
-from fsdp2_strategy.distributed.mesh import build_mesh, on_ranks_of
-from fsdp2_strategy.distributed.process_group import (
-    agree,
-    all_or_none,
-    control_device,
-    current_device,
-    group_in_use,
-    log,
-)
+from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.mesh import build_mesh
+from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.meta.skeleton import keep_recorded_outputs
 from fsdp2_strategy.model.fingerprint import remember_as_built
-from fsdp2_strategy.model.residency import (
-    average_gradient,
-    is_sharded,
-    parameter_groups,
-    remember_wrapper,
-    unwrap_model,
-)
+from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
+from fsdp2_strategy.model.gradients import average_gradient
+from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
 from fsdp2_strategy.sharding.bypassed_blocks import Walk, own_outputs
 from fsdp2_strategy.sharding.divergence import watch_units
 from fsdp2_strategy.sharding.ignored import cast_inputs, cast_outputs
-from fsdp2_strategy.sharding.plan import Precision, ShardPlan, Unit, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
+from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.vision_encoders import (
     keep_graph,
     keep_out_of_order,

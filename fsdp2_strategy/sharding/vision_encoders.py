@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp2_strategy.distributed.process_group import all_or_none, control_device, group_in_use
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.process_group import control_device, group_in_use
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.model.names import clean
 

@@ -28,7 +28,9 @@ import torch
 
 from fsdp2_strategy.checkpoint import Loader
 from fsdp2_strategy.checkpoint.random_state import forked_rng, load_rng, rng_content
-from fsdp2_strategy.distributed.process_group import all_or_none, any_rank, log, rank, world_size
+from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DataError
 
 Kind = Literal["formula", "state", "count"]

@@ -21,7 +21,8 @@ from typing import IO, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.process_group import all_or_none, is_rank_0
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 _PREFIX = "VLA Train"

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2_strategy.distributed.process_group import log
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import unwrap_model
+from fsdp2_strategy.model.wrappers import unwrap_model
 
 GROUPS = ("backbone_decay", "backbone_no_decay", "other_decay", "other_no_decay")
 

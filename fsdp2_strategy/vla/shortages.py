@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 
-from fsdp2_strategy.distributed.process_group import log, to_rank_0
+from fsdp2_strategy.distributed.agreement import to_rank_0
+from fsdp2_strategy.distributed.log import log
 
 
 def warn_of_shortages(**numbers: int) -> list[str]:

@@ -29,6 +29,8 @@ from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.checkpoint.training_state import advance_scheduler
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.agreement import from_rank_0
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.model.residency import cast_buffers
@@ -230,7 +232,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             self.optimizer, self.lr_scheduler_type, num_training_steps=self.num_training_steps, **options
         )
         self.set_seed(self.config.seed, per_rank=True)
-        process_group.log("%s", summary(self, n_train_examples))
+        log("%s", summary(self, n_train_examples))
 
     def _ranks_of_a_node(self) -> int:
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -399,7 +401,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         facts = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
             message = "saved before run_training goes on: what goes on from here begins epoch %d again"
-            process_group.log(message, epoch, level=logging.WARNING)
+            log(message, epoch, level=logging.WARNING)
         pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a run that goes on computes them again
         try:
             with self._data.as_marked() if self._data else nullcontext((None, None)) as (position, loader):
@@ -446,13 +448,13 @@ class VLAFSDPStrategy(TrainingStrategy):
             CheckpointError: on every rank: a named checkpoint is not there, or see `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
-        directory = folder / CHECKPOINTS if process_group.from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
+        directory = folder / CHECKPOINTS if from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
         path, state = self.load_ckpt(
             self.vla, directory, load_module=load_weights, load_module_strict=strict, dataloader=LATER, trust=trust
         )
         if path is None:
             is_fresh = folder.is_dir() or folder.absolute() == self.run_dir.absolute()
-            if folder.suffix == ".ckpt" or not process_group.from_rank_0(is_fresh):
+            if folder.suffix == ".ckpt" or not from_rank_0(is_fresh):
                 raise CheckpointError(
                     f"cannot load {folder}: there is no checkpoint, expected one that was committed. Name another, or "
                     "the run's directory for its newest."

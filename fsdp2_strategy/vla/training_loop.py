@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import StepError
-from fsdp2_strategy.model.residency import clear_gradients
+from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.optim.step import StepResult
 from fsdp2_strategy.vla.epochs import Epochs
 from fsdp2_strategy.vla.metrics import VLAMetrics
@@ -94,7 +95,7 @@ class Loop:
         self.metrics.commit(
             update_step_time=True, global_step=step, epoch=epoch, lr=rates["backbone_decay_lr"], **rates
         )
-        with process_group.all_or_none("track metrics", StepError):
+        with all_or_none("track metrics", StepError):
             status = self.metrics.push()
         self.bar.set_description(status, refresh=False)
         self.bar.update()
@@ -125,7 +126,7 @@ class Loop:
         strategy = self.strategy
         if pending := strategy.pending_micro_batches:
             message = "the last %d micro-batches fill no step of %d, and are dropped"
-            process_group.log(message, pending, strategy.grad_accumulation_steps)
+            log(message, pending, strategy.grad_accumulation_steps)
             clear_gradients(strategy.vla)
             strategy.pending_micro_batches = 0
 

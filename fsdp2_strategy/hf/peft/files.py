@@ -16,7 +16,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.process_group import all_or_none, from_rank_0, is_rank_0
+from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
+from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.meta.skeleton import original_class, twin
 from fsdp2_strategy.hf.peft.merge import has_adapters

@@ -1,0 +1,70 @@
+"""Small files: strict JSON and text, forced to disk.
+
+Input: plain values. Output: files; an error that names the key of what JSON does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.errors import CheckpointError
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write strict JSON and force it to disk."""
+    write_text(path, as_json(content))
+
+
+def as_json(content: Any) -> str:
+    """Return strict JSON."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and force it to disk."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and force it to disk."""
+    path.write_bytes(content)
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raise where ``value`` would not come back from JSON as it is.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    problem = ""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                problem = f"has the key {key!r} of type {type(key).__name__}, expected a string"
+                break
+            check_json(entry, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            check_json(entry, f"{where}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        problem = f"is {value}, which JSON does not have"
+    elif not (value is None or type(value) in (bool, int, float, str)):
+        problem = f"is a {type(value).__name__}, expected something that JSON holds"
+    if problem:
+        raise CheckpointError(
+            f"cannot save: {where} {problem}. Checkpoints hold no pickled objects: store numbers, strings, lists and "
+            "dictionaries (tensor.tolist(), str(path))."
+        )

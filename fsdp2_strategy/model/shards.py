@@ -1,0 +1,53 @@
+"""Shards: which part of a whole tensor this rank holds, and tensors that are sharded like others.
+
+Input: DTensors, or plain tensors, which every rank holds whole. Output: boxes of indices; DTensors made by hand.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp2_strategy.errors import ShardError
+
+
+def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded as ``source`` is, from this rank's part of it, on whatever device that lies."""
+    if not isinstance(source, DTensor):
+        return local
+    # Built by hand: `from_local` would move it to the device of the mesh.
+    meta = TensorMeta(source.shape, source.stride(), local.dtype)
+    spec = DTensorSpec(source.device_mesh, source.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return which part of the whole tensor this rank holds: for each dimension where it begins, and its length."""
+    box = [(0, length) for length in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                begin, length = box[placement.dim]
+                size = tensor.device_mesh.size(axis)
+                chunk = -(-length // size)
+                offset = min(tensor.device_mesh.get_local_rank(axis) * chunk, length)
+                box[placement.dim] = (begin + offset, min(chunk, length - offset))
+            elif not placement.is_replicate():
+                raise ShardError(
+                    f"cannot say which part of a tensor this rank holds: its placements are {tensor.placements}, "
+                    "expected shards and replicas. Use a mesh from build_mesh."
+                )
+    return tuple(box)
+
+
+def shard_count(model: nn.Module) -> int:
+    """Return how many parts a model's parameters are cut into; 1 where none is."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
+    return 1

@@ -1,0 +1,93 @@
+"""A model's modules by all the places where they stand, shared modules included.
+
+Input: a model and its ignored modules. Output: names, owners, depths and forward order, for `plan`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Container
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.sharding.blocks import can_be_unit
+from fsdp2_strategy.sharding.precision import CastInputs
+
+
+class ModuleTree:
+    """Index a model's modules by all the places where they stand, without what is sharded already or is ignored."""
+
+    def __init__(self, model: nn.Module, ignored: Collection[nn.Module]) -> None:
+        self.model = model
+        self.ignored = dict.fromkeys(ignored)
+        """Modules that are left alone: their own places are known, nothing within them is."""
+        self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
+        """For each module, the chains of modules from the root down to it."""
+        self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
+        self._walk(model, ())
+        self.ignored = {module: None for module in ignored if module in self.paths}
+        self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for module in filter(self.__contains__, self.paths):
+            for parameter in module.parameters(recurse=False):
+                self.owners[parameter].append(module)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in self.owners:
+                self.all_names[parameter].append(clean(name))
+        self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
+
+    def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
+        self.paths[module].append((*above, module))
+        for child in module.children() if module not in self.ignored else ():
+            if not isinstance(child, FSDPModule):
+                self._walk(child, (*above, module))
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Say whether the module can be a unit, as far as its place goes."""
+        return module in self.paths and module not in self.ignored
+
+    def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
+        """Say whether the module stands in one of the units, at every place where it stands."""
+        return all(any(m in units for m in path) for path in self.paths[module])
+
+    def units_around(self, module: nn.Module, units: Container[nn.Module]) -> set[nn.Module]:
+        """Return the innermost unit, the module itself among them, at each place of the module."""
+        return {next(m for m in reversed(path) if m in units) for path in self.paths[module]}
+
+    def depth(self, module: nn.Module) -> int:
+        """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
+        return max(map(len, self.paths[module]))
+
+    def in_transformers(self, module: nn.Module) -> bool:
+        """Say whether the module stands inside a transformers model, at every place where it stands."""
+        return all(self._transformers_around(module))
+
+    def _transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
+        return [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
+
+    def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
+        """Say which inputs a unit needs cast; see [Note: inputs]."""
+        around = self._transformers_around(module)
+        if not all(around):
+            return "all"
+        fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
+        return "none" if fp32_residual and kind == "block" else "first"
+
+    def callable_around(self, module: nn.Module) -> nn.Module:
+        """Return the innermost module, itself among them, that can be a unit: a ParameterList never runs."""
+        return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
+
+    def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """Return for each unit the parameters that belong to it, 0-d ones left out."""
+        found: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
+        for name, parameter in self.parameters.items():
+            if parameter.ndim:
+                (unit,) = self.units_around(self.owners[parameter][0], units)
+                found[unit][name] = parameter
+        return found
+
+    def order(self, units: Container[nn.Module]) -> list[nn.Module]:
+        """Return the units in module order, the root last."""
+        return [m for m in self.names if m in units and m is not self.model] + [self.model]

@@ -1,0 +1,73 @@
+"""Precision: in which dtypes parameters are stored, gathered, computed with and reduced.
+
+Input: a configuration, and a parameter with its name. Output: dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fsdp2_strategy.model.names import matches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Say in which dtype parameters are stored, gathered and reduced."""
+
+    bf16: bool
+    is_training: bool
+    keep_fp32: tuple[str, ...] = ()
+    fp16: bool = False
+    """Compute in float16; takes the place of ``bf16``."""
+    masters_in_optimizer: bool = False
+    """Whether the optimizer keeps the fp32 masters, and the shards hold the compute dtype alone."""
+    reduce_in_full_precision: bool = True
+    """Reduce gradients in fp32; else in the dtype that is computed in, which halves the traffic and rounds."""
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half-precision dtype that is computed in, if any."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
+
+    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which the parameter is gathered and computed with."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if matches(name, self.keep_fp32):
+            return torch.float32
+        if self.half is not None:
+            return self.half
+        return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
+
+    def whole_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+        """Return the dtype of a module that is not sharded, in which it is stored and computed with."""
+        floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
+        dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]
+        if self.is_training and any(p.requires_grad for p in floating.values()):
+            dtypes.append(torch.float32)
+        return max(dtypes, key=lambda d: d.itemsize, default=self.half or torch.float32)
+
+    def reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the gradients of a unit are summed over the ranks."""
+        return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
+
+    def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the shard: an fp32 master where it is trained, the compute dtype where it is not."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if self.is_training and parameter.requires_grad:
+            return compute_dtype if self.masters_in_optimizer else _at_least_fp32(compute_dtype)
+        if self.is_training and self.half is None and compute_dtype == torch.float32:
+            return parameter.dtype if parameter.element_size() <= compute_dtype.itemsize else compute_dtype
+        return compute_dtype
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32
+
+
+CastInputs = Literal["all", "first", "none"]
