@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fsdp2_strategy.import_paths import keep_old_paths, lazily
 
 if TYPE_CHECKING:
+    from fsdp2_strategy.checkpoint.data_position import LATER as LATER
     from fsdp2_strategy.checkpoint.data_position import Loader as Loader
     from fsdp2_strategy.checkpoint.layout import Checkpoint as Checkpoint
     from fsdp2_strategy.checkpoint.layout import list_checkpoints as list_checkpoints
@@ -52,9 +53,9 @@ if TYPE_CHECKING:
     from fsdp2_strategy.errors import ShardError as ShardError
     from fsdp2_strategy.errors import StepError as StepError
     from fsdp2_strategy.hf.export import save_model as save_model
-    from fsdp2_strategy.hf.folder import init_on_meta as init_on_meta
     from fsdp2_strategy.hf.load import load_weights as load_weights
     from fsdp2_strategy.hf.load_plan import LoadReport as LoadReport
+    from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta as init_on_meta
     from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout as LeRobotLayout
     from fsdp2_strategy.lerobot.policy_export import save_policy as save_policy
     from fsdp2_strategy.logprob import linear_log_probs as linear_log_probs

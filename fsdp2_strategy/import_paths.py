@@ -50,7 +50,7 @@ MOVED = {
     "hf.region": "hf.regions",
     "hf.share": "hf.replicas",
     "hf.tape": "hf.meta.recorded_init",
-    "hf.twin": "hf.meta.skeleton",
+    "hf.twin": "hf.skeleton",
     "ignored": "sharding.ignored",
     "masters": "optim.masters",
     "memory": "distributed.memory",

@@ -32,8 +32,8 @@ from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import ConfigError, StepError
 from fsdp2_strategy.hf.export import save_model
-from fsdp2_strategy.hf.folder import init_on_meta
 from fsdp2_strategy.hf.load import load_remembered
+from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
 from fsdp2_strategy.model.materialize import is_unreal
 from fsdp2_strategy.model.names import named_parameters

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.meta.skeleton import original_class, twin
 from fsdp2_strategy.hf.peft.merge import has_adapters
+from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.residency import values_of
 

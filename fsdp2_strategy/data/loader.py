@@ -8,38 +8,30 @@ number of ranks sees the same batches; workers fetch ahead, and only what the tr
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import operator
 import os
-import random
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsdp2_strategy.data.audit import Audit
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
-from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
+from fsdp2_strategy.data.dataset_order import order_of
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.prefetch import Ahead
+from fsdp2_strategy.data.workers import Key, Parts, Refusal, Samples, as_it_is, keys_of, outlive_sigterm, part_of
 from fsdp2_strategy.distributed.agreement import agree
 from fsdp2_strategy.distributed.process_group import rank, world_size
-from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.errors import DataError
 
 _VERSION = 1
 _TAILS = ("carry", "pad", "drop")
-
-Key = tuple[int, int]
-"""An epoch, and a sample."""
 
 
 class ResumableLoader:
@@ -109,13 +101,13 @@ class ResumableLoader:
         self.dataset, self.tail = dataset, tail
         self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)
         self._check()
-        self._fingerprint, make_order = _order_of(
+        self._fingerprint, make_order = order_of(
             dataset, self.global_batch_size, self.seed, tail=tail, pool=pool, lanes=lanes, weights=weights
         )
         self._plan = BatchPlan(lru_cache(maxsize=4)(make_order), self.global_batch_size, tail)
         self._collate = collate_fn or default_collate
         self._fetch: dict[str, Any] = {
-            "collate_fn": _as_it_is,
+            "collate_fn": as_it_is,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor if num_workers else None,
@@ -190,7 +182,7 @@ class ResumableLoader:
                 if self._ahead is not None:
                     self._ahead.at(self._batches)
                 keys, batch = next(self._in_flight)
-                if isinstance(batch, _Refusal):
+                if isinstance(batch, Refusal):
                     raise batch.error(batch.text)
             except BaseException:
                 self.close()  # what was fetched ahead is fetched again
@@ -205,10 +197,10 @@ class ResumableLoader:
 
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(
-            _Samples(self.dataset, self.seed, self._collate),
-            batch_sampler=_Parts(self._plan, self._batches, self.dp_rank, self.dp_size),
+            Samples(self.dataset, self.seed, self._collate),
+            batch_sampler=Parts(self._plan, self._batches, self.dp_rank, self.dp_size),
             generator=torch.Generator().manual_seed(0),  # it draws a seed, else from the trainer's generator
-            worker_init_fn=_outlive_sigterm,
+            worker_init_fn=outlive_sigterm,
             **self._fetch,
         )
 
@@ -217,7 +209,7 @@ class ResumableLoader:
         if "pool" not in self._fingerprint or not hasattr(self.dataset, "hold"):
             return None
         in_flight = self._fetch["num_workers"] * (self._fetch["prefetch_factor"] or 0)
-        low, high = _cut(self.global_batch_size, self.dp_rank, self.dp_size)
+        low, high = part_of(self.global_batch_size, self.dp_rank, self.dp_size)
         return Ahead(self.dataset, lambda batch: self._plan.episodes(batch, low, high), in_flight)
 
     def _deliver(self, keys: Sequence[Key]) -> torch.Tensor | None:
@@ -227,8 +219,8 @@ class ResumableLoader:
             DataError: the workers gave other samples than were asked for, or an epoch ended that lacks some.
         """
         plan, batch = self._plan, self._batches
-        low, high = _cut(self.global_batch_size, self.dp_rank, self.dp_size)
-        asked, fetched = _keys(plan, batch, low, high), [tuple(key) for key in keys]
+        low, high = part_of(self.global_batch_size, self.dp_rank, self.dp_size)
+        asked, fetched = keys_of(plan, batch, low, high), [tuple(key) for key in keys]
         if fetched != asked:
             raise DataError(
                 f"cannot deliver batch {batch}: the workers fetched {fetched[:3]}…, expected {asked[:3]}…. Load a "
@@ -362,73 +354,6 @@ class ResumableLoader:
             raise DataError(f"cannot end an epoch: tail is {self.tail!r}, expected one of {', '.join(_TAILS)}.")
 
 
-def _order_of(
-    dataset: Any,
-    batch: int,
-    seed: int,
-    *,
-    tail: str,
-    pool: int | None,
-    lanes: int,
-    weights: Sequence[float] | None,
-) -> tuple[dict[str, Any], Callable[[int], Order]]:
-    """Return what an order follows from, as JSON, and what makes the order of an epoch."""
-    n = len(dataset)
-    facts: dict[str, Any] = {"n": n, "seed": seed, "global_batch_size": batch, "tail": tail}
-    if (pool is None and lanes != 1) or (pool is not None and weights is not None):
-        raise DataError(
-            f"cannot order samples: pool is {pool}, lanes {lanes}, weights {weights}, expected a pool of episodes with "
-            "lanes if you like, or weights, or neither. Drop one."
-        )
-    if pool is not None:
-        lengths = _episode_lengths(dataset, n)
-        facts |= {"pool": int(pool), "lanes": int(lanes), "episodes": _digest(lengths.tobytes())}
-        carries = tail == "carry"
-        return facts, lambda epoch: EpisodeOrder(
-            lengths, seed, epoch, pool, lanes=lanes, batch=batch, offset=epoch * n % batch if carries else 0
-        )
-    if weights is not None:
-        if not isinstance(dataset, ConcatDataset):
-            raise DataError(
-                f"cannot mix: the data set is a {type(dataset).__name__}, expected a ConcatDataset, a weight for each "
-                "of its data sets. Put them into one."
-            )
-        parts = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
-        facts |= {"lengths": parts, "weights": [float(w) for w in weights]}
-        return facts, lambda epoch: MixtureOrder(parts, weights, seed, epoch)
-    return facts, lambda epoch: GlobalOrder(n, seed, epoch)
-
-
-def _episode_lengths(dataset: Any, n: int) -> Indices:
-    given = getattr(dataset, "episode_lengths", None)
-    lengths = np.asarray([] if given is None else given, dtype=np.int64)
-    if lengths.sum() != n:
-        raise DataError(
-            f"cannot pool episodes: episode_lengths of {type(dataset).__name__} add up to {lengths.sum()}, expected "
-            f"its {n} samples. Give it that attribute, the length of each episode in order."
-        )
-    return lengths
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _cut(batch: int, rank: int, size: int) -> tuple[int, int]:
-    """Return where a rank's part of a batch begins and ends."""
-    return rank * batch // size, (rank + 1) * batch // size
-
-
-def _keys(plan: BatchPlan, batch: int, low: int, high: int) -> list[Key]:
-    """Return the samples at places of a batch; the batch's first stands for those that it lacks."""
-    pieces, missing = plan.part(batch, low, high)
-    keys = [(epoch, sample) for epoch, samples in pieces for sample in samples.tolist()]
-    if missing:
-        [(epoch, first)], _ = plan.part(batch, 0, 1)
-        keys += [(epoch, int(first[0]))] * missing
-    return keys
-
-
 def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
     if not isinstance(batch, MutableMapping):
         return batch, mask
@@ -454,91 +379,3 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
             "Construct the strategy first."
         )
     return rank(), world_size()
-
-
-class _Parts:
-    """A rank's part of every batch from one on, without end."""
-
-    def __init__(self, plan: BatchPlan, first: int, rank: int, size: int) -> None:
-        self.plan, self.first = plan, first
-        self.low, self.high = _cut(plan.batch, rank, size)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for batch in itertools.count(self.first):
-            yield _keys(self.plan, batch, self.low, self.high)
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """An error of ours on its way out of a worker: torch would put the worker's traceback into its message."""
-
-    error: type[DataError]
-    text: str
-
-
-class _Samples(Dataset[Any]):
-    """Fetch the samples of a part, each under its own seed, and make a batch of them, under that of the first."""
-
-    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.seed, self.collate = dataset, seed, collate
-
-    def __getitems__(self, keys: list[Key]) -> tuple[list[Key], Any]:
-        try:
-            return keys, self._batch(keys)
-        except DataError as error:
-            if get_worker_info() is None:
-                raise
-            return keys, _Refusal(CorruptDataError if isinstance(error, CorruptDataError) else DataError, str(error))
-
-    def _batch(self, keys: list[Key]) -> Any:
-        with _own_generators():
-            samples = []
-            for epoch, sample in keys:
-                self._seed(epoch, sample)
-                samples.append(self.dataset[sample])
-            self._seed(*keys[0], "collate")
-            return self.collate(samples)
-
-    def _seed(self, *facts: object) -> None:
-        text = "/".join(map(str, (self.seed, *facts)))
-        word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        torch.default_generator.manual_seed(word)
-        np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002  the generator that data sets draw from
-        random.seed(word)
-
-
-@contextmanager
-def _own_generators() -> Iterator[None]:
-    """Leave the trainer's generators as they are; a worker has its own."""
-    if get_worker_info() is not None:
-        yield
-        return
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
-
-
-def _as_it_is(fetched: Any) -> Any:
-    return fetched
-
-
-def _outlive_sigterm(_worker: int) -> None:
-    """Let a worker end on its parent's SIGTERM alone.
-
-    torchrun and schedulers send it to every process. A worker that dies of it raises an error in the trainer, at
-    whatever it is doing, which is to save.
-    """
-    if not hasattr(signal, "sigwaitinfo"):
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, name="outlive SIGTERM", daemon=True).start()

@@ -24,8 +24,6 @@ from fsdp2_strategy.distributed.agreement import agree, all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
-from fsdp2_strategy.hf.folder import is_transformers_model
-from fsdp2_strategy.hf.meta.skeleton import original_class, twin
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Region
@@ -46,6 +44,8 @@ from fsdp2_strategy.hf.save_plan import (
     values_of_shares,
     write_configuration,
 )
+from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_its_ranks

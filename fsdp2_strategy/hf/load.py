@@ -20,15 +20,16 @@ from fsdp2_strategy.distributed.agreement import agree, all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.folder import CONFIG, Origin, inner_model, is_transformers_model, open_folder, origin_of
+from fsdp2_strategy.hf.folder import CONFIG, Origin, open_folder, origin_of
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
 from fsdp2_strategy.hf.meta.initialize import Empty, initialize, recorded_for
 from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, note_of
-from fsdp2_strategy.hf.meta.skeleton import original_class
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicas import shares
+from fsdp2_strategy.hf.skeleton import original_class
+from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.master_registry import refresh_masters_of

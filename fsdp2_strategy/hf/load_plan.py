@@ -18,10 +18,10 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.folder import Origin, read_headers
-from fsdp2_strategy.hf.meta.skeleton import original_class
 from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.regions import Region, sources_of
 from fsdp2_strategy.hf.replicas import wish_for
+from fsdp2_strategy.hf.skeleton import original_class
 from fsdp2_strategy.model.names import clean
 
 

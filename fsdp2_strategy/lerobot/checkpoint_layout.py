@@ -16,8 +16,8 @@ from typing import Any, Self
 from torch import nn
 
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.json_files import check_json, write_json
+from fsdp2_strategy.hf.transformers_models import is_transformers_model
 
 TRAIN_CONFIG = "train_config.json"
 

@@ -16,10 +16,10 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.export import save_model
-from fsdp2_strategy.hf.meta.skeleton import twin
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS
 from fsdp2_strategy.hf.peft.merge import base_of, has_adapters
 from fsdp2_strategy.hf.save_plan import write_configuration
+from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy
 from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model

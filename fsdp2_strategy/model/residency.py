@@ -102,12 +102,3 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     there = values_of(tensor).to(tensor.device_mesh.device_type)
     back = DTensor(there, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return back.full_tensor()
-
-
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model's floating buffers a dtype; those that modules share they share still; not collective."""
-    cast: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

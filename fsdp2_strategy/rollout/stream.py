@@ -25,10 +25,10 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import agree, all_or_none
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.container import memory_of
-from fsdp2_strategy.hf.meta.skeleton import original_class, twin
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
+from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.unusable import check_usable

@@ -31,7 +31,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.hf.meta.skeleton import keep_recorded_outputs
+from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
 from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient

@@ -33,7 +33,6 @@ from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import CheckpointError, ConfigError
-from fsdp2_strategy.model.residency import cast_buffers
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.training import TrainingStrategy
@@ -210,7 +209,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             reshard_after_forward=_RESHARDS[self.sharding_strategy],
         )
         if self.cast_buffers:
-            cast_buffers(self.vla, self.buffer_dtype)
+            _cast_buffers(self.vla, self.buffer_dtype)
         groups = vla_parameter_groups(
             self.vla,
             learning_rate=self.learning_rate,
@@ -521,3 +520,12 @@ def _check_choice(name: str, value: object, choices: Collection[object]) -> None
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model's floating buffers a dtype; those that modules share they share still; not collective."""
+    cast: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

@@ -5,18 +5,20 @@ Input: a strategy that is set up. Output: text.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 
-if TYPE_CHECKING:
-    from fsdp2_strategy.vla.strategy import VLAFSDPStrategy
 
+def summary(strategy: Any, n_train_examples: int) -> str:
+    """Describe batches, precision, schedule, rates and steps, one fact a line.
 
-def summary(strategy: VLAFSDPStrategy, n_train_examples: int) -> str:
-    """Describe batches, precision, schedule, rates and steps, one fact a line."""
+    Args:
+        strategy: has the attributes of `VLAFSDPStrategy`, which stands above this module.
+        n_train_examples: samples of an epoch.
+    """
     s, config = strategy, strategy.config
     computed = torch.bfloat16 if config.bf16 else torch.float32
     batch = f"{s.per_device_batch_size} a rank x {s.world_size} ranks x {s.grad_accumulation_steps} micro-batches"
@@ -41,7 +43,7 @@ def summary(strategy: VLAFSDPStrategy, n_train_examples: int) -> str:
     return "set up:\n" + "\n".join(f"  {name:<24} {fact}" for name, fact in facts.items())
 
 
-def _warm_up(s: VLAFSDPStrategy) -> str:
+def _warm_up(s: Any) -> str:
     if s.lr_scheduler_type == BACKBONE_FREEZE:
         return f"backbone at rate 0 for {s.llm_freeze_step} steps"
     unused = f"; llm_freeze_step {s.llm_freeze_step} says nothing to this schedule" if s.llm_freeze_step else ""

@@ -8,9 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -22,20 +26,59 @@ from fsdp2_strategy.vla.epochs import Epochs
 from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import GROUPS
 
-if TYPE_CHECKING:
-    from fsdp2_strategy.vla.strategy import VLAFSDPStrategy
-
 # How metrics call the rates of the groups.
 _RATES = dict(
     zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
 )
 
 
+class Trains(Protocol):
+    """What a loop drives: a model with its optimizer and schedule, and the calls of a step."""
+
+    vla: nn.Module
+    stage: str
+    epochs: int
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    grad_accumulation_steps: int
+    async_save: bool
+    pending_micro_batches: int
+
+    def is_through(self) -> bool:
+        """Say whether all steps are taken."""
+
+    def global_step(self, model: nn.Module, /) -> int:
+        """Return the optimizer steps taken."""
+
+    def forward_inputs(self, batch: Mapping[str, Any], /) -> dict[str, Any]:
+        """Return the arguments of the model's forward for a batch."""
+
+    def backward(self, loss: Any, model: nn.Module, optimizer: Optimizer, /) -> None:
+        """Add the gradient of a micro-batch."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler, /, *, name: str
+    ) -> StepResult:
+        """Step where a micro-batch is the last of its step."""
+
+    def save_checkpoint(
+        self,
+        run_dir: str | Path,
+        global_step: int,
+        epoch: int,
+        only_trainable: bool = True,
+        is_epoch_end: bool = False,
+        *,
+        async_save: bool = False,
+    ) -> Path:
+        """Save a checkpoint."""
+
+
 @dataclass(kw_only=True)
 class Loop:
     """Train; every rank does the same."""
 
-    strategy: VLAFSDPStrategy
+    strategy: Trains
     data: Epochs
     metrics: VLAMetrics
     bar: Any

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_map
 
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.folder import is_transformers_model
 from fsdp2_strategy.hf.meta.recorded_init import Note, Tape, note_of, seen_as, storage_of
-from fsdp2_strategy.hf.meta.skeleton import twin
+from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.shards import local_box
 
 _INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")

@@ -19,9 +19,9 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
-from fsdp2_strategy.hf.meta.skeleton import original_class, twin
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
 
 ADAPTER_CONFIG = "adapter_config.json"

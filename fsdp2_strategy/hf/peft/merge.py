@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.meta.skeleton import original_class, twin
+from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.residency import computed, values_of
 from fsdp2_strategy.model.shards import local_box

@@ -1,0 +1,69 @@
+"""The order that fits a data set, and the fingerprint by which a saved position is recognised as one in it.
+
+Input: a data set and a loader's arguments. Output: a function from epochs to orders; plain values to compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset
+
+from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
+from fsdp2_strategy.data.permutation import Indices
+from fsdp2_strategy.errors import DataError
+
+
+def order_of(
+    dataset: Any,
+    batch: int,
+    seed: int,
+    *,
+    tail: str,
+    pool: int | None,
+    lanes: int,
+    weights: Sequence[float] | None,
+) -> tuple[dict[str, Any], Callable[[int], Order]]:
+    """Return what an order follows from, as JSON, and what makes the order of an epoch."""
+    n = len(dataset)
+    facts: dict[str, Any] = {"n": n, "seed": seed, "global_batch_size": batch, "tail": tail}
+    if (pool is None and lanes != 1) or (pool is not None and weights is not None):
+        raise DataError(
+            f"cannot order samples: pool is {pool}, lanes {lanes}, weights {weights}, expected a pool of episodes with "
+            "lanes if you like, or weights, or neither. Drop one."
+        )
+    if pool is not None:
+        lengths = _episode_lengths(dataset, n)
+        facts |= {"pool": int(pool), "lanes": int(lanes), "episodes": _digest(lengths.tobytes())}
+        carries = tail == "carry"
+        return facts, lambda epoch: EpisodeOrder(
+            lengths, seed, epoch, pool, lanes=lanes, batch=batch, offset=epoch * n % batch if carries else 0
+        )
+    if weights is not None:
+        if not isinstance(dataset, ConcatDataset):
+            raise DataError(
+                f"cannot mix: the data set is a {type(dataset).__name__}, expected a ConcatDataset, a weight for each "
+                "of its data sets. Put them into one."
+            )
+        parts = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
+        facts |= {"lengths": parts, "weights": [float(w) for w in weights]}
+        return facts, lambda epoch: MixtureOrder(parts, weights, seed, epoch)
+    return facts, lambda epoch: GlobalOrder(n, seed, epoch)
+
+
+def _episode_lengths(dataset: Any, n: int) -> Indices:
+    given = getattr(dataset, "episode_lengths", None)
+    lengths = np.asarray([] if given is None else given, dtype=np.int64)
+    if lengths.sum() != n:
+        raise DataError(
+            f"cannot pool episodes: episode_lengths of {type(dataset).__name__} add up to {lengths.sum()}, expected "
+            f"its {n} samples. Give it that attribute, the length of each episode in order."
+        )
+    return lengths
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,153 @@
+"""Models built on the meta device: constructors and ``from_pretrained`` run, and no value is made or read.
+
+Input: calls of ``from_pretrained`` and constructors inside `init_on_meta`. Output: models on meta, whose modules
+remember the files that hold their values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.folder import Origin, remember_origin
+from fsdp2_strategy.hf.meta.recorded_init import Tape, is_recording, recording
+from fsdp2_strategy.hf.skeleton import twin
+
+
+@contextmanager
+def init_on_meta() -> Iterator[None]:
+    """Build models inside without memory or reading: parameters and buffers are on the meta device; not collective.
+
+    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads the configuration only; dtype,
+    attn_implementation and the like mean what they always do, and each module remembers the folder. `load_weights`,
+    which ``prepare_model`` calls, gives the values later, to each rank those of its shard.
+
+    Raises:
+        CheckpointError: from ``from_pretrained``, where a folder has no safetensors files, or quantised ones.
+    """
+    if is_recording():
+        yield  # nested: the outer block does it all
+        return
+    with ExitStack() as stack:
+        tape = stack.enter_context(recording())
+        for target, name, value in _stand_ins(tape):
+            stack.enter_context(patch.object(target, name, value))
+        from transformers import initialization  # noqa: PLC0415  models that need no transformers need not import it
+
+        stack.enter_context(initialization.meta_device_safe_creation_ops())
+        yield
+
+
+def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
+    """Return what stands in for the three steps of from_pretrained that would touch values, and for init_weights.
+
+    The last does what it always did, and tells the tape that transformers is done with a model.
+    """
+    from transformers import modeling_utils  # noqa: PLC0415
+
+    def no_device_map(device_map: Any) -> None:
+        """Accept any: where parameters lie is the mesh's affair."""
+
+    def remember(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> tuple[Any, None]:
+        if expected_keys is not None:
+            raise CheckpointError(
+                f"cannot build {type(model).__name__} on meta: an adapter is to be loaded into it, expected a model's "
+                "own weights. Build it outside of init_on_meta."
+            )
+        if state_dict is not None:
+            raise CheckpointError(
+                f"cannot build {type(model).__name__} on meta: from_pretrained was given a state_dict, expected a "
+                "folder or hub id. Build it outside of init_on_meta."
+            )
+        keep_dtypes(model, load_config.dtype_plan)
+        with tape.paused():
+            _remember(model, checkpoint_files, load_config)
+        return _nothing_loaded(), None
+
+    def tie(model: Any, _load_config: Any, loading_info: Any) -> Any:
+        model.tie_weights(recompute_mapping=False)
+        tape.settle(model, in_files=True)
+        return loading_info
+
+    def initialize(model: Any) -> None:
+        init_weights(model)  # type: ignore[no-untyped-call]
+        tape.settle(model)
+
+    pretrained = modeling_utils.PreTrainedModel
+    init_weights = pretrained.init_weights
+    return [
+        (modeling_utils, "check_and_set_device_map", no_device_map),
+        (pretrained, "_load_pretrained_model", staticmethod(remember)),
+        (pretrained, "_finalize_model_loading", staticmethod(tie)),
+        (pretrained, "init_weights", initialize),
+    ]
+
+
+def _nothing_loaded() -> Any:
+    from transformers.utils.loading_report import LoadStateDictInfo  # noqa: PLC0415
+
+    empty: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
+    return LoadStateDictInfo(**{f.name: empty.get(f.name, set()) for f in fields(LoadStateDictInfo)})
+
+
+def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:
+    """Give the parameters that the model keeps in another dtype that dtype, as loading would."""
+    from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
+
+    if not plan:
+        return
+    pattern, groups, _ = build_glob_alternation(list(plan))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if match := pattern.search(name):
+            tensor.data = tensor.data.to(plan[groups[match.lastgroup or ""]])
+
+
+def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
+    where = str(load_config.pretrained_model_name_or_path)
+    if load_config.hf_quantizer is not None:
+        raise CheckpointError(
+            f"cannot build {type(model).__name__} on meta: {where} is quantised, expected plain weights. Build it "
+            "outside of init_on_meta, or name an unquantised folder."
+        )
+    files = tuple(map(Path, checkpoint_files or ()))
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise CheckpointError(
+            f"cannot build {type(model).__name__} on meta: {where} holds {[f.name for f in files]}, expected "
+            "safetensors files. Convert it with from_pretrained and save_pretrained."
+        )
+    _empty(model)
+    origin = Origin(
+        model=twin(model),
+        files=files,
+        index=_index_of(files[0]),
+        conversions=load_config.weight_mapping,
+        ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        where=where,
+    )
+    remember_origin(model, origin)
+
+
+def _empty(model: nn.Module) -> None:
+    """Bring to meta what files hold and constructors made elsewhere: ``torch.FloatTensor`` knows no default device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _index_of(file: Path) -> Path | None:
+    """Return the index that lists a file, by the hub's naming: model[.variant]-00001-of-00002.safetensors."""
+    match = re.fullmatch(r"model(\..+)?-\d+-of-\d+\.safetensors", file.name)
+    index = file.with_name(f"model.safetensors.index{match[1] or ''}.json") if match else None
+    return index if index is not None and index.is_file() else None

@@ -1,0 +1,33 @@
+"""Which modules are models of transformers.
+
+Input: a module. Output: whether it is one, and those within it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Say whether a module is a model of transformers."""
+    if not hasattr(model, "config"):
+        return False
+    from transformers import PreTrainedModel  # noqa: PLC0415
+
+    return isinstance(model, PreTrainedModel)
+
+
+def inner_model(root: nn.Module) -> nn.Module:
+    """Return the one transformers model within a wrapper; the model itself where there is none, or several."""
+    models = list(outermost_models(root).values())
+    return models[0] if len(models) == 1 else root
+
+
+def outermost_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """Return the outermost transformers models within a module, itself among them, by their dotted names there."""
+    if is_transformers_model(root):
+        return {name: root}
+    found: dict[str, nn.Module] = {}
+    for child_name, child in root.named_children():
+        found |= outermost_models(child, f"{name}.{child_name}" if name else child_name)
+    return found
