@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.distributed import collectives, memory
 from fsdp2_strategy.distributed.process_group import group_in_use
+from fsdp2_strategy.distributed.torch_internals import set_timeout
 from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
@@ -95,7 +96,7 @@ class FSDPV2Strategy(TrainingStrategy):
             **kwargs: accepted for trainers that pass more.
         """
         if timeout is not None:
-            dist.distributed_c10d._set_pg_timeout(timeout, group_in_use())
+            set_timeout(group_in_use(), timeout)
 
     def all_reduce(self, data: Any, op: collectives.Op = "mean") -> Any:
         """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`."""

@@ -1,4 +1,4 @@
-"""Import paths: what is public is importable from the root, old paths lead to the new modules, light imports are light."""
+"""Import paths: what is public is importable from the root, and old paths lead to the new modules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def documented():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.py")]
     found = set()
     for page in pages:
-        for module, names in IMPORT.findall(page.read_text()):
-            names = re.sub(r"#[^\n]*", "", names).strip("()`. ")
+        for module, text in IMPORT.findall(page.read_text()):
+            names = re.sub(r"#[^\n]*", "", text).strip("()`. ")
             found |= {(module, name.split(" as ")[0].strip("`. ")) for name in names.replace("\n", " ").split(",")}
     return sorted((module, name) for module, name in found if name.isidentifier())
 
@@ -75,9 +75,10 @@ def test_an_old_path_gives_the_module_of_the_new_path(old):
 
 @pytest.mark.filterwarnings("ignore:fsdp2_strategy:DeprecationWarning")
 def test_a_path_below_an_old_one_moves_with_it():
-    from fsdp2_strategy.lerobot import generate as new
     from fsdp2_strategy.vla.lerobot import generate as old
     from fsdp2_strategy.vla.lerobot.generate import DatasetWriter
+
+    from fsdp2_strategy.lerobot import generate as new
 
     assert old is new and DatasetWriter is new.DatasetWriter
 

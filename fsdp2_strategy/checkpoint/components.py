@@ -28,6 +28,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.folder import Origin, folder_of, open_folder
+from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import base_of, has_adapters, names_without_adapters
@@ -239,7 +240,7 @@ def _match_whole(root: nn.Module, places: Places) -> tuple[Wanted, LoadReport]:
         rest = open_folder(root, wrapper, own_names=True)
         known = {m: (rest, name) for name, m in root.named_modules()} | known
     targets, report = match(root, known, "anything")
-    never_saved = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
+    never_saved = set(names_not_saved(inner))
     missing = [t.name for t in targets if not (t.computed or t.regions or t.there in never_saved)]
     unexpected = list(report.unexpected)
     if not is_wrapped and wrapper.is_dir():

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
@@ -296,7 +296,7 @@ def _room(
     """Return an empty tensor for one entry of a parameter's state, placed where the optimizer wants it."""
     device = parameter.device  # where its values belong, also while they are away
     if shape == tuple(parameter.shape) and key != "step":
-        form = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        form = local_of(parameter)
         return sharded_like(parameter, torch.empty_strided(form.size(), form.stride(), dtype=dtype, device=device))
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")

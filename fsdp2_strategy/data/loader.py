@@ -28,6 +28,7 @@ from fsdp2_strategy.data.prefetch import Ahead
 from fsdp2_strategy.data.workers import Key, Parts, Refusal, Samples, as_it_is, keys_of, outlive_sigterm, part_of
 from fsdp2_strategy.distributed.agreement import agree
 from fsdp2_strategy.distributed.process_group import rank, world_size
+from fsdp2_strategy.distributed.torch_internals import end_workers
 from fsdp2_strategy.errors import DataError
 
 _VERSION = 1
@@ -246,8 +247,7 @@ class ResumableLoader:
         """End the workers, and drop what they have fetched ahead; the next ``for`` starts new ones."""
         in_flight, self._in_flight = self._in_flight, None
         # Left to the garbage collector, a worker may be waited for.
-        if shut_down := getattr(in_flight, "_shutdown_workers", None):
-            shut_down()
+        end_workers(in_flight)
         if pause := getattr(self.dataset, "pause", None):
             pause()
 

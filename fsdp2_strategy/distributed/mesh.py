@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fsdp2_strategy.distributed.process_group import (
     current_device,
@@ -19,6 +18,7 @@ from fsdp2_strategy.distributed.process_group import (
     ranks_of,
     world_size,
 )
+from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules
 from fsdp2_strategy.errors import MeshError
 
 # Meshes own process groups, whose threads and file descriptors outlive them: one mesh a shape, for each group.
@@ -126,4 +126,4 @@ def forget_meshes() -> None:
     _meshes.clear()
     _groups.clear()
     _default_groups.clear()
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    forget_sharding_rules()

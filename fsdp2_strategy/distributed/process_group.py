@@ -17,15 +17,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp2_strategy.distributed.rendezvous import fresh_store
+from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_of
 from fsdp2_strategy.errors import MeshError
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
@@ -165,15 +164,13 @@ def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
     made = _made.setdefault(dist.group.WORLD, Counter())
     name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{made[tuple(ranks)]}"
     made[tuple(ranks)] += 1
-    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
-    return group
+    return new_named_group(ranks, name, **options)
 
 
 def group_timeout() -> timedelta | None:
     """Return the time-out of the collectives of the group in use; None where it is not told."""
     group: Any = group_in_use() or dist.group.WORLD
-    return getattr(getattr(group._get_backend(control_device()), "options", None), "_timeout", None)
+    return timeout_of(group, control_device())
 
 
 def current_device() -> torch.device:

@@ -21,6 +21,7 @@ import torch
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.folder import Origin
+from fsdp2_strategy.hf.library_internals import adjust_load_report, patterns_not_missed, set_conversions
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.model.names import clean
 
@@ -75,8 +76,8 @@ def _converted(origin: Origin, sources: Mapping[str, Region]) -> Recipe:
             "that configuration and files belong together."
         )
     info.missing_keys = set()
-    model._adjust_missing_and_unexpected_keys(info)
-    ignored = model._keys_to_ignore_on_load_missing or ()
+    adjust_load_report(model, info)
+    ignored = patterns_not_missed(model)
     pattern = re.compile("|".join(f"({p})" for p in ignored)) if ignored else None
     return Recipe(regions, tuple(sorted(info.unexpected_keys)), pattern)
 
@@ -93,10 +94,11 @@ def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Re
     from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
     # A prefix that files may have or not cannot be known from the model: names without it load as well.
-    model._weight_conversions = [
+    conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
         if not isinstance(conversion, PrefixChange)
     ]
+    set_conversions(model, conversions)
     described: Any = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     return dict(core_model_loading.revert_weight_conversion(model, described))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.folder import Origin, read_headers
@@ -107,7 +108,7 @@ def _targets(
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is None:
                 continue
-            computed = key in module._non_persistent_buffers_set
+            computed = key in non_persistent_buffers(module)
             full = clean(f"{there}.{key}" if there else key)
             target = found.get(id(tensor))
             if target is None:

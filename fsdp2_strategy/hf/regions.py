@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from fsdp2_strategy.distributed.torch_internals import storage_address
+
 Box = tuple[tuple[int, int], ...]
 """For each dimension where the box begins, and its length."""
 
@@ -201,7 +203,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor = room.as_strided(piece.shape, piece.strides, piece.offset)
         else:
             tensor = torch.empty(region.shape, dtype=region.dtype, device="meta")
-        stand_ins[tensor.untyped_storage()._cdata] = tensor
+        stand_ins[storage_address(tensor)] = tensor
         return tensor
 
     try:
@@ -216,7 +218,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"{function.__name__} needs the values of a tensor, and only its shape is known here")
     results = []
     for i, output in enumerate(outputs):
-        viewed = output.untyped_storage()._cdata in stand_ins and len(regions) == 1
+        viewed = storage_address(output) in stand_ins and len(regions) == 1
         if viewed and len(regions[0].pieces) == 1 and regions[0].pieces[0].shape == tuple(regions[0].shape):
             shape, strides = tuple(output.shape), tuple(output.stride())
             piece = Piece(regions[0].pieces[0].source, (0,) * len(shape), shape, strides, output.storage_offset())

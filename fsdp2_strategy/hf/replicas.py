@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.torch_internals import broadcast_coalesced
 from fsdp2_strategy.hf.read import Wish
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.model.residency import values_of
@@ -31,7 +32,7 @@ class Broadcast:
 
     def carry_out(self) -> None:
         """Hand the tensors round; collective over the group."""
-        dist._broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)  # type: ignore[attr-defined]
+        broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)
 
 
 def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wish], list[Broadcast]]:

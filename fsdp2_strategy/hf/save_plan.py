@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
+from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, state_dict_hooks
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
 from fsdp2_strategy.hf.conversions import hub_regions
+from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
 from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.skeleton import twin
@@ -82,12 +84,12 @@ def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
 
 # Not within `_structure_of`: a function that refers to itself would keep the tensors until garbage is collected.
 def _walk(module: nn.Module, structure: list[object], held: list[torch.Tensor]) -> None:
-    structure.append(tuple(getattr(module, "_keys_to_ignore_on_save", None) or ()))
-    structure.append((*module._state_dict_hooks, *module._state_dict_pre_hooks))
+    structure.append(names_not_saved(module))
+    structure.append(state_dict_hooks(module))
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None:
-                structure.extend((name, id(tensor), name in module._non_persistent_buffers_set))
+                structure.extend((name, id(tensor), name in non_persistent_buffers(module)))
                 held.append(tensor)
     for name, child in module._modules.items():
         if child is not None:
@@ -104,7 +106,7 @@ def _find_tensors(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
 
     copied = copied or twin(root)
     state = copied.state_dict()
-    for name in copied._keys_to_ignore_on_save or ():
+    for name in names_not_saved(copied):
         state.pop(name, None)
     real = root.state_dict(keep_vars=True)
     return {name: real[name] for name in remove_tied_weights_from_state_dict(state, copied)}
@@ -128,7 +130,7 @@ def regions_to_write(
         regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if dtype is None:
         return regions
-    kept = copied._get_dtype_plan(dtype) if transformers_model else {}
+    kept = dtype_plan(copied, dtype) if transformers_model else {}
     parameters = {name for name, _ in copied.named_parameters(remove_duplicate=False)}
     written = {}
     for name, region in regions.items():

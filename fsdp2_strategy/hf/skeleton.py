@@ -10,27 +10,24 @@ gets the twin instead, and the model itself stays as it is.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2_strategy.distributed.torch_internals import ATTRIBUTES_OF_FSDP, STATE_OF_FSDP, non_persistent_buffers
+from fsdp2_strategy.hf.library_internals import (
+    ATTRIBUTES_OF_AN_INSTANCE,
+    lend_recorded_outputs,
+    recorded_outputs,
+    take_back_recorded_outputs,
+)
+
 Stand = Callable[[torch.Tensor], torch.Tensor]
 
 # What init functions and generation look at, and what may hold on to the original.
-_LEFT_OUT = (
-    "_is_hf_initialized",
-    "_values_in_files",
-    "_values_on_tape",
-    "_is_fsdp_managed_module",
-    "_compiled_call_impl",
-    "_compiled_call",
-    "_last_compile_config",
-)
-_STATE_OF_FSDP = "__composable_api_state_key"
+_LEFT_OUT = ("_values_in_files", "_values_on_tape", *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -40,12 +37,18 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def keep_recorded_outputs(module: nn.Module) -> None:
-    """Let a renamed module give out hidden states still: transformers knows by class what it records."""
-    loaded: Any = sys.modules.get("transformers.modeling_utils")
-    registry: dict[str, Any] = getattr(loaded, "_CAN_RECORD_REGISTRY", {})
-    recorded = dict.get(registry, str(original_class(module)))
-    if recorded is not None:
-        dict.__setitem__(registry, str(type(module)), recorded)
+    """Let a renamed module give out hidden states still: transformers knows by the name of a class what it records."""
+    if recorded_outputs(original_class(module)) is not None:
+        module.register_forward_pre_hook(_lend, prepend=True)
+        module.register_forward_hook(_take_back, always_call=True)
+
+
+def _lend(module: nn.Module, _inputs: object) -> None:
+    lend_recorded_outputs(type(module), original_class(module))
+
+
+def _take_back(module: nn.Module, *_: object) -> None:
+    take_back_recorded_outputs(type(module))
 
 
 def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
@@ -94,7 +97,7 @@ def _copied(
                 name: None if child is None else _copied(child, tensor, modules)
                 for name, child in module._modules.items()
             },
-            "_non_persistent_buffers_set": set(module._non_persistent_buffers_set),
+            "_non_persistent_buffers_set": set(non_persistent_buffers(module)),
             "training": module.training,
         }
     return modules[id(module)]
@@ -103,7 +106,7 @@ def _copied(
 def _is_its_own(name: str, value: object, cls: type[nn.Module]) -> bool:
     """Say whether an attribute speaks of the module alone: what shadows a method is bound to the original."""
     shadows = callable(value) and callable(getattr(cls, name, None))
-    return not (name in _LEFT_OUT or name.startswith(_STATE_OF_FSDP) or shadows)
+    return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
 
 
 def _on_meta(original: torch.Tensor) -> torch.Tensor:

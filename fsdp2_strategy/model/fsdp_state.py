@@ -10,8 +10,15 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from fsdp2_strategy.distributed.torch_internals import (
+    drop_gather_in_flight,
+    forget_forward_root,
+    mark_idle,
+    records_of,
+    reset_record,
+    state_of,
+)
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -32,13 +39,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Return FSDP2's own record of each unit's parameters; not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            yield from groups_of(module._get_fsdp_state())
-
-
-def groups_of(state: Any) -> list[Any]:
-    """Return FSDP2's records of parameters behind its state of one module, whichever version of torch it is."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+            yield from records_of(state_of(module))
 
 
 def reshard(model: nn.Module) -> None:
@@ -52,10 +53,8 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            for group in groups_of(module._get_fsdp_state()):
-                if group._all_gather_result is not None:
-                    group.wait_for_unshard()
-                    group._to_sharded()
+            for record in records_of(state_of(module)):
+                drop_gather_in_flight(record)
 
 
 def settle(model: nn.Module) -> None:
@@ -64,13 +63,9 @@ def settle(model: nn.Module) -> None:
     A pass that raises leaves units in the middle of a forward pass: they would stay gathered, and the next pass would
     not count as one that begins.
     """
-    for group in parameter_groups(model):
-        if group._all_gather_result is not None:
-            group.wait_for_unshard()
-        group._training_state = TrainingState.IDLE
-        group._to_sharded()
+    for record in parameter_groups(model):
+        reset_record(record)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            state._training_state = TrainingState.IDLE
-            state._state_ctx.iter_forward_root = None
+            mark_idle(state_of(module))
+            forget_forward_root(state_of(module))

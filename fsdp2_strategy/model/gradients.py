@@ -10,6 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy.distributed.process_group import group_in_use
+from fsdp2_strategy.distributed.torch_internals import (
+    drop_accumulated_gradient,
+    drop_deferred_all_reduce,
+    parameters_of,
+    unsharded_of,
+)
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 
 
@@ -21,12 +27,12 @@ def clear_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         parameter.grad = None
-    for group in parameter_groups(model):
-        group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    for record in parameter_groups(model):
+        drop_deferred_all_reduce(record)
+        for parameter in parameters_of(record):
+            drop_accumulated_gradient(parameter)
+            if (unsharded := unsharded_of(parameter)) is not None:
+                unsharded.grad = None
 
 
 def average_gradient(parameter: nn.Parameter) -> None:

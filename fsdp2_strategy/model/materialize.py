@@ -11,6 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.torch_internals import (
+    dtensor_like,
+    flat_shard_of,
+    is_offloaded_to_cpu,
+    local_of,
+    parameters_of,
+    shard_of,
+    take_over_shard,
+)
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.residency import is_away, is_computed
@@ -24,7 +33,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """
     sharded = is_sharded(model)
     offloaded = {
-        id(p.sharded_param) for group in parameter_groups(model) for p in group.fsdp_params if p.offload_to_cpu
+        id(shard_of(p)) for record in parameter_groups(model) for p in parameters_of(record) if is_offloaded_to_cpu(p)
     }
     new: dict[int, torch.Tensor] = {}
 
@@ -40,10 +49,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         on_meta = {name: t for name, t in _own_tensors(module) if t.is_meta}
         for name, tensor in on_meta.items():
             (module._parameters if name in module._parameters else module._buffers)[name] = real(tensor)  # type: ignore[assignment]
-    for group in parameter_groups(model):
-        for parameter in group.fsdp_params:
-            if parameter._sharded_param_data.is_meta:
-                parameter.reset_sharded_param()
+    for record in parameter_groups(model):
+        for parameter in parameters_of(record):
+            if flat_shard_of(parameter).is_meta:
+                take_over_shard(parameter)
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:
@@ -70,11 +79,11 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if local.is_contiguous():
         new = torch.empty(local.shape, dtype=local.dtype, device=device)
     else:
         new = torch.empty_like(local, device=device)
     if isinstance(tensor, DTensor):
-        new = DTensor(new, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        new = dtensor_like(tensor, new)
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

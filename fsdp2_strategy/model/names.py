@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
+
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 _COMPILE_PREFIX = "_orig_mod."
 
@@ -40,7 +42,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     seen = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+            if name not in non_persistent_buffers(module) and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[clean(f"{prefix}.{name}" if prefix else name)] = buffer
     return found

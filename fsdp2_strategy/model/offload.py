@@ -25,9 +25,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.distributed.torch_internals import (
+    flat_shard_of,
+    free_pinned_memory,
+    has_deferred_all_reduce,
+    has_unreduced_gradient,
+    local_of,
+    name_of,
+    parameters_of,
+    set_flat_shard,
+    set_local,
+    shard_of,
+    take_over_shard,
+)
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.model.fsdp_state import parameter_groups, settle
 from fsdp2_strategy.model.residency import anything_is_away, is_away, stand_in
+from fsdp2_strategy.model.unit_hooks import hang, take_off
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 _ALIGNMENT = 512
@@ -105,6 +119,7 @@ def offload(subject: nn.Module | Optimizer) -> None:
             _send(group, list(_unit_items(group)), _guard_gathers)
     except OffloadError:
         _fetch(groups)
+        _end_watch()
         raise
 
 
@@ -112,6 +127,7 @@ def reload(subject: nn.Module | Optimizer) -> None:
     """Bring back what `offload` moved away; not collective. What is there already stays there."""
     away = [key for key in _keys(subject) if _is_away(key)]
     _fetch(away)
+    _end_watch()
     if away and isinstance(subject, nn.Module):
         settle(unwrap_model(subject))  # a pass that was refused meanwhile counts as begun
 
@@ -190,24 +206,19 @@ def _send(key: Any, items: Sequence[_Item], guard: Callable[[Any], Callable[[Any
     for item, values in (pair for load in loads for pair in load.items if queue.is_async):
         item.put(stand_in(values, item.tensor))  # all copies are through: the device's memory can go
     setattr(key, _TRIP, _Trip(loads, guard(key)))
+    if not isinstance(key, Optimizer):
+        _watch_steps()
 
 
 def _unit_items(group: Any) -> Iterator[_Item]:
     """Return what travels of one unit of a model."""
-    for parameter in group.fsdp_params:
-        parameter.reset_sharded_param()  # it looks late at what took the shard's place
-        if _travels(parameter._sharded_param_data):
-            yield _Item(parameter._sharded_param_data, [partial(_put_shard, parameter)])
-        gradient = parameter.sharded_param.grad
-        if gradient is not None and _travels(gradient._local_tensor):
-            yield _Item(gradient._local_tensor, [partial(setattr, gradient, "_local_tensor")])
-
-
-def _put_shard(parameter: Any, flat: torch.Tensor) -> None:
-    """Give FSDP2's record of a parameter another flat shard, whose beginning is the parameter's local tensor."""
-    local = parameter.sharded_param._local_tensor
-    parameter._sharded_param_data = flat
-    parameter.sharded_param._local_tensor = flat[: local.numel()].view(local.size())
+    for parameter in parameters_of(group):
+        take_over_shard(parameter)  # it looks late at what took the shard's place
+        if _travels(flat_shard_of(parameter)):
+            yield _Item(flat_shard_of(parameter), [partial(set_flat_shard, parameter)])
+        gradient: Any = shard_of(parameter).grad
+        if gradient is not None and _travels(local_of(gradient)):
+            yield _Item(local_of(gradient), [partial(set_local, gradient)])
 
 
 def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
@@ -218,8 +229,8 @@ def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            local = value._local_tensor if isinstance(value, DTensor) else value
-            put = partial(setattr, value, "_local_tensor") if isinstance(value, DTensor) else partial(_set, state, key)
+            local = local_of(value)
+            put = partial(set_local, value) if isinstance(value, DTensor) else partial(_set, state, key)
             tensors[id(local)] = local
             places[id(local)].append(put)
     for key, tensor in tensors.items():
@@ -236,11 +247,7 @@ def _travels(tensor: torch.Tensor) -> bool:
 
 
 def _check_between_steps(group: Any) -> None:
-    held = [group._partial_reduce_output]
-    for parameter in group.fsdp_params:
-        held.append(parameter.unsharded_accumulated_grad)
-        held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
-    if any(gradient is not None for gradient in held):
+    if has_deferred_all_reduce(group) or any(map(has_unreduced_gradient, parameters_of(group))):
         raise OffloadError(
             "cannot offload this model: gradients of the last micro-batch are not reduced yet, expected a model "
             "between two steps. Offload it after optimizer_step has stepped, or set grad_sync='every'."
@@ -249,7 +256,7 @@ def _check_between_steps(group: Any) -> None:
 
 def _guard_gathers(group: Any) -> Callable[[Any], None]:
     """Let a unit refuse to be gathered, by whatever path: forward, generate, unshard, backward."""
-    names = [parameter._param_fqn for parameter in group.fsdp_params]
+    names = [name_of(parameter) for parameter in parameters_of(group)]
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise OffloadError(
@@ -257,8 +264,8 @@ def _guard_gathers(group: Any) -> Callable[[Any], None]:
             "device. Call reload_model first."
         )
 
-    group.unshard = refuse
-    return lambda group: group.__dict__.pop("unshard", None)
+    hang(group, "gather", "offload", refuse)
+    return lambda group: take_off(group, "gather", "offload")
 
 
 def _guard_steps(optimizer: Optimizer) -> Callable[[Any], None]:
@@ -270,16 +277,28 @@ def _refuse_step(optimizer: Optimizer, *_args: Any) -> None:
     raise _error("step", optimizer)
 
 
+_step_watch: list[Any] = []
+"""The handle of a hook on the steps of all optimizers, which is there while anything is away."""
+
+
+def _watch_steps() -> None:
+    """Let any optimizer refuse to step parameters that are away, until nothing is."""
+    if not _step_watch:
+        _step_watch.append(register_optimizer_step_pre_hook(_refuse_step_without_model))
+
+
+def _end_watch() -> None:
+    while _step_watch and not anything_is_away():
+        _step_watch.pop().remove()
+
+
 def _refuse_step_without_model(optimizer: Optimizer, *_args: Any) -> None:
     """Refuse to step parameters that are away: on meta a step would do nothing, and say nothing."""
-    if anything_is_away() and any(is_away(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(is_away(p) for group in optimizer.param_groups for p in group["params"]):
         raise OffloadError(
             "cannot step: the model that this optimizer steps is in host memory, expected it on the device. Call "
             "reload_model first."
         )
-
-
-register_optimizer_step_pre_hook(_refuse_step_without_model)
 
 
 def _error(action: str, subject: nn.Module | Optimizer) -> OffloadError:
@@ -334,8 +353,8 @@ class _Slabs:
                 if through is not None:
                     through.synchronize()
         self._free.clear()
-        if _pins() and hasattr(torch._C, "_host_emptyCache"):
-            torch._C._host_emptyCache()
+        if _pins():
+            free_pinned_memory()
 
 
 _slabs = _Slabs()

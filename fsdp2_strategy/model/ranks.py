@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.mesh import group_of
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group, ranks_of
+from fsdp2_strategy.distributed.torch_internals import mesh_of
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -60,8 +61,8 @@ def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
     meshes: dict[int, DeviceMesh] = {}
     if isinstance(subject, nn.Module):
         root = unwrap_model(subject)
-        for group in parameter_groups(root):  # it knows while parameters are gathered, too
-            meshes[id(group.mesh_info.mesh)] = group.mesh_info.mesh
+        for record in parameter_groups(root):  # it knows while parameters are gathered, too
+            meshes[id(mesh_of(record))] = mesh_of(record)
         subject = () if meshes else root.parameters()
     for tensor in subject:
         if isinstance(tensor, DTensor):

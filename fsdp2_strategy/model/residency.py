@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2_strategy.distributed.torch_internals import dtensor_like, local_of, storage_address
 from fsdp2_strategy.model.shards import sharded_like
 
 # Host memory that stands behind a meta tensor: by the address of the tensor's storage.
@@ -33,7 +34,7 @@ def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         like: what it stands for.
     """
     meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-    key = meta.untyped_storage()._cdata
+    key = storage_address(meta)
     _away[key] = values
     finalize(meta, _away.pop, key, None)
     return meta
@@ -50,10 +51,10 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
         compute: gives this rank's part; not collective.
         like: the form; sharded or not.
     """
-    local = like._local_tensor if isinstance(like, DTensor) else like
+    local = local_of(like)
     meta = torch.empty(local.size(), dtype=local.dtype, device="meta")
     parameter = nn.Parameter(sharded_like(like, meta), requires_grad=False)
-    key = _storage_behind(parameter)
+    key = storage_address(local_of(parameter))
     _computed[key] = compute
     finalize(parameter, _computed.pop, key, None)
     return parameter
@@ -61,30 +62,24 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
 
 def is_computed(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's values are computed when somebody asks for them."""
-    return bool(_computed) and _storage_behind(tensor) in _computed
-
-
-def _storage_behind(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    address: int = local.untyped_storage()._cdata
-    return address
+    return bool(_computed) and storage_address(local_of(tensor)) in _computed
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor where its values are: in host memory while they are away."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if local.is_meta and (values := _away.get(local.untyped_storage()._cdata)) is not None:
+    local = local_of(tensor)
+    if local.is_meta and (values := _away.get(storage_address(local))) is not None:
         offset = values.storage_offset() + local.storage_offset()
         return values.as_strided(local.size(), local.stride(), offset)
-    if local.is_meta and (compute := _computed.get(local.untyped_storage()._cdata)) is not None:
+    if local.is_meta and (compute := _computed.get(storage_address(local))) is not None:
         return compute()
     return local.detach()
 
 
 def is_away(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's values are in host memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.is_meta and local.untyped_storage()._cdata in _away
+    local = local_of(tensor)
+    return local.is_meta and storage_address(local) in _away
 
 
 def anything_is_away() -> bool:
@@ -96,9 +91,6 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor, wherever its values are; collective where it is sharded."""
     if not isinstance(tensor, DTensor):
         return values_of(tensor)
-    local = tensor._local_tensor
-    if not local.is_meta:
+    if not local_of(tensor).is_meta:
         return tensor.full_tensor().detach()
-    there = values_of(tensor).to(tensor.device_mesh.device_type)
-    back = DTensor(there, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return back.full_tensor()
+    return dtensor_like(tensor, values_of(tensor).to(tensor.device_mesh.device_type)).full_tensor()

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp2_strategy.distributed.torch_internals import dtensor_like
 from fsdp2_strategy.errors import ShardError
 
 
@@ -19,10 +19,7 @@ def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is sharded as ``source`` is, from this rank's part of it, on whatever device that lies."""
     if not isinstance(source, DTensor):
         return local
-    # Built by hand: `from_local` would move it to the device of the mesh.
-    meta = TensorMeta(source.shape, source.stride(), local.dtype)
-    spec = DTensorSpec(source.device_mesh, source.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor_like(source, local)
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:

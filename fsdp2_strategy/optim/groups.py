@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, *BATCH_NORMS)
 
 # Optimizers whose operations torch does not know for DTensors.
 _WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Rprop)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp2_strategy.distributed.torch_internals import is_driven_by_schedule
 from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.master_registry import MASTER, register_masters
 from fsdp2_strategy.model.residency import values_of
@@ -46,7 +47,7 @@ class FSDPadaptOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         inner = optimizer if isinstance(optimizer, Optimizer) else optimizer_cls(optimizer, **kwargs)
-        if hasattr(inner.step, "_wrapped_by_lr_sched"):
+        if is_driven_by_schedule(inner):
             raise OptimizerError(
                 f"cannot put masters around this {type(inner).__name__}: a schedule drives it already, and would drive "
                 "the inner one alone. Make the schedule afterwards, over the FSDPadaptOptimizer."

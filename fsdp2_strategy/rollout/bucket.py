@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2_strategy.distributed.process_group import current_device, group_in_use
+from fsdp2_strategy.distributed.torch_internals import storage_uses
 from fsdp2_strategy.model.residency import values_of, whole_of
 
 _ALIGNMENT = 16
@@ -230,16 +231,10 @@ class Buffers:
 def is_looked_into(buffer: torch.Tensor) -> bool:
     """Say whether other tensors share a buffer's memory; gloo's threads let go of it a moment after the end."""
     for _ in range(10):
-        if _uses(buffer) <= _USES_ALONE:
+        if storage_uses(buffer) <= _USES_ALONE:
             return False
         time.sleep(0.002)
     return True
 
 
-def _uses(tensor: torch.Tensor) -> int:
-    """Return how many references there are to a tensor's memory; those of this call are among them."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-_USES_ALONE = _uses(torch.empty(1))
+_USES_ALONE = storage_uses(torch.empty(1))

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.distributed.torch_internals import default_store
 from fsdp2_strategy.errors import RolloutError
 
 _FOREVER = timedelta(days=3650)
@@ -84,7 +84,7 @@ def store_at(address: str | None, peer: int | None, *, serves: bool, seconds: fl
     """
     if address is None:
         pair = (peer, dist.get_rank()) if serves else (dist.get_rank(), peer)
-        return dist.PrefixStore(f"fsdp2_strategy/engine/{pair[0]}-{pair[1]}", distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"fsdp2_strategy/engine/{pair[0]}-{pair[1]}", default_store())  # type: ignore[attr-defined]
     if serves and address in _stores:
         return _stores[address]
     host, _, port = address.rpartition(":")

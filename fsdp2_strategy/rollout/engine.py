@@ -19,6 +19,7 @@ from fsdp2_strategy.errors import RolloutError, did_you_mean, some
 from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.folder import origin_for
+from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
 from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
@@ -87,7 +88,7 @@ class TransformersEngine:
         copied: Any = twin(root, room).eval().requires_grad_(False)
         _own_configs(copied)
         copied.config.dtype = dtype or copied.dtype
-        keep_dtypes(copied, copied._get_dtype_plan(dtype) if dtype else None)
+        keep_dtypes(copied, dtype_plan(copied, dtype) if dtype else None)
         if any(buffer.is_meta for buffer in root.buffers()):
             _compute_buffers(copied)
         self.model = copied
@@ -148,7 +149,7 @@ class TransformersEngine:
 def _compute_buffers(model: Any) -> None:
     """Let transformers compute the buffers of a model that has memory for them, and leave its parameters alone."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True
+        mark_initialized(parameter)
     model.initialize_weights()
 
 

@@ -31,7 +31,7 @@ def recompute_activations(model: nn.Module, modules: Mapping[str, nn.Module]) ->
         model: the whole model, whose decoders count; see [Note: caches].
         modules: those of its modules whose activations are recomputed.
     """
-    shares_caches = len(_decoders(model)) > 1
+    shares_caches = len(decoders(model)) > 1
     for module in modules.values():
         if not getattr(module, "gradient_checkpointing", False):
             module.forward = _recomputed(module.forward, shares_caches=shares_caches)
@@ -42,7 +42,7 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length")
 
 
-def _decoders(model: nn.Module) -> set[str]:
+def decoders(model: nn.Module) -> set[str]:
     """Return the names of the lists whose blocks take a cache."""
     return {
         name.rpartition(".")[0]

@@ -11,9 +11,15 @@ pass what its modules put out gathers it again, as a unit's outputs do, and the 
 when its gradients are complete; where that input has no gradient, the end of the backward pass does. A function that
 runs again in backward, under activation checkpointing, finds the unit as backward has gathered it.
 
+[Note: the look] Most models call every block's forward, and need none of this. So modules have hooks until the first
+pass has ended, and for the first of every other kind: through forward or another method, in training or not, with
+gradients or without. Where that pass bypasses a block, casts what a module gets, or fills a cache, the hooks stay; else
+they go. They stay in any case where the policy is known to bypass its blocks. A later pass of a kind that was looked at
+and bypasses a block after all is an error, behind which the hooks are back.
+
 [Note: side outputs] A block that fills a cache gives out more than what it returns: in transformers' pi0 the action
 expert attends to the keys and values of the language model, whose last block has no other gradient. So the modules
-within a block that is given a cache gather it for backward as well.
+within a block that is given a cache gather it for backward as well, where the model has several decoders.
 
 [Note: fp32 among half] Policies make noise, times and tables of their own, in fp32, which a projection in half
 precision would refuse. Modules that want one dtype get it, whatever comes; where autocast is on, it decides.
@@ -22,25 +28,46 @@ precision would refuse. Modules that want one dtype get it, whatever comes; wher
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.torch_internals import (
+    CONVOLUTIONS,
+    base_of,
+    choose_root,
+    forget_forward_root,
+    gather,
+    is_gathered_for_backward,
+    is_in_backward,
+    mark_forward,
+    mark_idle,
+    pre_backward_hook,
+    prefetch_for_forward,
+    record_post_forward,
+    record_pre_forward,
+    records_of,
+    run_post_forward,
+    run_pre_forward,
+    state_of,
+    tree_leaves,
+)
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.model.fsdp_state import groups_of
-from fsdp2_strategy.sharding.activation_checkpointing import is_cache
+from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
+
+_Kind = tuple[str, bool, bool]
+"""Of a pass: the method that is called, whether the model trains, and whether gradients are wanted."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Modules that refuse inputs of another dtype than their parameters have.
-_ONE_DTYPE = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
+_ONE_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class Walk:
@@ -52,6 +79,7 @@ class Walk:
         casts: units that cast their inputs, and to what; of one that is walked through, each module within does.
         left_alone: units whose own forward is sure to run.
         ignored: modules that need nothing gathered, whatever unit they stand in.
+        is_bypassed: whether the model is known to bypass its blocks; else the first passes tell: [Note: the look].
     """
 
     def __init__(
@@ -62,6 +90,7 @@ class Walk:
         casts: Mapping[nn.Module, torch.dtype],
         left_alone: Iterable[nn.Module] = (),
         ignored: Iterable[nn.Module] = (),
+        is_bypassed: bool = False,
     ) -> None:
         self._root: Any = root
         self._name = type(root).__name__  # FSDP2 renames it
@@ -73,12 +102,22 @@ class Walk:
         """Units that were walked through, until the log has named them."""
         units = {module: name for module, name in units.items() if module is not root}
         self._units = units
-        places, _ = _units_around(root, units, left_alone, ignored)
-        for module, around in places.items():
-            module.register_forward_pre_hook(functools.partial(self._before, around), with_kwargs=True)
-            if around:
-                module.register_forward_hook(functools.partial(self._after, around))
-        root.register_forward_pre_hook(self._enter)
+        self._places, made = _units_around(root, units, left_alone, ignored)
+        self._handles: list[RemovableHandle] = []
+        """Hooks of the modules within units, while they are there."""
+        self._is_needed = is_bypassed
+        self._is_through: set[_Kind] = set()
+        """Kinds of passes that were looked at, and need no hooks."""
+        self._kind: _Kind | None = None
+        """The kind of the pass that runs, if it is looked at."""
+        for module, around in self._places.items():
+            if not around:
+                module.register_forward_pre_hook(self._check_entered)
+        shares_caches = len(decoders(root)) > 1
+        for unit in made:
+            unit.watch(self._see_cache if shares_caches else None)
+        self._hang()
+        root.register_forward_pre_hook(functools.partial(self._enter, "forward"))
         root.register_forward_hook(self._leave, always_call=True)
 
     def add_entry_points(self, methods: Sequence[str]) -> None:
@@ -100,40 +139,89 @@ class Walk:
         """Run a method of the root; one that another has called finds everything gathered."""
         if self._depth:
             return method(*args, **kwargs)
-        state = self._root._get_fsdp_state()
-        args, kwargs = state._pre_forward(self._root, args, kwargs)
+        state = state_of(self._root)
+        args, kwargs = run_pre_forward(state, self._root, args, kwargs)
         try:
-            with self._entered():
-                output = method(*args, **kwargs)
+            with self._entered(method.__name__):
+                output = self._checked(method, *args, **kwargs)
         except BaseException:
-            for record in (state, *groups_of(state)):  # else the next pass would not count as one that begins
-                record._training_state = TrainingState.IDLE
-            state._state_ctx.iter_forward_root = None
+            for each in (state, *records_of(state)):  # else the next pass would not count as one that begins
+                mark_idle(each)
+            forget_forward_root(state)
             raise
-        return state._post_forward(self._root, args, output)
+        return run_post_forward(state, self._root, args, output)
 
     def _begin_at_the_root(self, *_: object) -> None:
         """Tell FSDP2 which module is the root, ahead of a unit that is run alone: it would take that for it."""
-        state = self._root._get_fsdp_state()
-        if state._is_root is None:
-            state._lazy_init()
+        choose_root(state_of(self._root))
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, also where somebody calls it by name."""
-        return (forward if self._depth else self._root)(*args, **kwargs)
+        return self._checked(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
+
+    def _checked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a pass, and say in words what fails where a block is bypassed that was not when its kind was looked at.
+
+        Raises:
+            ShardError: a block is.
+        """
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if self._handles or "DTensor" not in str(error):
+                raise
+            self._is_needed = True
+            self._hang()
+            raise ShardError(
+                f"cannot run {self._name}: a module met parameters that are sharded, since this pass bypasses the "
+                "forward of a block, expected the blocks that earlier passes of its kind ran. Run it again: from now "
+                "on what runs within a block gathers it. register_policy(..., bypassed=True) says so beforehand."
+            ) from error
 
     @contextmanager
-    def _entered(self) -> Any:
-        self._enter()
+    def _entered(self, method: str) -> Iterator[None]:
+        self._enter(method)
+        output: object = None
         try:
             yield
+            output = True
         finally:
-            self._leave()
+            self._leave(self._root, (), output)
 
-    def _enter(self, *_: object) -> None:
+    def _enter(self, method: str, *_: object) -> None:
         self._depth += 1
+        kind = (method, self._root.training, torch.is_grad_enabled())
+        if self._depth == 1 and not self._is_needed and kind not in self._is_through:
+            self._kind = kind
+            self._hang()
 
-    def _leave(self, *_: object) -> None:
+    def _hang(self) -> None:
+        """Hang hooks on the modules within units, ahead of FSDP2's where these free what was gathered."""
+        if self._handles:
+            return
+        for module, around in self._places.items():
+            before = functools.partial(self._before, around)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if around:
+                after = functools.partial(self._after, around)
+                self._handles.append(module.register_forward_hook(after, prepend=True))
+
+    def _end_look(self, *, has_ended: bool) -> None:
+        kind, self._kind = self._kind, None
+        if kind is None or self._is_needed:
+            return
+        if has_ended:
+            self._is_through.add(kind)
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _see_cache(self) -> None:
+        """Note that a block is given a cache: [Note: side outputs]."""
+        if torch.is_grad_enabled():
+            self._is_needed = True
+            self._hang()
+
+    def _leave(self, _root: object, _inputs: object, output: object) -> None:
         self._depth = max(0, self._depth - 1)  # where a hook ahead of these raises, nothing was entered
         if self._depth:
             return
@@ -144,15 +232,15 @@ class Walk:
             what = f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]
             log("%s: the forward of %s is bypassed: what runs within gathers them", self._name, what)
             self._seen = None
+        self._end_look(has_ended=output is not None)
 
     def _before(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
-        if not around and not self._depth:
-            self._check_entered(module)
         changed: _Call | None = None
         for unit in around:
             if unit.is_running or unit.is_open:
                 continue
-            if torch._C._current_graph_task_id() != -1:
+            if is_in_backward():
+                self._is_needed = True
                 unit.gather_in_backward()
                 continue
             if not self._depth:
@@ -165,7 +253,9 @@ class Walk:
             dtype = self._casts.get(around[-1].module)
         else:
             dtype = _dtype_wanted(module) if self._in_half else None
-        return changed if dtype is None else _cast(dtype, args, kwargs) or changed
+        cast = None if dtype is None else _cast(dtype, args, kwargs)
+        self._is_needed |= cast is not None
+        return cast or changed
 
     def _after(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
         units = [unit for unit in around if (unit.is_open and not unit.is_running) or unit.fills_cache]
@@ -181,18 +271,18 @@ class Walk:
             other.close()
             self._open.remove(other)
         self._open.append(unit)
+        self._is_needed = True
         if self._seen is not None:
             self._seen.add(unit.name)
         return unit.open(module, args, kwargs)
 
-    def _check_entered(self, module: nn.Module) -> None:
+    def _check_entered(self, module: nn.Module, *_: object) -> None:
         """Say in words what would fail as a mix of tensors and DTensors.
 
         Raises:
-            ShardError: the module's parameters are sharded.
+            ShardError: the module's parameters are sharded, and no pass runs.
         """
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        if self._depth or is_in_backward() or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return
         name = next(name for name, m in self._root.named_modules() if m is module)
         raise ShardError(
@@ -216,15 +306,22 @@ class _Unit:
         self.is_walked = False
         """Whether it was walked through when it ran last: what runs again in backward does as it did before."""
         self.fills_cache = False
-        """Whether it runs with a cache; see [Note: side outputs]."""
-        self.handles = [
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            module.register_forward_hook(self._end, always_call=True),
+        """Whether it runs with a cache that others read; see [Note: side outputs]."""
+        self._see_cache: Callable[[], None] | None = None
+
+    def watch(self, see_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
+        """Know from now on whether it runs; ``see_cache`` is called where it is given a cache that others read."""
+        self._see_cache = see_cache
+        return [
+            self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self.module.register_forward_hook(self._end, always_call=True),
         ]
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_running, self.is_walked = True, False
-        self.fills_cache = any(map(is_cache, (*args, *kwargs.values())))
+        if self._see_cache is not None and any(map(is_cache, (*args, *kwargs.values()))):
+            self.fills_cache = True
+            self._see_cache()
 
     def _end(self, *_: object) -> None:
         self.is_running = self.fills_cache = False
@@ -232,17 +329,15 @@ class _Unit:
 
     @property
     def _state(self) -> Any:
-        return self.module._get_fsdp_state()  # type: ignore[operator]
+        return state_of(self.module)
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Call:
         """Gather it, as ahead of its forward; ``module`` is the first within that runs, on these inputs."""
         state = self._state
-        state._training_state = TrainingState.FORWARD
-        for group in groups_of(state):
-            args, kwargs = group.pre_forward(module, args, kwargs)
-        for ahead in state._states_to_forward_prefetch:
-            for group in groups_of(ahead):
-                group._prefetch_unshard(group, "forward")
+        mark_forward(state)
+        for record in records_of(state):
+            args, kwargs = record_pre_forward(record, module, args, kwargs)
+        prefetch_for_forward(state)
         self.is_open = self.is_walked = True
         return args, kwargs
 
@@ -252,24 +347,23 @@ class _Unit:
             return
         self.is_open = False
         state = self._state
-        for group in groups_of(state):
-            group.post_forward(self.module, None, None)
-        state._training_state = TrainingState.IDLE
+        for record in records_of(state):
+            record_post_forward(record, self.module)
+        mark_idle(state)
 
     def gather_for_gradients_of(self, output: Any) -> None:
         """Let it be gathered once gradients of an output come."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._state._pre_backward)  # type: ignore[no-untyped-call]
+                tensor.register_hook(pre_backward_hook(self._state))  # type: ignore[no-untyped-call]
 
     def gather_in_backward(self) -> None:
         """Gather it where a pass runs again within backward."""
         state = self._state
-        if state._training_state != TrainingState.PRE_BACKWARD:
-            state._pre_backward(None)
-        for group in groups_of(state):
-            group.unshard()
-            group.wait_for_unshard()
+        if not is_gathered_for_backward(state):
+            pre_backward_hook(state)(None)
+        for record in records_of(state):
+            gather(record)
 
 
 def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
@@ -329,7 +423,7 @@ def own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
     in place (``logits.div_(temperature)``), autograd drops that hook without a word.
     """
     if isinstance(output, torch.Tensor):
-        return output.clone() if output._base is not None and output.requires_grad else output
+        return output.clone() if base_of(output) is not None and output.requires_grad else output
     if isinstance(output, dict):
         for key, value in output.items():
             if (owned := own_outputs(_module, _inputs, value)) is not value:
@@ -364,7 +458,7 @@ def bypassed_units(
     units = {module: name for module, name in units.items() if module is not root}
     around, made = _units_around(root, units, (), ignored)
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
-    handles += [handle for unit in made for handle in unit.handles]
+    handles += [handle for unit in made for handle in unit.watch()]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             run(root)

@@ -18,14 +18,25 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.process_group import group_in_use
+from fsdp2_strategy.distributed.torch_internals import (
+    default_store,
+    gathering_ranks,
+    has_unreduced_gradient,
+    is_gathered,
+    module_of,
+    name_of,
+    parameters_of,
+    reduces_gradients,
+    shard_of,
+)
 from fsdp2_strategy.errors import StepError, some
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.sharding.vision_encoders import has_gradient
+from fsdp2_strategy.model.unit_hooks import hang
 
 _watches = itertools.count()
 
@@ -40,24 +51,23 @@ def watch_units(units: Mapping[nn.Module, str], seconds: float) -> None:
     (root,) = (module for module, name in units.items() if not name)
     watch = _Watch(seconds)
     names = {module: clean(name) for name, module in root.named_modules()}
-    for group in parameter_groups(root):
-        name = names[group.modules[0]] or "the root unit"
-        group.unshard = functools.partial(_gather, watch, name, group, group.unshard)
-        group.post_backward = functools.partial(_reduce, watch, name, group, group.post_backward)
+    for record in parameter_groups(root):
+        name = names[module_of(record)] or "the root unit"
+        hang(record, "gather", "divergence", functools.partial(_gather, watch, name))
+        hang(record, "reduce", "divergence", functools.partial(_reduce, watch, name))
     root.register_forward_hook(lambda *_: watch.meet("is through with its forward pass"))
 
 
-def _gather(watch: _Watch, name: str, group: Any, unshard: Callable[..., None], async_op: bool = False) -> None:
-    is_pending = group._all_gather_result is not None or group.is_unsharded
-    if not is_pending and group._all_gather_process_group.size() > 1:
+def _gather(watch: _Watch, name: str, record: Any, gather: Callable[..., None], async_op: bool = False) -> None:
+    if not is_gathered(record) and gathering_ranks(record) > 1:
         watch.meet(f"gathers {name}")
-    unshard(async_op)
+    gather(async_op)
 
 
-def _reduce(watch: _Watch, name: str, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    lacking = [p._param_fqn for p in trained if not has_gradient(p)]
-    if group.reduce_grads and len(lacking) < len(trained):
+def _reduce(watch: _Watch, name: str, record: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    trained = [p for p in parameters_of(record) if shard_of(p).requires_grad]
+    lacking = [name_of(p) for p in trained if not has_unreduced_gradient(p)]
+    if reduces_gradients(record) and len(lacking) < len(trained):
         # What ranks reduce together has to be the same.
         without = f" without {some(lacking, 'gradient')}" if lacking else ""
         watch.meet(f"reduces {name}{without}")
@@ -69,7 +79,7 @@ class _Watch:
 
     def __init__(self, seconds: float) -> None:
         named = from_rank_0(f"units/{dist.get_rank()}/{next(_watches)}")
-        self._store = PrefixStore(named, _get_default_store())
+        self._store = PrefixStore(named, default_store())
         self._timeout = timedelta(seconds=seconds)
         self._rank = dist.get_rank(group_in_use())
         self._ranks = range(dist.get_world_size(group_in_use()))

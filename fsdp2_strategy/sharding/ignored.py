@@ -6,16 +6,14 @@ Input: a model, and regular expressions over the names of its modules. Output: m
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
-from torch.distributed.utils import _apply_to_tensors
 
+from fsdp2_strategy.distributed.torch_internals import cast_floating
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.model.names import clean
 
@@ -44,15 +42,13 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Let all floating inputs of a module's forward come in one dtype, as FSDP2 does for a unit."""
-    cast = functools.partial(_cast_fp_tensor, dtype)
 
     def cast_all(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     module.register_forward_pre_hook(cast_all, with_kwargs=True)
 
 
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Let all floating outputs of a module's forward come in one dtype, as FSDP2 does for a unit."""
-    cast = functools.partial(_cast_fp_tensor, dtype)
-    module.register_forward_hook(lambda _module, _inputs, output: _apply_to_tensors(cast, output))
+    module.register_forward_hook(lambda _module, _inputs, output: cast_floating(output, dtype))

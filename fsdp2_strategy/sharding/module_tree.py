@@ -11,6 +11,7 @@ from collections.abc import Collection, Container
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.sharding.blocks import can_be_unit
 from fsdp2_strategy.sharding.precision import CastInputs
@@ -65,7 +66,7 @@ class ModuleTree:
         return all(self._transformers_around(module))
 
     def _transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
-        return [[m for m in path[:-1] if hasattr(type(m), "_no_split_modules")] for path in self.paths[module]]
+        return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
 
     def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
         """Say which inputs a unit needs cast; see [Note: inputs]."""

@@ -30,12 +30,21 @@ from fsdp2_strategy.distributed.agreement import agree, all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use
+from fsdp2_strategy.distributed.torch_internals import (
+    gradient_dtype,
+    module_of,
+    parameters_of,
+    set_gradient_dtype,
+    set_gradient_dtypes_of,
+    shard_of,
+)
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
 from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.unit_hooks import hang
 from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
@@ -159,7 +168,8 @@ def shard_model(
         compiled = [unit.module for unit in _compiled(plan)] if compile_blocks else []
         casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
         ignored = [unit.module for unit in plan.ignored]
-        walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored)
+        is_bypassed = bool(plan.policy and plan.policy.bypassed)
+        walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored, is_bypassed=is_bypassed)
         _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
         for group in parameter_groups(root) if is_training else ():
             _settle_gradient_dtypes(group)
@@ -210,7 +220,7 @@ def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
         run_on_zeros(plan.model, plan.tower)
     else:
         keep_graph(plan.tower)
-    of_units = {group.modules[0]: group for group in parameter_groups(plan.model)}
+    of_units = {module_of(record): record for record in parameter_groups(plan.model)}
     for group in of_units.values():
         leave_what_never_ran(group)
     if plan.mixed_mm_data == "replicate":
@@ -218,36 +228,36 @@ def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
     share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
 
 
-def _settle_gradient_dtypes(group: Any) -> None:
+def _settle_gradient_dtypes(record: Any) -> None:
     """Let the gradients of a unit keep their dtypes where nothing of it is trainable in the first pass.
 
     FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
     with frozen weights, would leave it with none.
     """
-    floating = [parameter for parameter in group.fsdp_params if parameter.sharded_param.is_floating_point()]
-    trained = [parameter for parameter in floating if parameter.sharded_param.requires_grad] or floating
-    find_dtypes = group._init_mp_dtypes
-
-    def find_dtypes_of_all() -> None:
-        find_dtypes()
-        if group._orig_dtype is None and trained:
-            group._orig_dtype, group._reduce_dtype = trained[0].orig_dtype, trained[0].reduce_dtype
-
-    group._init_mp_dtypes = find_dtypes_of_all
+    floating = [i for i, p in enumerate(parameters_of(record)) if shard_of(p).is_floating_point()]
+    trained = [i for i in floating if shard_of(parameters_of(record)[i]).requires_grad] or floating
+    if trained:
+        around = functools.partial(_choose_dtypes_of, trained[0])
+        hang(record, "choose gradient dtypes", "units that are frozen at first", around)
 
 
-def _reduce_to_fp32(group: Any) -> None:
+def _choose_dtypes_of(i: int, record: Any, choose: Callable[[], None]) -> None:
+    choose()
+    if gradient_dtype(record) is None:
+        set_gradient_dtypes_of(record, parameters_of(record)[i])
+
+
+def _reduce_to_fp32(record: Any) -> None:
     """Let the gradients of half-precision shards be fp32, which FSDP2 would round to the shards' dtype."""
-    find_dtypes = group._init_mp_dtypes
+    hang(record, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
-    def find_dtypes_with_fp32_gradients() -> None:
-        find_dtypes()
-        if group._orig_dtype in (torch.bfloat16, torch.float16):
-            group._orig_dtype = torch.float32
-            for parameter in group.fsdp_params:
-                parameter.sharded_param.grad_dtype = torch.float32
 
-    group._init_mp_dtypes = find_dtypes_with_fp32_gradients
+def _choose_fp32(record: Any, choose: Callable[[], None]) -> None:
+    choose()
+    if gradient_dtype(record) in (torch.bfloat16, torch.float16):
+        set_gradient_dtype(record, torch.float32)
+        for parameter in parameters_of(record):
+            shard_of(parameter).grad_dtype = torch.float32
 
 
 def _prepare_edges(plan: ShardPlan) -> None:

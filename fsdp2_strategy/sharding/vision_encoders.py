@@ -29,12 +29,24 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use
+from fsdp2_strategy.distributed.torch_internals import (
+    accumulate_gradient,
+    accumulated_gradient,
+    gather,
+    has_unreduced_gradient,
+    parameters_of,
+    reduces_gradients,
+    shard_of,
+    tree_leaves,
+    unsharded_of,
+)
 from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.hf.library_internals import encodes_images_before_forward
 from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.unit_hooks import hang
 
 # Inputs of a forward pass for each of which the tower runs once.
 _PIXELS = ("pixel_values", "pixel_values_videos")
@@ -83,61 +95,52 @@ def may_be_uneven(model: nn.Module) -> bool:
     return model in _uneven
 
 
-def leave_what_never_ran(group: Any) -> None:
+def leave_what_never_ran(record: Any) -> None:
     """Let FSDP2 accumulate nothing for a unit that has not run on this rank yet, where it would fail."""
-    reduce = group.post_backward
-
-    def reduce_if_it_ran(*unused: Any) -> None:
-        if group.reduce_grads or any(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
-            reduce(*unused)
-
-    group.post_backward = reduce_if_it_ran
+    hang(record, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
-def keep_out_of_order(group: Any) -> None:
+def _reduce_if_it_ran(record: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    if reduces_gradients(record) or any(unsharded_of(p) is not None for p in parameters_of(record)):
+        reduce(*unused)
+
+
+def keep_out_of_order(record: Any) -> None:
     """Let FSDP2 gather nothing ahead because of a replicated tower: ranks that did not run it would gather it later."""
-    group._record_post_forward = lambda: None
+    hang(record, "note the order of forward", "replicated encoder", lambda *_: None)
 
 
-def share_use(model: nn.Module, groups: Iterable[Any]) -> None:
-    """Let ranks add zeros for parameters that only others used, whenever these groups of FSDP2 reduce gradients.
+def share_use(model: nn.Module, records: Iterable[Any]) -> None:
+    """Let ranks add zeros for parameters that only others used, whenever these units reduce gradients.
 
     Args:
         model: the sharded root, which `may_be_uneven` from then on.
-        groups: FSDP2's records of units that not every rank uses alike.
+        records: FSDP2's records of units that not every rank uses alike.
     """
     _uneven.add(model)
-    process_group = group_in_use()
-    for group in groups:
-        reduce = group.post_backward
-        group.post_backward = functools.partial(_with_zeros, group, reduce, process_group)
+    with_zeros = functools.partial(_with_zeros, group_in_use())
+    for record in records:
+        hang(record, "reduce", "unequal use", with_zeros)
 
 
 @torch.no_grad()
-def _with_zeros(group: Any, reduce: Callable[..., None], process_group: Any, *unused: Any) -> None:
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if group.reduce_grads and trained:
-        own = torch.tensor([has_gradient(p) for p in trained], dtype=torch.uint8, device=control_device())
+def _with_zeros(process_group: Any, record: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    trained = [p for p in parameters_of(record) if shard_of(p).requires_grad]
+    if reduces_gradients(record) and trained:
+        own = torch.tensor([has_unreduced_gradient(p) for p in trained], dtype=torch.uint8, device=control_device())
         anywhere = own.clone()
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=process_group)
         lacking = [p for p, here, there in zip(trained, own.tolist(), anywhere.tolist(), strict=True) if here < there]
-        if lacking and not all(hasattr(p, "_unsharded_param") for p in lacking):
-            group.unshard()  # it never ran on this rank; it is replicated, so nothing is communicated
-            group.wait_for_unshard()
+        if any(unsharded_of(p) is None for p in lacking):
+            gather(record)  # it never ran on this rank; it is replicated, so nothing is communicated
         for parameter in lacking:
-            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
-        if any(p.unsharded_accumulated_grad is not None for p in trained):
+            unsharded: Any = unsharded_of(parameter)
+            unsharded.grad = torch.zeros_like(unsharded)
+        if any(accumulated_gradient(p) is not None for p in trained):
             for parameter in trained:  # gradients of one reduction have one dtype
-                if parameter.unsharded_accumulated_grad is None and hasattr(parameter, "_unsharded_param"):
-                    parameter.to_accumulated_grad_if_needed()
+                if accumulated_gradient(parameter) is None and unsharded_of(parameter) is not None:
+                    accumulate_gradient(parameter)
     reduce(*unused)
-
-
-def has_gradient(parameter: Any) -> bool:
-    """Say whether a parameter of FSDP2 has a gradient on this rank that is not reduced yet."""
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
 
 
 def keep_graph(tower: Tower) -> None:
@@ -168,7 +171,7 @@ def run_on_zeros(model: nn.Module, tower: Tower) -> None:
         ShardError: what an image looks like does not follow from the tower's configuration.
     """
     dummy = _Dummy(tower)
-    if getattr(model, "_supports_mm_encoder_outputs", lambda: False)():
+    if encodes_images_before_forward(model):
         # Generation makes features of images before the first forward pass.
         model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
     tower.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)

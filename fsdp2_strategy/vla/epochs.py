@@ -31,6 +31,7 @@ from fsdp2_strategy.checkpoint.random_state import forked_rng, load_rng, rng_con
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
+from fsdp2_strategy.distributed.torch_internals import forget_workers
 from fsdp2_strategy.errors import CheckpointError, DataError
 
 Kind = Literal["formula", "state", "count"]
@@ -132,7 +133,7 @@ class Epochs:
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
-                    self._loader._iterator = None  # workers that live on are in a state that no resume brings back
+                    forget_workers(self._loader)  # workers that live on are in a state that no resume brings back
             drawn = iter(self._loader)
             if self.kind == "count" and self._batch and not self._is_placed:
                 log("drawing %d batches of epoch %d again, to go on behind them", self._batch, epoch)

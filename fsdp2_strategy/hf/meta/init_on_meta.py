@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.folder import Origin, remember_origin
+from fsdp2_strategy.hf.library_internals import LAST_STEP, LOADING_STEP
 from fsdp2_strategy.hf.meta.recorded_init import Tape, is_recording, recording
 from fsdp2_strategy.hf.skeleton import twin
 
@@ -88,8 +89,8 @@ def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
     init_weights = pretrained.init_weights
     return [
         (modeling_utils, "check_and_set_device_map", no_device_map),
-        (pretrained, "_load_pretrained_model", staticmethod(remember)),
-        (pretrained, "_finalize_model_loading", staticmethod(tie)),
+        (pretrained, LOADING_STEP, staticmethod(remember)),
+        (pretrained, LAST_STEP, staticmethod(tie)),
         (pretrained, "init_weights", initialize),
     ]
 

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from fsdp2_strategy.distributed.agreement import all_or_none, from_rank_0
+from fsdp2_strategy.distributed.torch_internals import schema_of, tree_map, without_torch_function, wrapper_subclass
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.library_internals import mark_initialized, replace_initialization
 from fsdp2_strategy.hf.meta.recorded_init import Note, Tape, note_of, seen_as, storage_of
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
@@ -90,7 +91,7 @@ def _slotted(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> nn.Modu
     def known(tensor: torch.Tensor) -> torch.Tensor:
         new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         new = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
-        new._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(new)
         return new
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _by_transformers(model: nn.Module, empty: Sequence[Empty], slots: _Slots) ->
     inner: set[int] = set()
     for part in copy.modules():
         if is_transformers_model(part):
-            part._initialize_weights = _keeping(part._initialize_weights, slots)  # type: ignore[assignment,arg-type]
+            replace_initialization(part, lambda function: _keeping(function, slots))
     for part in copy.modules():
         if is_transformers_model(part) and id(part) not in inner:
             inner |= {id(module) for module in part.modules()}
@@ -279,13 +280,11 @@ class _Slot(torch.Tensor):
     """Whether its values become the tensor's; else they are drawn and dropped."""
     _is_param: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = without_torch_function
 
     @staticmethod
     def __new__(cls, original: torch.Tensor, slots: _Slots, dtype: torch.dtype, *, is_kept: bool = True) -> _Slot:
-        slot: _Slot = torch.Tensor._make_wrapper_subclass(
-            cls, original.shape, dtype=dtype, device=slots.device, requires_grad=False
-        )
+        slot: _Slot = wrapper_subclass(cls, original.shape, dtype, slots.device)
         slot.original, slot.slots, slot.changed, slot.written = original, slots, False, False
         slot._is_param, slot.is_kept = isinstance(original, nn.Parameter), is_kept
         return slot
@@ -314,7 +313,7 @@ class _Slot(torch.Tensor):
             slot_of[id(tensor)] = value
             return tensor
 
-        for i, argument in enumerate(function._schema.arguments):
+        for i, argument in enumerate(schema_of(function).arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if isinstance(value, _Slot) and argument.alias_info is not None and argument.alias_info.is_write:
                 value.changed = True

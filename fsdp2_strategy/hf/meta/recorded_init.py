@@ -25,17 +25,24 @@ from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
-import torch.utils._device
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
+from fsdp2_strategy.distributed.torch_internals import (
+    INIT_WITHOUT_OPERATIONS,
+    TorchDispatchMode,
+    negated_view,
+    past_modes,
+    remember_device_constructors,
+    schema_of,
+    storage_address,
+    tree_flatten,
+    tree_map,
+)
 from fsdp2_strategy.errors import CheckpointError
 
 _NOTE = "_values_on_tape"
 _manual_seed, _get_rng_state, _set_rng_state = torch.manual_seed, torch.get_rng_state, torch.set_rng_state
-_NO_OPERATIONS_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 _COPIES = {"aten::_to_copy", "aten::clone"}
 _WITHOUT_VALUES = {
     "aten::empty",
@@ -68,7 +75,7 @@ class _Operation:
     @property
     def name(self) -> str:
         """What it is."""
-        schema = getattr(self.function, "_schema", None)
+        schema = schema_of(self.function)
         return str(schema.name if schema else getattr(self.function, "__name__", self.function))
 
 
@@ -92,7 +99,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let what is built inside pass by the tape, and by the block's device."""
         self.is_paused = True
         try:
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            with past_modes():
                 yield
         finally:
             self.is_paused = False
@@ -331,12 +338,12 @@ def seen_as(meta: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """Return what a meta tensor is of its storage's bytes."""
     view = memory.view(meta.dtype).as_strided(meta.shape, meta.stride(), meta.storage_offset())
     view = view.conj() if meta.is_conj() else view
-    return torch._neg_view(view) if meta.is_neg() else view
+    return negated_view(view) if meta.is_neg() else view
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return what identifies a tensor's memory."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_address(tensor)
 
 
 def _meta_tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -349,7 +356,7 @@ def _meta_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for i, argument in enumerate(function._schema.arguments):
+    for i, argument in enumerate(schema_of(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _meta_tensors(args[i] if i < len(args) else kwargs.get(argument.name))
 
@@ -401,7 +408,7 @@ def recording() -> Iterator[Tape]:
         return build
 
     try:
-        torch.utils._device._device_constructors()  # cached at first use, which must not see transformers' stand-ins
+        remember_device_constructors()  # cached at first use, which must not see transformers' stand-ins
         with ExitStack() as stack:
             for target, name, value in _stand_ins(tape):
                 stack.enter_context(patch.object(target, name, value))
@@ -430,7 +437,7 @@ def _stand_ins(tape: Tape) -> Iterator[tuple[Any, str, Any]]:
     """
     for function in (tape.manual_seed, tape.get_rng_state, tape.set_rng_state):
         yield torch, function.__name__, function
-    for name in _NO_OPERATIONS_ON_META:
+    for name in INIT_WITHOUT_OPERATIONS:
         init = getattr(nn.init, name)
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is init:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.library_internals import forget_caches
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.residency import computed, values_of
@@ -333,7 +334,8 @@ class _Rows:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
         layer: Any = twin(self.layer, cut)
-        layer.merged_adapters, layer._caches = [], {}  # a twin shares what is no tensor
+        layer.merged_adapters = []  # a twin shares what is no tensor
+        forget_caches(layer)
         if self._experts > 1:
             layer.num_experts = len(rows)
         layer.merge(adapter_names=list(self.active))

@@ -1,0 +1,447 @@
+"""Every private name of torch that this package relies on, behind one small function each.
+
+Input: torch's own objects. Output: what their private attributes hold, or a change of it. Nothing else in the package
+touches such a name (tests/test_internals.py), so a new torch is checked here, and that test names what has changed.
+Checked on torch 2.11, 2.12 and 2.13.
+
+[Note: FSDP2's objects] `fully_shard` gives each unit a *state* (``FSDPState``), which has hooks around the module's
+forward, and in it *records* (``FSDPParamGroup``), mostly one, which gather and reduce. A record has *parameters*
+(``FSDPParam``): for each the shard that the module shows between passes, and, once it was gathered, the unsharded
+parameter that it shows within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils import _python_dispatch, _pytree
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map
+
+# --- FSDP2: a state -------------------------------------------------------------------------------------------------
+
+
+def state_of(module: nn.Module) -> Any:
+    """Return FSDP2's state of a module that `fully_shard` was called on; see [Note: FSDP2's objects]."""
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def records_of(state: Any) -> list[Any]:
+    """Return the records of a state: a list from torch 2.12 on, one or none before."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def choose_root(state: Any) -> None:
+    """Let FSDP2 take this state for the root's, unless it has chosen one: else the first that runs becomes it."""
+    if state._is_root is None:
+        state._lazy_init()
+
+
+def run_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Do what FSDP2 does ahead of a module's forward; return the inputs, cast."""
+    inputs: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
+    return inputs
+
+
+def run_post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
+    """Do what FSDP2 does behind a module's forward; return the output, with its hooks for backward."""
+    return state._post_forward(module, args, output)
+
+
+def pre_backward_hook(state: Any) -> Callable[..., Any]:
+    """Return the tensor hook that gathers a unit for backward."""
+    hook: Callable[..., Any] = state._pre_backward
+    return hook
+
+
+def is_gathered_for_backward(state: Any) -> bool:
+    """Say whether the hook for backward has run in this pass."""
+    is_it: bool = state._training_state == TrainingState.PRE_BACKWARD
+    return is_it
+
+
+def mark_forward(state: Any) -> None:
+    """Let a unit count as in its forward pass, whose post-forward is to come."""
+    state._training_state = TrainingState.FORWARD
+
+
+def mark_idle(state_or_record: Any) -> None:
+    """Let a unit count as between two passes."""
+    state_or_record._training_state = TrainingState.IDLE
+
+
+def forget_forward_root(state: Any) -> None:
+    """Let the next forward pass count as one that begins, also after one that raised midway."""
+    state._state_ctx.iter_forward_root = None
+
+
+def prefetch_for_forward(state: Any) -> None:
+    """Start the gathers that a unit's forward starts ahead for those behind it."""
+    for ahead in state._states_to_forward_prefetch:
+        for record in records_of(ahead):
+            record._prefetch_unshard(record, "forward")
+
+
+# --- FSDP2: a record ------------------------------------------------------------------------------------------------
+
+
+UNIT_CALLS = {
+    "gather": "unshard",
+    "reduce": "post_backward",
+    "choose gradient dtypes": "_init_mp_dtypes",
+    "note the order of forward": "_record_post_forward",
+}
+"""The calls of a record that others may run something around."""
+
+
+def original_call(record: Any, call: str) -> Callable[..., Any]:
+    """Return FSDP2's own function behind a call of a record, whatever has taken its place."""
+    function: Callable[..., Any] = getattr(type(record), UNIT_CALLS[call]).__get__(record)
+    return function
+
+
+def replace_call(record: Any, call: str, function: Callable[..., Any] | None) -> None:
+    """Put a function in the place of a call of a record; None for FSDP2's own."""
+    if function is None:
+        record.__dict__.pop(UNIT_CALLS[call], None)
+    else:
+        record.__dict__[UNIT_CALLS[call]] = function
+
+
+def module_of(record: Any) -> nn.Module:
+    """Return the module that `fully_shard` was called on."""
+    module: nn.Module = record.modules[0]
+    return module
+
+
+def mesh_of(record: Any) -> Any:
+    """Return the mesh that a unit is sharded over."""
+    return record.mesh_info.mesh
+
+
+def parameters_of(record: Any) -> list[Any]:
+    """Return FSDP2's parameters of a unit; see [Note: FSDP2's objects]."""
+    parameters: list[Any] = record.fsdp_params
+    return parameters
+
+
+def is_gathered(record: Any) -> bool:
+    """Say whether a unit is gathered, or its gather is in flight."""
+    return record._all_gather_result is not None or record.is_unsharded
+
+
+def gathering_ranks(record: Any) -> int:
+    """Return how many ranks take part in a unit's gather."""
+    count: int = record._all_gather_process_group.size()
+    return count
+
+
+def gather(record: Any) -> None:
+    """Gather a unit, and wait for it."""
+    record.unshard()
+    record.wait_for_unshard()
+
+
+def drop_gather_in_flight(record: Any) -> None:
+    """Wait for a gather that is in flight, and free what it gathers."""
+    if record._all_gather_result is not None:
+        record.wait_for_unshard()
+        record._to_sharded()
+
+
+def reset_record(record: Any) -> None:
+    """Free what a unit has gathered, in whatever part of a pass it is, and let it count as between two."""
+    if record._all_gather_result is not None:
+        record.wait_for_unshard()
+    mark_idle(record)
+    record._to_sharded()
+
+
+def record_pre_forward(record: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gather a unit as ahead of its forward; return the inputs with a hook that reduces when backward is through."""
+    inputs: tuple[Any, Any] = record.pre_forward(module, args, kwargs)
+    return inputs
+
+
+def record_post_forward(record: Any, module: nn.Module) -> None:
+    """Free a unit as behind its forward."""
+    record.post_forward(module, None, None)
+
+
+def reduces_gradients(record: Any) -> bool:
+    """Say whether a unit's gradients are reduced in the next backward pass, or accumulated without communication."""
+    does: bool = record.reduce_grads
+    return does
+
+
+def gradient_dtype(record: Any) -> torch.dtype | None:
+    """Return the dtype that reduced gradients are rounded to; None before FSDP2 knows one."""
+    dtype: torch.dtype | None = record._orig_dtype
+    return dtype
+
+
+def set_gradient_dtype(record: Any, dtype: torch.dtype) -> None:
+    """Set the dtype that reduced gradients are rounded to."""
+    record._orig_dtype = dtype
+
+
+def set_gradient_dtypes_of(record: Any, parameter: Any) -> None:
+    """Round and reduce a unit's gradients in the dtypes of one of its parameters."""
+    record._orig_dtype, record._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
+
+
+def has_deferred_all_reduce(record: Any) -> bool:
+    """Say whether a unit keeps gradients that are reduced over its shards, and not over its replicas yet."""
+    return record._partial_reduce_output is not None
+
+
+def drop_deferred_all_reduce(record: Any) -> None:
+    """Drop what `has_deferred_all_reduce` speaks of."""
+    record._partial_reduce_output = None
+
+
+# --- FSDP2: a parameter ---------------------------------------------------------------------------------------------
+
+
+def name_of(parameter: Any) -> str:
+    """Return the dotted name of a parameter in the model; FSDP2 knows it from the first pass on."""
+    name: str = parameter._param_fqn
+    return name
+
+
+def shard_of(parameter: Any) -> nn.Parameter:
+    """Return what the module shows between passes: a DTensor."""
+    shard: nn.Parameter = parameter.sharded_param
+    return shard
+
+
+def flat_shard_of(parameter: Any) -> torch.Tensor:
+    """Return this rank's shard in one dimension, padded to the largest rank's."""
+    flat: torch.Tensor = parameter._sharded_param_data
+    return flat
+
+
+def set_flat_shard(parameter: Any, flat: torch.Tensor) -> None:
+    """Give a parameter another flat shard, whose beginning is the local tensor of what the module shows."""
+    shown: Any = parameter.sharded_param
+    parameter._sharded_param_data = flat
+    shown._local_tensor = flat[: shown._local_tensor.numel()].view(shown._local_tensor.size())
+
+
+def take_over_shard(parameter: Any) -> None:
+    """Let FSDP2 look at what the module shows now: the shard may have been replaced or got memory."""
+    parameter.reset_sharded_param()
+
+
+def is_offloaded_to_cpu(parameter: Any) -> bool:
+    """Say whether FSDP2 keeps the shard in host memory (``CPUOffloadPolicy``)."""
+    is_it: bool = parameter.offload_to_cpu
+    return is_it
+
+
+def unsharded_of(parameter: Any) -> torch.Tensor | None:
+    """Return what the module shows within a pass; None where it was never gathered."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return the sum of gradients that are not reduced yet, over micro-batches without communication."""
+    gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    return gradient
+
+
+def has_unreduced_gradient(parameter: Any) -> bool:
+    """Say whether a parameter has a gradient on this rank that is not reduced yet."""
+    unsharded = unsharded_of(parameter)
+    return accumulated_gradient(parameter) is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def drop_accumulated_gradient(parameter: Any) -> None:
+    """Drop the sum of gradients that are not reduced yet."""
+    parameter.unsharded_accumulated_grad = None
+
+
+def accumulate_gradient(parameter: Any) -> None:
+    """Move the unsharded parameter's gradient to the sum, where FSDP2 sums in another dtype."""
+    parameter.to_accumulated_grad_if_needed()
+
+
+# --- DTensor --------------------------------------------------------------------------------------------------------
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor as it lies there, without autograd and without waiting; else the tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Put another part in the place of this rank's."""
+    tensor._local_tensor = local
+
+
+def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor of the source's global form and placements, on whatever device the local part lies.
+
+    ``DTensor.from_local`` would move it to the device of the mesh.
+    """
+    meta = TensorMeta(source.shape, source.stride(), local.dtype)
+    spec = DTensorSpec(source.device_mesh, source.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def forget_sharding_rules() -> None:
+    """Empty DTensor's cache of results, which remembers meshes by equality though their groups are others."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Return nested values with their floating tensors cast, as FSDP2 casts what goes in and out of a unit."""
+    return _apply_to_tensors(lambda tensor: _cast_fp_tensor(dtype, tensor), values)
+
+
+# --- process groups -------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def new_named_group(ranks: list[int], name: str, **options: Any) -> dist.ProcessGroup:
+    """Make a group of some ranks under a name of ours, which those alone know of; collective over them."""
+    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return group
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """Return the time-out of a group's collectives on a kind of device; None where its backend does not say."""
+    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Set the time-out of a group's collectives; None for the default group."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], bucket_bytes: int, source: int) -> None:
+    """Hand tensors round from one rank of a group, many in one broadcast; collective over the group."""
+    dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
+
+
+# --- tensors, autograd and memory -----------------------------------------------------------------------------------
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return what identifies a tensor's storage while it lives, also on meta, where all data pointers are 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many references there are to a tensor's storage; those of this call are among them."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def free_pinned_memory() -> None:
+    """Give pinned host memory that torch keeps for later back to the system."""
+    if hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
+def is_in_backward() -> bool:
+    """Say whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that autograd knows this one as a view of; None where it is none."""
+    return tensor._base
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose elements count as negated."""
+    return torch._neg_view(tensor)
+
+
+def wrapper_subclass(cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a subclass that has a form and no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+
+
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""For ``__torch_function__`` of a subclass that is seen by ``__torch_dispatch__`` alone."""
+
+
+@contextmanager
+def past_modes() -> Iterator[None]:
+    """Run the block past all modes that watch or redirect torch's functions."""
+    off: tuple[AbstractContextManager[None], ...] = (torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch())
+    with ExitStack() as stack:
+        for context in off:
+            stack.enter_context(context)
+        yield
+
+
+def remember_device_constructors() -> None:
+    """Let torch look up the functions that ``torch.device`` redirects now, before somebody replaces any of them."""
+    torch.utils._device._device_constructors()
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator of torch, which says what it writes to; None for any other function."""
+    return getattr(operator, "_schema", None)
+
+
+# --- modules, optimizers and loaders --------------------------------------------------------------------------------
+
+ATTRIBUTES_OF_FSDP = ("_is_fsdp_managed_module", "_compiled_call_impl")
+"""Attributes that torch sets on a module, and that no copy of it may have."""
+STATE_OF_FSDP = "__composable_api_state_key"
+"""How the name of the attribute begins that holds what `fully_shard` keeps of a module."""
+INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
+"""Functions of `torch.nn.init` that compute on the host, and do nothing on meta."""
+
+BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
+CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that no state dict holds."""
+    return module._non_persistent_buffers_set
+
+
+def state_dict_hooks(module: nn.Module) -> tuple[object, ...]:
+    """Return what identifies the hooks that change a module's state dict."""
+    return (*module._state_dict_hooks, *module._state_dict_pre_hooks)
+
+
+def is_driven_by_schedule(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a learning-rate schedule was made over an optimizer."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def end_workers(iterator: object) -> None:
+    """End the workers behind an iterator of a DataLoader, if it has any."""
+    if end := getattr(iterator, "_shutdown_workers", None):
+        end()
+
+
+def forget_workers(loader: Any) -> None:
+    """Let a DataLoader with persistent workers start new ones for its next iterator."""
+    loader._iterator = None
