@@ -36,13 +36,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests of one world size together, in one worker of xdist: a change costs a new process group."""
+    """Keep the tests of a file on one number of ranks together, in one worker of xdist.
+
+    A change of the number costs a new process group; more than a file in a group leaves workers without work.
+    """
     items[:] = [item for item in items if not (_is_shrunk(item) and item.get_closest_marker("real_sizes"))]
     items.sort(key=lambda item: (_is_shrunk(item), _world_size(item)))
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if not _world_size(item) and item.get_closest_marker("full") and not _is_shrunk(item):
             continue  # long, and any worker can run it
-        item.add_marker(pytest.mark.xdist_group(f"{_world_size(item)} ranks{' shrunk' * _is_shrunk(item)}"))
+        ranks = f"{_world_size(item)} ranks{' shrunk' * _is_shrunk(item)}"
+        item.add_marker(pytest.mark.xdist_group(f"{ranks} {item.path.stem}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -31,7 +31,9 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 processes = mp.get_context("forkserver")
 """Starts processes of their own that need not import torch again."""
 
-processes.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy"])
+# The package itself loads its parts when they are first used: here they are named.
+_PARTS = [f"fsdp2_strategy.{part}" for part in ("strategy", "checkpoint", "data", "rollout", "vla", "logprob")]
+processes.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", *_PARTS])
 
 
 @dataclass
