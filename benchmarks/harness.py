@@ -42,7 +42,7 @@ from fsdp2_strategy.hf.container import memory_of
 
 OUT = Path("runs/benchmarks")
 """Where figures and charts go by default, in the working directory; `--out benchmarks/results` records them."""
-IMPORTED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy"]
+IMPORTED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy.strategy", "fsdp2_strategy.vla"]
 """Modules that take seconds to import: ranks are forked from a process that has them."""
 SEVERAL = 2
 """Wrong tensors that an error names."""

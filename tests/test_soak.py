@@ -102,7 +102,7 @@ def notes_of(folder, rank):
 @pytest.mark.timeout(7200)
 def test_random_kills_lose_nothing(tmp_path, capsys):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp2_strategy"])
+    context.set_forkserver_preload(["fsdp2_strategy.strategy"])
     rng = random.Random(0)
     hit, waits, committed = collections.Counter(), [], 0
     for number in range(KILLS):
