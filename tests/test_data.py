@@ -470,13 +470,13 @@ def test_an_epoch_that_is_not_exactly_once_is_found_at_its_end(monkeypatch):
             return np.where(found == 3, 4, found)
 
     with monkeypatch.context() as patched:
-        patched.setattr("fsdp2_strategy.data.loader.GlobalOrder", Twice)
+        patched.setattr("fsdp2_strategy.data.dataset_order.GlobalOrder", Twice)
         loader = ResumableLoader(Numbers(10), 5)
         with pytest.raises(DataError, match="cannot end epoch 0"):
             list(loader)
     loader = ResumableLoader(Numbers(10), 5)
     with monkeypatch.context() as patched:
-        patched.setattr("fsdp2_strategy.data.workers._Parts.__iter__", lambda self: iter([[(0, 1)] * 5]))
+        patched.setattr("fsdp2_strategy.data.workers.Parts.__iter__", lambda self: iter([[(0, 1)] * 5]))
         with pytest.raises(DataError, match="the workers fetched"):
             next(iter(loader))
     for n in (1, 2, 9, 10**12):

@@ -477,9 +477,12 @@ class Keeper:
     def __init__(self):
         self.held = {}
         self.wait = 0
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
 
     def update_weights(self, weights):
         for i, (name, tensor) in enumerate(weights):
+            self.began.set()
             if i % 3 == 0:
                 self.held[name] = tensor
 
@@ -490,7 +493,9 @@ class Keeper:
         pass
 
     def generate(self, *args, **kwargs):
+        self.began.set()
         time.sleep(self.wait)
+        assert self.goes_on.wait(60)
         return self if "itself" in args else [args, kwargs]
 
 
@@ -521,21 +526,21 @@ def call_until_interrupted(address, told):
 
 def test_a_trainer_that_is_interrupted_comes_back_at_once_and_leaves_the_server_to_the_next():
     address, engine = free_address(), Keeper()
-    engine.wait = 1.5
+    engine.goes_on.clear()
     thread = threading.Thread(target=lambda: [serve(engine, address) for _ in range(3)])
     thread.start()
     ours, theirs = processes.Pipe()
     trainer = processes.Process(target=call_until_interrupted, args=(address, theirs), daemon=True)
     trainer.start()
     for _ in range(2):
-        assert ours.recv() == "calls"
-        time.sleep(0.3)
+        assert ours.recv() == "calls" and engine.began.wait(60)
         os.kill(trainer.pid, signal.SIGINT)
-        assert ours.poll(1) and ours.recv() == "interrupted"
+        assert ours.poll(60) and ours.recv() == "interrupted", "before the engine has answered"
+        engine.goes_on.set()
+        engine.began.clear()
     trainer.join()
     assert trainer.exitcode == 0
     end = RemoteEngine(address)
-    engine.wait = 0
     end.update_weights(iter([("weight", torch.ones(3))]))
     assert engine.held["weight"].tolist() == [1, 1, 1] and end.generate(1) == [(1,), {}]
     end.close()
