@@ -130,19 +130,19 @@ class Walk:
             unit.register_forward_pre_hook(self._begin_at_the_root, prepend=True)
         for name in methods:
             if name != "forward" and callable(method := getattr(self._root, name, None)):
-                setattr(self._root, name, functools.wraps(method)(functools.partial(self._run, method)))
+                setattr(self._root, name, functools.wraps(method)(functools.partial(self._run, name, method)))
         forward = self._root.forward
         call = functools.partial(self._run_forward, forward)
         self._root.forward = functools.wraps(forward)(call)
 
-    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method of the root; one that another has called finds everything gathered."""
         if self._depth:
             return method(*args, **kwargs)
         state = state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
         try:
-            with self._entered(method.__name__):
+            with self._entered(name):
                 output = self._checked(method, *args, **kwargs)
         except BaseException:
             for each in (state, *records_of(state)):  # else the next pass would not count as one that begins
