@@ -35,6 +35,7 @@ from fsdp2_strategy.errors import RolloutError
 
 _FOREVER = timedelta(days=3650)
 _BEAT_SECONDS = 1.0
+_LAST_SECONDS = 5.0
 _TALK, _BEATS, _NOTHING = range(3)  # tags
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -248,7 +249,7 @@ class Link:
         with suppress(RuntimeError):  # gloo closes a connection on which somebody has waited in vain
             self._group.recv([nothing], self._other, _NOTHING).wait(timedelta(milliseconds=1))
         if threading.current_thread() is not self._beating:
-            self._beating.join()
+            self._beating.join(_LAST_SECONDS)  # where gloo tells it nothing, it ends by itself, after the time-out
         self._end_waits()
 
     def _beat(self) -> None:
