@@ -138,6 +138,6 @@ def _new_path(fullname: str) -> str | None:
 
 
 def keep_old_paths() -> None:
-    """Let `MOVED` work; before Python's own finders, which would load a second copy of a submodule."""
+    """Install the finder of `MOVED` ahead of Python's own, which would load a second copy of a submodule."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())

@@ -1,4 +1,4 @@
-"""Generator states of a rank: torch's on the CPU and its device, Python's and NumPy's.
+"""Generators of a rank, seeded, saved and restored: torch's on the CPU and its device, Python's and NumPy's.
 
 Input: the generators. Output: one safetensors file a rank, and back.
 """
@@ -88,8 +88,6 @@ def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch on every device of this rank."""
-    import numpy as np  # noqa: PLC0415  transformers brings it; importing it costs every import of ours
-
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  the legacy generator is the one that user code draws from
     torch.manual_seed(seed)

@@ -47,7 +47,7 @@ def records_of(state: Any) -> list[Any]:
 
 
 def choose_root(state: Any) -> None:
-    """Let FSDP2 take this state for the root's, unless it has chosen one: else the first that runs becomes it."""
+    """Make this state the root's, unless FSDP2 has a root already; otherwise the first module that runs becomes it."""
     if state._is_root is None:
         state._lazy_init()
 
@@ -76,17 +76,17 @@ def is_gathered_for_backward(state: Any) -> bool:
 
 
 def mark_forward(state: Any) -> None:
-    """Let a unit count as in its forward pass, whose post-forward is to come."""
+    """Mark a unit as being in its forward pass; its post-forward must follow."""
     state._training_state = TrainingState.FORWARD
 
 
 def mark_idle(state_or_record: Any) -> None:
-    """Let a unit count as between two passes."""
+    """Mark a unit as idle, between two passes."""
     state_or_record._training_state = TrainingState.IDLE
 
 
 def forget_forward_root(state: Any) -> None:
-    """Let the next forward pass count as one that begins, also after one that raised midway."""
+    """Clear the root of the running forward pass, so that the next one starts anew, also after an error midway."""
     state._state_ctx.iter_forward_root = None
 
 
@@ -165,7 +165,7 @@ def drop_gather_in_flight(record: Any) -> None:
 
 
 def reset_record(record: Any) -> None:
-    """Free what a unit has gathered, in whatever part of a pass it is, and let it count as between two."""
+    """Free a unit's gathered parameters and mark it idle, whatever part of a pass it is in."""
     if record._all_gather_result is not None:
         record.wait_for_unshard()
     mark_idle(record)
@@ -211,7 +211,7 @@ def has_deferred_all_reduce(record: Any) -> bool:
 
 
 def drop_deferred_all_reduce(record: Any) -> None:
-    """Drop what `has_deferred_all_reduce` speaks of."""
+    """Drop the gradients that wait for their all-reduce over the replicas."""
     record._partial_reduce_output = None
 
 
@@ -244,7 +244,7 @@ def set_flat_shard(parameter: Any, flat: torch.Tensor) -> None:
 
 
 def take_over_shard(parameter: Any) -> None:
-    """Let FSDP2 look at what the module shows now: the shard may have been replaced or got memory."""
+    """Make FSDP2 read the sharded parameter from the module again, after it was replaced or got memory."""
     parameter.reset_sharded_param()
 
 
@@ -399,7 +399,7 @@ def past_modes() -> Iterator[None]:
 
 
 def remember_device_constructors() -> None:
-    """Let torch look up the functions that ``torch.device`` redirects now, before somebody replaces any of them."""
+    """Fill torch's cache of the functions that ``torch.device`` redirects, before any of them is replaced."""
     torch.utils._device._device_constructors()
 
 
@@ -443,5 +443,5 @@ def end_workers(iterator: object) -> None:
 
 
 def forget_workers(loader: Any) -> None:
-    """Let a DataLoader with persistent workers start new ones for its next iterator."""
+    """Drop a DataLoader's persistent workers, so that its next iterator starts new ones."""
     loader._iterator = None

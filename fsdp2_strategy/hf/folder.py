@@ -48,7 +48,7 @@ _ORIGIN = "_values_in_files"
 
 
 def remember_origin(model: nn.Module, origin: Origin) -> None:
-    """Let each module of a model know where its values are to come from, and its name there."""
+    """Store on each module of a model where its values come from, and its name there."""
     for name, module in model.named_modules():
         module.__dict__[_ORIGIN] = (origin, name)
 

@@ -39,7 +39,7 @@ def adjust_load_report(model: Any, info: Any) -> None:
 
 
 def set_conversions(model: Any, conversions: list[Any]) -> None:
-    """Let a model be saved under the names that these conversions, turned round, give."""
+    """Set the conversions whose reverse gives the names under which a model is saved."""
     model._weight_conversions = conversions
 
 
@@ -50,12 +50,12 @@ def dtype_plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """Let transformers' init functions leave a tensor alone."""
+    """Mark a tensor as initialised, so that transformers' init functions skip it."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def replace_initialization(model: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Put in the place of the function that initialises one module what ``make`` makes of it."""
+    """Replace the function that initialises one module by what ``make`` returns for it."""
     model._initialize_weights = make(model._initialize_weights)
 
 
@@ -75,7 +75,7 @@ def encodes_images_before_forward(model: Any) -> bool:
 
 
 def forget_caches(layer: Any) -> None:
-    """Let a copied layer of peft share no cache with the original."""
+    """Give a copied layer of peft an empty cache of its own."""
     layer._caches = {}
 
 
@@ -92,7 +92,7 @@ def recorded_outputs(cls: type[nn.Module]) -> Any:
 
 
 def lend_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Let a class record what another may, until `take_back_recorded_outputs` was called as often as this."""
+    """Add another class's registry entry for a class, until `take_back_recorded_outputs` was called as often."""
     with _lock:
         if str(cls) in _lent or recorded_outputs(cls) is None:
             _lent[str(cls)] = _lent.get(str(cls), 0) + 1

@@ -32,7 +32,7 @@ _alive: WeakSet[Any] = WeakSet()
 
 
 def register_masters(optimizer: KeepsMasters) -> None:
-    """Let `masters_of` and `refresh_masters_of` know an optimizer, as long as it lives."""
+    """Register an optimizer for `masters_of` and `refresh_masters_of`, as long as it lives."""
     _alive.add(optimizer)
 
 

@@ -175,6 +175,7 @@ def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
 def forget_slabs() -> None:
     """Give pinned host memory back that waits for the next trip."""
     _slabs.clear()
+    _end_watch()
 
 
 def _is_away(key: Any) -> bool:

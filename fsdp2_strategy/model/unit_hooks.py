@@ -32,7 +32,7 @@ _around: WeakKeyDictionary[Any, dict[str, dict[str, Around]]] = WeakKeyDictionar
 
 
 def hang(record: Any, call: str, feature: str, around: Around) -> None:
-    """Let a feature run ``around(record, proceed, *arguments)`` in the place of a call of a unit; not collective.
+    """Run ``around(record, proceed, *arguments)`` in place of a call of a unit; not collective.
 
     Args:
         record: of the unit.
