@@ -74,7 +74,10 @@ if TYPE_CHECKING:
         get_constant_schedule_with_freeze_warmup as get_constant_schedule_with_freeze_warmup,
     )
     from fsdp2_strategy.optim.step import StepResult as StepResult
+    from fsdp2_strategy.optim.step import accumulation_of as accumulation_of
+    from fsdp2_strategy.optim.step import backward as backward
     from fsdp2_strategy.optim.step import clip_grad_norm as clip_grad_norm
+    from fsdp2_strategy.optim.step import optimizer_step as optimizer_step
     from fsdp2_strategy.optim.step import set_gradient_sync as set_gradient_sync
     from fsdp2_strategy.optim.step import take_step as take_step
     from fsdp2_strategy.rollout.engine import ENGINES as ENGINES

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.model.fsdp_state import is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -386,15 +386,15 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 # --- what comes after the head ---------------------------------------------------------------------------------------
 
-_shapes: WeakKeyDictionary[nn.Module, tuple[bool, LogitShape]] = WeakKeyDictionary()
+_SHAPE = Slot[tuple[bool, LogitShape]]("logit shape")
 """Whether a model was sharded when it was asked, and what it said: asking a sharded model is collective."""
 
 
 def _shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
     """Return what a model does to its logits; the first time it is asked, see [Note: after the head]."""
-    known = _shapes.get(root)
+    known = model_state(root).get(_SHAPE)
     if known is None or known[0] != is_sharded(root):
-        known = _shapes[root] = is_sharded(root), _asked(root, head, inputs)
+        known = model_state(root).set(_SHAPE, (is_sharded(root), _asked(root, head, inputs)))
     return known[1]
 
 

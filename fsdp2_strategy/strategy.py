@@ -335,10 +335,10 @@ class FSDPV2Strategy(TrainingStrategy):
             ShardError: the two do not have the same parameters.
         """
         ema, run = self._ema(model, model_ema, device), self._run(model)
-        is_stepped_here = run.checked is not None
-        if is_stepped_here and run.averaged_steps.get(ema, run.loaded_steps) == run.steps:
+        steps, is_stepped_here = run.accumulation.steps, run.accumulation.checked is not None
+        if is_stepped_here and run.averaged_steps.get(ema, run.loaded_steps) == steps:
             return
-        run.averaged_steps[ema] = run.steps
+        run.averaged_steps[ema] = steps
         ema.update(model, beta)
         if ema is not model_ema:
             ema.copy_to(model_ema)  # type: ignore[arg-type]

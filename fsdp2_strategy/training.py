@@ -43,13 +43,13 @@ from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
 from fsdp2_strategy.optim.step import (
+    Accumulation,
     LossScale,
     StepResult,
-    check_belongs,
+    backward,
+    begin_accumulation,
     clip_grad_norm,
-    loss_scale,
-    set_gradient_sync,
-    take_step,
+    optimizer_step,
 )
 from fsdp2_strategy.sharding.shard import shard_model
 
@@ -70,24 +70,15 @@ _UNSET: Any = _Unset()
 class _Run:
     """What belongs to one model."""
 
+    accumulation: Accumulation
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
-    checked: Optimizer | None = None
-    """The optimizer that is known to step this model's parameters."""
-    micro_batches: int = 0
-    """Backward passes since the last optimizer step."""
-    steps: int = 0
-    """Optimizer steps taken."""
-    scale: LossScale | None = None
-    """What losses are multiplied with, in float16."""
     ema: EMA | None = None
     """Averages of its parameters that `moving_average` keeps."""
     loaded_steps: int = 0
     """Optimizer steps that the last loaded checkpoint had taken."""
     averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
     """Optimizer steps taken when each of its averages was last updated."""
-    synced_as: bool | None = None
-    """Whether the units were last told that a backward pass is the last of its step."""
 
 
 class TrainingStrategy:
@@ -324,15 +315,14 @@ class TrainingStrategy:
         Raises:
             StepError: ``num_items_in_batch`` is not positive.
         """
-        run = self._run(model)
-        scale = loss_scale(accumulation_steps=self.accumulated_gradient, num_items_in_batch=num_items_in_batch)
-        scale *= run.scale.value if run.scale else 1.0
-        is_last = (run.micro_batches + 1) % self.accumulated_gradient == 0
-        if is_last != (run.synced_as is not False):
-            set_gradient_sync(model, self._grad_sync, is_last=is_last)
-            run.synced_as = is_last
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        run.micro_batches += 1
+        self._run(model)
+        backward(
+            loss,
+            model,
+            accumulation_steps=self.accumulated_gradient,
+            grad_sync=self._grad_sync,
+            num_items_in_batch=num_items_in_batch,
+        )
 
     @property
     def _grad_sync(self) -> GradSync:
@@ -367,28 +357,21 @@ class TrainingStrategy:
             StepError: there was no ``backward``, or the optimizer is not this model's.
         """
         run = self._run(model)
-        if run.checked is not optimizer:
-            check_belongs(optimizer, model)
-            run.checked = optimizer
-        if not run.micro_batches:
-            raise StepError(
-                f"cannot step {name!r}: no backward pass since its last step, expected strategy.backward(loss, model, "
-                "optimizer). Call it instead of loss.backward()."
-            )
-        if run.micro_batches % self.accumulated_gradient:
-            return StepResult(step=run.steps, stepped=False, skipped=False, grad_norm=None)
-        run.optimizer, run.scheduler = optimizer, scheduler or run.scheduler
-        stepped, norm = take_step(optimizer, model, scheduler, self.config.max_norm, run.scale)
-        run.micro_batches = 0
-        run.steps += stepped
-        if not stepped:
-            message = "%s: step %d is skipped on all ranks: the gradient norm is %s"
-            log(message, name, run.steps + 1, norm, level=logging.WARNING)
-        return StepResult(step=run.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
+        result = optimizer_step(
+            optimizer,
+            model,
+            scheduler,
+            accumulation_steps=self.accumulated_gradient,
+            max_norm=self.config.max_norm,
+            name=name,
+        )
+        if result.stepped or result.skipped:
+            run.optimizer, run.scheduler = optimizer, scheduler or run.scheduler
+        return result
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
         """Clip a model's gradients to one global norm, by default the configured one; collective."""
-        scale = run.scale.value if (run := self._run(model)).scale else 1.0
+        scale = own.scale.value if (own := self._run(model).accumulation).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
 
     def preempted(self) -> bool:
@@ -405,7 +388,7 @@ class TrainingStrategy:
 
     def global_step(self, model: nn.Module) -> int:
         """Return how many optimizer steps a model has taken, those before a resume included."""
-        return self._run(model).steps
+        return self._run(model).accumulation.steps
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -463,7 +446,7 @@ class TrainingStrategy:
             CheckpointError: on every rank; see `save_checkpoint`.
         """
         run = self._run(model)
-        if pending := run.micro_batches % self.accumulated_gradient:
+        if pending := run.accumulation.micro_batches % self.accumulated_gradient:
             message = "saving between steps: the gradients of %d micro-batches are not part of a checkpoint"
             log(message, pending, level=logging.WARNING)
         averages = self._ema(model, ema) if ema is not None else run.ema
@@ -471,14 +454,14 @@ class TrainingStrategy:
             model,
             save_dir,
             tag,
-            step=run.steps,
+            step=run.accumulation.steps,
             optimizer=optimizer or run.optimizer,
             scheduler=scheduler or run.scheduler,
             client_state=dict(client_state or {}),
             dataloader=dataloader,
             tokenizer=tokenizer,
             ema=averages.averages if averages else None,
-            loss_scale=asdict(run.scale) if run.scale else None,
+            loss_scale=asdict(run.accumulation.scale) if run.accumulation.scale else None,
             seed=self.config.seed,
             max_num=max_num,
             max_mem=max_mem,
@@ -563,11 +546,12 @@ class TrainingStrategy:
         )
         if loaded is None:
             return None, {}
-        run.micro_batches, run.steps, run.checked = 0, loaded.step, None
+        own = run.accumulation
+        own.micro_batches, own.steps, own.checked = 0, loaded.step, None
         run.loaded_steps = loaded.step
         run.averaged_steps.clear()
-        if run.scale is not None and loaded.loss_scale:
-            run.scale = LossScale(**loaded.loss_scale)
+        if own.scale is not None and loaded.loss_scale:
+            own.scale = LossScale(**loaded.loss_scale)
         if averages is not None and isinstance(ema, nn.Module):
             averages.copy_to(ema)
         return str(loaded.path), loaded.client_state
@@ -584,8 +568,10 @@ class TrainingStrategy:
                 f"cannot use this model: it is a {type(model).__name__}, expected the nn.Module that prepare_model "
                 "returned. Check the order of the arguments."
             )
-        fresh = _Run(scale=LossScale() if self.config.fp16 else None)
-        return self._runs.setdefault(unwrap_model(model), fresh)
+        root = unwrap_model(model)
+        if root not in self._runs:
+            self._runs[root] = _Run(begin_accumulation(root, LossScale() if self.config.fp16 else None))
+        return self._runs[root]
 
     def _accumulation(self) -> int:
         micro, total = self.config.micro_train_batch_size, self.config.train_batch_size

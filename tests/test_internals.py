@@ -26,8 +26,6 @@ INTERFACES = {Path(torch_internals.__file__), Path(library_internals.__file__)}
 OF_PYTHON = {"_exit", "_register_atexit", "_fields", "_typeshed"}
 # Dictionaries in which every nn.Module keeps what it holds, and operations over lists of tensors.
 EVERYWHERE = {"_parameters", "_buffers", "_modules", "_foreach_copy_", "_foreach_mul_", "_foreach_norm"}
-# Attributes that this package gives to tensors.
-OURS = {"_has_no_values", "_as_replayed"}
 # What FSDPState, FSDPParamGroup and FSDPParam call without an underscore what is private all the same.
 OF_FSDP = {
     "fsdp_params", "sharded_param", "unsharded_accumulated_grad", "reset_sharded_param", "is_unsharded",
@@ -77,7 +75,7 @@ def names_touched(tree):
 
 def test_private_names_of_other_libraries_are_touched_in_two_modules_alone():
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    own = defined_in(tree for path, tree in trees.items() if path not in INTERFACES) | OURS | EVERYWHERE | OF_PYTHON
+    own = defined_in(tree for path, tree in trees.items() if path not in INTERFACES) | EVERYWHERE | OF_PYTHON
     own |= set(dir(builtins))
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line}: {name}"

@@ -16,7 +16,6 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -38,6 +37,7 @@ from fsdp2_strategy.hf.skeleton import original_class, twin, twin_alone
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy, LeRobotLayout
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+from fsdp2_strategy.model.state import Slot, model_state
 
 # What a tokenizer or processor is made of, in the folder that a model came from.
 _TOKENIZER_FILES = (
@@ -170,7 +170,8 @@ class Beside:
                     shutil.copyfile(file, self.folder / file.name)
 
 
-_arrangements: WeakKeyDictionary[nn.Module, tuple[object, Arrangement]] = WeakKeyDictionary()
+_ARRANGEMENT = Slot[tuple[object, Arrangement]]("arrangement in checkpoints")
+"""Of which names, shapes, dtypes and placements, and what was chosen."""
 
 
 def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
@@ -182,9 +183,10 @@ def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[
         tensors: those of its base.
     """
     shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
-    if inner not in _arrangements or _arrangements[inner][0] != shapes:
-        _arrangements[inner] = (shapes, arrangement_of(twin(base), tensors))
-    return _arrangements[inner][1]
+    known = model_state(inner).get(_ARRANGEMENT)
+    if known is None or known[0] != shapes:
+        known = model_state(inner).set(_ARRANGEMENT, (shapes, arrangement_of(twin(base), tensors)))
+    return known[1]
 
 
 def match_model(

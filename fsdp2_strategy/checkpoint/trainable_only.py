@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,9 +37,10 @@ from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_built, f
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.residency import values_of
 from fsdp2_strategy.model.shards import sharded_like
+from fsdp2_strategy.model.state import Slot, model_state
 
-# What a model's folders were found to hold, and of which values and files that was said.
-_compared: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
+_COMPARED = Slot[tuple[frozenset[str], frozenset[str]]]("weights that its folders hold")
+"""Of which values and files that was said, and the names."""
 
 _ELEMENTS_UNSAID = 1 << 16
 """Of a block of fingerprints, where a checkpoint is older than what it says of that."""
@@ -170,8 +170,9 @@ def _in_folders(
         return set()
     with all_or_none("save", CheckpointError):
         state = frozenset([*(f"{name} {found[name].exact}" for name in names), *_versions_of(folders)])
-    if not any_rank(root not in _compared or _compared[root][0] != state):
-        return set(_compared[root][1])
+    known = model_state(root).get(_COMPARED)
+    if not any_rank(known is None or known[0] != state) and known is not None:
+        return set(known[1])
     held: list[set[str]] = []
     for where, folder in folders.items():
         equal: set[str] = set()
@@ -187,8 +188,8 @@ def _in_folders(
         except CheckpointError as error:  # alike on all ranks
             log("frozen weights are not compared with %s, and saved: %s", folder, error, level=logging.WARNING)
         held.append(equal)
-    _compared[root] = (state, frozenset(set().union(*held)))
-    return set(_compared[root][1])
+    known = model_state(root).set(_COMPARED, (state, frozenset(set().union(*held))))
+    return set(known[1])
 
 
 def _versions_of(folders: Mapping[str, str]) -> list[str]:

@@ -18,6 +18,7 @@ from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header_and_metada
 from fsdp2_strategy.hf.peft.merge import bare_twin
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
+from fsdp2_strategy.model.state import Slot, carried, carry
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,20 +44,19 @@ class Origin:
         return self  # a copied module has the same origin
 
 
-# Attribute of each module of a model that was built by from_pretrained on meta: copies of the module have it, too.
-_ORIGIN = "_values_in_files"
+_ORIGIN = Slot[tuple[Origin, str]]("origin")
+"""Of each module of a model that was built by from_pretrained on meta; carried, so that copies have it, too."""
 
 
 def remember_origin(model: nn.Module, origin: Origin) -> None:
     """Store on each module of a model where its values come from, and its name there."""
     for name, module in model.named_modules():
-        module.__dict__[_ORIGIN] = (origin, name)
+        carry(module, _ORIGIN, (origin, name))
 
 
 def origin_of(module: nn.Module) -> tuple[Origin, str] | None:
     """Return where a module's values are to come from, and the module's name there; None where nobody said."""
-    origin: tuple[Origin, str] | None = module.__dict__.get(_ORIGIN)
-    return origin
+    return carried(module, _ORIGIN)
 
 
 def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) -> Origin:

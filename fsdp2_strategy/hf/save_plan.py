@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -39,6 +38,7 @@ from fsdp2_strategy.model.materialize import lacks_values
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.residency import is_computed, values_of, whole_of
 from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.state import Slot, model_state
 
 
 def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[str, torch.Tensor]:
@@ -52,13 +52,14 @@ def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[s
         CheckpointError: one has no values yet.
     """
     structure, held = _structure_of(root)
-    if root in _names and _names[root][0] == structure:
-        found = {name: held[place] for name, place in _names[root][1].items()}
+    known = model_state(root).get(_NAMES)
+    if known is not None and known[0] == structure:
+        found = {name: held[place] for name, place in known[1].items()}
     else:
         found = _find_tensors(root, copied)
         places = {id(tensor): place for place, tensor in enumerate(held)}
         if all(id(tensor) in places for tensor in found.values()):
-            _names[root] = structure, {name: places[id(tensor)] for name, tensor in found.items()}
+            model_state(root).set(_NAMES, (structure, {name: places[id(tensor)] for name, tensor in found.items()}))
     if lost := [name for name, tensor in found.items() if lacks_values(tensor)]:
         raise CheckpointError(
             f"cannot write a model: {lost[0]} and {len(lost) - 1} others have no values yet, expected a real model. "
@@ -67,7 +68,7 @@ def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[s
     return found
 
 
-_names: WeakKeyDictionary[nn.Module, tuple[list[object], dict[str, int]]] = WeakKeyDictionary()
+_NAMES = Slot[tuple[list[object], dict[str, int]]]("names in files")
 """Of a model's tensors in its files, with their places among all that it holds; valid for one structure."""
 
 

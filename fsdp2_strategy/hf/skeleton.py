@@ -23,11 +23,12 @@ from fsdp2_strategy.hf.library_internals import (
     recorded_outputs,
     take_back_recorded_outputs,
 )
+from fsdp2_strategy.model.state import CARRIED
 
 Stand = Callable[[torch.Tensor], torch.Tensor]
 
 # What init functions and generation look at, and what may hold on to the original.
-_LEFT_OUT = ("_values_in_files", "_values_on_tape", *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
+_LEFT_OUT = (CARRIED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,10 @@ from fsdp2_strategy.distributed.process_group import control_device, group_in_us
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.residency import values_of
 from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.state import Slot, model_state
 
-# Sums of what was frozen when a model was sharded, by name.
-_as_built: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+_AS_BUILT = Slot[dict[str, torch.Tensor]]("sums of what was frozen as it was built")
+"""By name, when the model was sharded."""
 
 # Odd constants without structure: that of the golden ratio, and one of splitmix64's, as signed integers.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -74,12 +74,12 @@ def remember_as_built(model: nn.Module) -> None:
     parameters = named_parameters(model)
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     if 0 < len(frozen) < len(parameters) and not any(p.is_meta for p in frozen.values()):
-        _as_built[model] = dict(zip(frozen, local_sums(frozen), strict=True))
+        model_state(model).set(_AS_BUILT, dict(zip(frozen, local_sums(frozen), strict=True)))
 
 
 def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
     """Return which tensors, whose sums are given, are not as `remember_as_built` found them; collective."""
-    before = _as_built.get(model, {})
+    before = model_state(model).get(_AS_BUILT) or {}
     names = list(names)
     differs = [name not in before or not torch.equal(before[name], own) for name, own in zip(names, local, strict=True)]
     flags = torch.tensor(differs, dtype=torch.int64, device=control_device())

@@ -5,11 +5,12 @@ Input: a model with parameters or buffers on meta. Output: memory on a device; m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp2_strategy.distributed.torch_internals import (
     dtensor_like,
@@ -23,6 +24,9 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.residency import is_away, is_computed
+
+_empty: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
+"""Tensors that have memory and no values yet; a tensor is known here by what it is, and not by what it holds."""
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -40,7 +44,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in new:
             new[id(tensor)] = _with_memory(tensor, torch.device("cpu") if id(tensor) in offloaded else device)
-            new[id(tensor)]._has_no_values = True  # type: ignore[attr-defined]
+            _empty[new[id(tensor)]] = True
             if sharded and isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
                 average_gradient(new[id(tensor)])  # type: ignore[arg-type]
         return new[id(tensor)]
@@ -58,7 +62,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is on meta, or got memory from `materialize` and nothing else yet."""
     stands_for_none = tensor.is_meta and not is_away(tensor) and not is_computed(tensor)
-    return stands_for_none or getattr(tensor, "_has_no_values", False)
+    return stands_for_none or (len(_empty) > 0 and tensor in _empty)
 
 
 def is_unreal(model: nn.Module) -> bool:
@@ -70,7 +74,7 @@ def has_values_now(model: nn.Module) -> None:
     """Note that all parameters and buffers got their values."""
     for module in model.modules():
         for _, tensor in _own_tensors(module):
-            tensor.__dict__.pop("_has_no_values", None)
+            _empty.pop(tensor, None)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

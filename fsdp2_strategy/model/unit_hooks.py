@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from fsdp2_strategy.distributed.torch_internals import UNIT_CALLS, original_call, replace_call
+from fsdp2_strategy.model.state import Slot, model_state
 
 Around = Callable[..., Any]
 """Called with the record, the rest of the chain, and the call's own arguments."""
@@ -27,8 +27,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 """For each call of a unit the features that may hang on it, the outermost first."""
 
-# A feature's function holds no record, which would keep its key alive.
-_around: WeakKeyDictionary[Any, dict[str, dict[str, Around]]] = WeakKeyDictionary()
+_AROUND = Slot[dict[str, dict[str, Around]]]("what hangs on the calls of a unit")
+"""By call and feature; a function gets the record, and holds none."""
 
 
 def hang(record: Any, call: str, feature: str, around: Around) -> None:
@@ -45,18 +45,24 @@ def hang(record: Any, call: str, feature: str, around: Around) -> None:
     """
     if feature not in ORDER[call]:
         raise KeyError(f"{feature} is not declared in the order of {call}")
-    _around.setdefault(record, {}).setdefault(call, {})[feature] = around
+    _hung_on(record, call)[feature] = around
     _install(record, call)
 
 
 def take_off(record: Any, call: str, feature: str) -> None:
     """Take away what a feature hung on a call; the others stay."""
-    if _around.get(record, {}).get(call, {}).pop(feature, None) is not None:
+    if _hung_on(record, call).pop(feature, None) is not None:
         _install(record, call)
 
 
+def _hung_on(record: Any, call: str) -> dict[str, Around]:
+    state = model_state(record)
+    around = state.get(_AROUND)
+    return (state.set(_AROUND, {}) if around is None else around).setdefault(call, {})
+
+
 def _install(record: Any, call: str) -> None:
-    hung = _around[record][call]
+    hung = _hung_on(record, call)
     chain = None
     for feature in reversed(ORDER[call]):
         if feature in hung:

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.model.state import Slot, model_state
 
-_marked: WeakKeyDictionary[nn.Module | Optimizer, tuple[str, Any]] = WeakKeyDictionary()
+_MARK = Slot[tuple[str, Any]]("unusable")
+"""Why, and the handle of the hook that refuses."""
 
 
 def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
@@ -29,13 +30,13 @@ def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
         handle: Any = subject.register_forward_pre_hook(refuse, prepend=True)
     else:
         handle = subject.register_step_pre_hook(refuse)
-    _marked[subject] = (why, handle)
+    model_state(subject).set(_MARK, (why, handle))
 
 
 def mark_usable(subject: nn.Module | Optimizer) -> None:
     """Take the mark away."""
-    if subject in _marked:
-        _marked.pop(subject)[1].remove()
+    if mark := model_state(subject).pop(_MARK):
+        mark[1].remove()
 
 
 def check_usable(subject: nn.Module | Optimizer) -> None:
@@ -44,8 +45,8 @@ def check_usable(subject: nn.Module | Optimizer) -> None:
     Raises:
         CheckpointError: its values are those of a load that failed midway.
     """
-    if subject in _marked:
-        raise CheckpointError(_message(subject, _marked[subject][0]))
+    if mark := model_state(subject).get(_MARK):
+        raise CheckpointError(_message(subject, mark[0]))
 
 
 @contextmanager

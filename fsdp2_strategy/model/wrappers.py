@@ -5,12 +5,14 @@ Input: a model or its wrapper. Output: the module that is sharded.
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import nn
 
-# Inner models of wrappers that are sharded as a whole.
-_wrapper_of: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+from fsdp2_strategy.model.state import Slot, model_state
+
+_WRAPPER = Slot[ref[nn.Module]]("wrapper")
+"""Of an inner model, the wrapper that was sharded as a whole."""
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -19,8 +21,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     A wrapper that says ``is_actor`` holds the model as ``.model``. It is peeled off where it owns no parameter or
     buffer of its own; one that does (a fresh value head) is sharded as a whole, and its inner model then stands for it.
     """
-    wrapper = _wrapper_of[model]() if model in _wrapper_of else None
-    if wrapper is not None:
+    reference = model_state(model).get(_WRAPPER)
+    if reference is not None and (wrapper := reference()) is not None:
         return wrapper
     inner = getattr(model, "model", None)
     if not getattr(model, "is_actor", False) or not isinstance(inner, nn.Module):
@@ -35,4 +37,4 @@ def remember_wrapper(root: nn.Module) -> None:
     """Let the inner model of a wrapper that was sharded as a whole mean the wrapper."""
     inner = getattr(root, "model", None)
     if getattr(root, "is_actor", False) and isinstance(inner, nn.Module):
-        _wrapper_of[inner] = ref(root)
+        model_state(inner).set(_WRAPPER, ref(root))

@@ -10,10 +10,12 @@ the loss is multiplied by ranks / N, and FSDP2's average cancels the ranks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,11 +26,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import GradSync
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.vision_encoders import may_be_uneven
 
@@ -66,6 +70,121 @@ class LossScale:
             self.value = max(self.value / 2, 1.0)
         elif self.good_steps == self.interval:
             self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass
+class Accumulation:
+    """Where a model stands between two optimizer steps."""
+
+    micro_batches: int = 0
+    """Backward passes since the last optimizer step."""
+    steps: int = 0
+    """Optimizer steps taken."""
+    scale: LossScale | None = None
+    """What losses are multiplied with, in float16."""
+    checked: ref[Optimizer] | None = None
+    """The optimizer that is known to step this model's parameters."""
+    synced_as: bool | None = None
+    """Whether the units were last told that a backward pass is the last of its step."""
+
+
+_ACCUMULATION = Slot[Accumulation]("accumulation")
+
+
+def accumulation_of(model: nn.Module) -> Accumulation:
+    """Return where a model, or the one in a wrapper, stands between two optimizer steps; not collective."""
+    state = model_state(unwrap_model(model))
+    return state.get(_ACCUMULATION) or state.set(_ACCUMULATION, Accumulation())
+
+
+def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
+    """Let a model stand before its first step; not collective.
+
+    Args:
+        model: the model, or its wrapper.
+        scale: what its losses are multiplied with, in float16.
+    """
+    return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
+
+
+def backward(
+    loss: torch.Tensor,
+    model: nn.Module,
+    *,
+    accumulation_steps: int = 1,
+    grad_sync: GradSync = "every",
+    num_items_in_batch: float | torch.Tensor | None = None,
+) -> None:
+    """Add the gradient of one micro-batch; collective.
+
+    Args:
+        loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
+        model: the model, or its wrapper, that made the loss.
+        accumulation_steps: micro-batches of a step; the loss is divided by them here.
+        grad_sync: what the backward passes before the last communicate; see `StrategyConfig`.
+        num_items_in_batch: items (tokens, say) of all micro-batches of all ranks in this step; the gradient is that of
+            (sum of all losses) / num_items_in_batch.
+
+    Raises:
+        StepError: ``num_items_in_batch`` is not positive.
+    """
+    own = accumulation_of(model)
+    factor = loss_scale(accumulation_steps=accumulation_steps, num_items_in_batch=num_items_in_batch)
+    factor *= own.scale.value if own.scale else 1.0
+    is_last = (own.micro_batches + 1) % accumulation_steps == 0
+    if is_last != (own.synced_as is not False):
+        set_gradient_sync(model, grad_sync, is_last=is_last)
+        own.synced_as = is_last
+    (loss * factor).backward()  # type: ignore[no-untyped-call]
+    own.micro_batches += 1
+
+
+def optimizer_step(
+    optimizer: Optimizer,
+    model: nn.Module,
+    scheduler: LRScheduler | None = None,
+    *,
+    accumulation_steps: int = 1,
+    max_norm: float = 0.0,
+    name: str = "model",
+) -> StepResult:
+    """Step once the micro-batches of a step are through; call it after each `backward`; collective.
+
+    At the boundary gradients are clipped, optimizer and schedule step, gradients are cleared. A norm that is not finite
+    skips optimizer and schedule on every rank.
+
+    Args:
+        optimizer: the model's optimizer.
+        model: the model, or its wrapper.
+        scheduler: stepped with the optimizer; None is fine.
+        accumulation_steps: micro-batches of a step.
+        max_norm: global norm that gradients are clipped to; 0 clips nothing.
+        name: labels the log, nothing else.
+
+    Returns:
+        What happened; between boundaries nothing did.
+
+    Raises:
+        StepError: there was no `backward`, or the optimizer is not this model's.
+    """
+    own = accumulation_of(model)
+    if own.checked is None or own.checked() is not optimizer:
+        check_belongs(optimizer, model)
+        own.checked = ref(optimizer)
+    if not own.micro_batches:
+        raise StepError(
+            f"cannot step {name!r}: no backward pass since its last step, expected strategy.backward(loss, model, "
+            "optimizer). Call it instead of loss.backward()."
+        )
+    if own.micro_batches % accumulation_steps:
+        return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
+    stepped, norm = take_step(optimizer, model, scheduler, max_norm, own.scale)
+    own.micro_batches = 0
+    own.steps += stepped
+    if not stepped:
+        message = "%s: step %d is skipped on all ranks: the gradient norm is %s"
+        log(message, name, own.steps + 1, norm, level=logging.WARNING)
+    return StepResult(step=own.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
 
 
 def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -31,6 +30,7 @@ from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_t
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.unusable import check_usable
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_of
@@ -212,8 +212,8 @@ class _Load(Bucket):
         return [self.nbytes, *((name, tuple(r.shape), r.dtype) for name, r in self.regions.items())]
 
 
-# The plan of each model's last stream: what it was asked for, the model's tensors then, and the buckets.
-_plans: WeakKeyDictionary[nn.Module, tuple[object, list[_Load]]] = WeakKeyDictionary()
+_PLAN = Slot[tuple[object, list[_Load]]]("plan of the last stream")
+"""What it was asked for, the model's tensors then, and the buckets."""
 
 
 def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
@@ -223,9 +223,10 @@ def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> l
     """
     held = [id(t) for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
     asked = (dtype, bucket_bytes, sizes.LARGE_BYTES, held)
-    if root not in _plans or _plans[root][0] != asked:
-        _plans[root] = asked, _plan(root, dtype, bucket_bytes)
-    return _plans[root][1]
+    known = model_state(root).get(_PLAN)
+    if known is None or known[0] != asked:
+        known = model_state(root).set(_PLAN, (asked, _plan(root, dtype, bucket_bytes)))
+    return known[1]
 
 
 def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:

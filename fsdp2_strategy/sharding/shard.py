@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.unit_hooks import hang
 from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
@@ -63,7 +63,7 @@ from fsdp2_strategy.sharding.vision_encoders import (
 
 _SAMPLES_PER_PARAMETER = 256
 
-_prepared_for_training: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_IS_TRAINED = Slot[bool]("prepared for training")
 
 
 def shard_model(
@@ -129,7 +129,7 @@ def shard_model(
     """
     root = unwrap_model(model)
     if is_sharded(root):
-        if is_training and not _prepared_for_training.get(root, True):
+        if is_training and model_state(root).get(_IS_TRAINED) is False:
             raise ShardError(
                 f"cannot shard {type(root).__name__}: it was prepared for inference and holds no fp32 masters, "
                 "expected one preparation. Prepare it with is_training=True in the first place."
@@ -180,7 +180,7 @@ def shard_model(
             alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
             _prefetch(alike, prefetch_depth)
         walk.add_entry_points((*forward_methods, *plan.entry_points))
-        _prepared_for_training[root] = is_training
+        model_state(root).set(_IS_TRAINED, is_training)
         remember_wrapper(root)
         remember_as_built(root)
         log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)

@@ -24,7 +24,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.library_internals import encodes_images_before_forward
 from fsdp2_strategy.model.names import clean
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.unit_hooks import hang
 
 # Inputs of a forward pass for each of which the tower runs once.
@@ -87,12 +87,12 @@ def find_tower(model: nn.Module) -> Tower | None:
     return None
 
 
-_uneven: WeakSet[nn.Module] = WeakSet()
+_UNEVEN = Slot[bool]("uneven micro-batches")
 
 
 def may_be_uneven(model: nn.Module) -> bool:
     """Say whether micro-batches of a sharded model may have gradients of different parameters."""
-    return model in _uneven
+    return model_state(model).get(_UNEVEN) is True
 
 
 def leave_what_never_ran(record: Any) -> None:
@@ -117,7 +117,7 @@ def share_use(model: nn.Module, records: Iterable[Any]) -> None:
         model: the sharded root, which `may_be_uneven` from then on.
         records: FSDP2's records of units that not every rank uses alike.
     """
-    _uneven.add(model)
+    model_state(model).set(_UNEVEN, True)
     with_zeros = functools.partial(_with_zeros, group_in_use())
     for record in records:
         hang(record, "reduce", "unequal use", with_zeros)

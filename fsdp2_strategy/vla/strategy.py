@@ -349,11 +349,11 @@ class VLAFSDPStrategy(TrainingStrategy):
     @property
     def pending_micro_batches(self) -> int:
         """Micro-batches since the last optimizer step."""
-        return self._run(self.vla).micro_batches
+        return self._run(self.vla).accumulation.micro_batches
 
     @pending_micro_batches.setter
     def pending_micro_batches(self, count: int) -> None:
-        self._run(self.vla).micro_batches = count
+        self._run(self.vla).accumulation.micro_batches = count
 
     def _steps_of(self, dataloader: Any) -> int | None:
         if self.max_steps is not None:
@@ -476,7 +476,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         Raises:
             ConfigError: they differ.
         """
-        run, resumed = self._run(self.vla), self._resumed
+        run, resumed = self._run(self.vla).accumulation, self._resumed
         if resumed is None:
             if step and run.steps not in (0, step):
                 raise ConfigError(

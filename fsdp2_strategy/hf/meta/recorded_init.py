@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,6 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp2_strategy.distributed.torch_internals import (
     INIT_WITHOUT_OPERATIONS,
@@ -40,8 +41,10 @@ from fsdp2_strategy.distributed.torch_internals import (
     tree_map,
 )
 from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.model.state import Slot, carried, carry, put_down
 
-_NOTE = "_values_on_tape"
+_NOTES = Slot[dict[str, "Note"]]("how its tensors were made")
+"""Of a module, by tensor; carried, so that copies have them, too."""
 _manual_seed, _get_rng_state, _set_rng_state = torch.manual_seed, torch.get_rng_state, torch.set_rng_state
 _COPIES = {"aten::_to_copy", "aten::clone"}
 _WITHOUT_VALUES = {
@@ -91,6 +94,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """For each storage the position when transformers was done with it."""
         self.in_files: set[int] = set()
         """Storages whose values files hold."""
+        self._replayed: MutableMapping[torch.Tensor, list[torch.Tensor]] = WeakTensorKeyDictionary()
+        """For each random state that was asked for, the one that a replay had there."""
         self.is_paused = False
         self.thread = threading.get_ident()
 
@@ -128,13 +133,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Stand in for ``torch.get_rng_state``: the state that a replay has reached may be wanted again."""
         state = _get_rng_state()
         replayed: list[torch.Tensor] = []
-        state._as_replayed = replayed  # type: ignore[attr-defined]
+        self._replayed[state] = replayed
         self._seed(lambda: replayed.append(_get_rng_state()))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor) -> None:
         """Stand in for ``torch.set_rng_state``."""
-        replayed = getattr(new_state, "_as_replayed", None)
+        replayed = self._replayed.get(new_state)
         self._seed(lambda: _set_rng_state(replayed.pop() if replayed else new_state))
         _set_rng_state(new_state)
 
@@ -446,7 +451,7 @@ def _stand_ins(tape: Tape) -> Iterator[tuple[Any, str, Any]]:
 
 def _leave_notes(module: nn.Module, tape: Tape) -> None:
     """Note how a module's tensors were made; one that was copied from an earlier block keeps what it knows."""
-    earlier: dict[str, Note] = module.__dict__.get(_NOTE, {})
+    earlier = carried(module, _NOTES) or {}
     notes = {}
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and tensor.is_meta:
@@ -454,16 +459,15 @@ def _leave_notes(module: nn.Module, tape: Tape) -> None:
             old = earlier.get(name)
             notes[name] = old if old is not None and old.tape is not tape and not tape.makes(note.meta) else note
     if notes:
-        module.__dict__[_NOTE] = notes
+        carry(module, _NOTES, notes)
 
 
 def forget(model: nn.Module) -> None:
     """Drop the notes of all modules, and with the last of them the tape."""
     for module in model.modules():
-        module.__dict__.pop(_NOTE, None)
+        put_down(module, _NOTES)
 
 
 def note_of(module: nn.Module, name: str) -> Note | None:
     """Return how a tensor of a module was made; None where nobody recorded it."""
-    notes: dict[str, Note] = module.__dict__.get(_NOTE, {})
-    return notes.get(name)
+    return (carried(module, _NOTES) or {}).get(name)
