@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import LlamaConfig
 
-from fsdp2_strategy.hf.container import memory_of
+from fsdp2_strategy.hf.safetensors_format import memory_of
 
 OUT = Path("runs/benchmarks")
 """Where figures and charts go by default, in the working directory; `--out benchmarks/results` records them."""

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, Places
 from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, SafetensorsWriter
-from fsdp2_strategy.hf.checksum import Block
+from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.write import _runs, _together
 
 ROWS, COLUMNS = 8192, 16

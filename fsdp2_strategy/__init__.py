@@ -93,7 +93,7 @@ if TYPE_CHECKING:
         manual_transformer_cls_names_to_wrap as manual_transformer_cls_names_to_wrap,
     )
     from fsdp2_strategy.sharding.explain import explain as explain
-    from fsdp2_strategy.sharding.policies import register_policy as register_policy
+    from fsdp2_strategy.sharding.known_policies import register_policy as register_policy
     from fsdp2_strategy.sharding.shard import shard_model as shard_model
     from fsdp2_strategy.strategy import FSDPV2Strategy as FSDPV2Strategy
     from fsdp2_strategy.strategy import ModelOptimPair as ModelOptimPair

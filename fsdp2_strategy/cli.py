@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--beside", type=Path, help="folder whose configuration and tokenizer go beside such weights")
     command.set_defaults(run="export")
     parsed = parser.parse_args(arguments)
-    from fsdp2_strategy.checkpoint import commands as carry_out  # noqa: PLC0415  torch is not loaded to show a usage
+    from fsdp2_strategy.checkpoint import cli_commands as carry_out  # noqa: PLC0415  torch is not loaded to show a usage
 
     try:
         status: int = getattr(carry_out, parsed.run)(parsed)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
-from fsdp2_strategy.checkpoint.background import forget_groups
+from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
 from fsdp2_strategy.config.strategy_config import GradSync, ShardSize, StrategyConfig

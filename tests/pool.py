@@ -163,7 +163,7 @@ def _serve(pipe: Connection, rank: int) -> None:
 def _forget_groups() -> None:
     """Let go of meshes of the process group that ends: groups that die late take the names of new ones with them."""
     if "fsdp2_strategy" in sys.modules:
-        from fsdp2_strategy.checkpoint.background import forget_groups
+        from fsdp2_strategy.checkpoint.background_save import forget_groups
         from fsdp2_strategy.distributed.mesh import forget_meshes
 
         forget_meshes()

@@ -25,7 +25,7 @@ from test_checkpoint_format import tokenizer as small_tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, sizes, verify_checkpoint
-from fsdp2_strategy.checkpoint import background
+from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint import save as saving
 from fsdp2_strategy.checkpoint.storage import Part, copied
 from fsdp2_strategy.data import ResumableLoader
@@ -183,7 +183,7 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
 
 @pytest.mark.ranks(2)
 def test_the_memory_of_a_copy_serves_one_save_after_the_other(tmp_path, monkeypatch):
-    background.end()  # what a test before has left
+    background_save.end()  # what a test before has left
     with monkeypatch.context() as patched:
         patched.setattr(sizes, "STAGING_BYTES", 1 << 16)
         strategy = strategy_for()
@@ -193,13 +193,13 @@ def test_the_memory_of_a_copy_serves_one_save_after_the_other(tmp_path, monkeypa
         for _ in range(3):
             for name, model in (("actor", actor), ("critic", critic)):
                 strategy.save_ckpt(model, tmp_path / name, "tag", async_save=True)
-                taken.append(sorted(slab.data_ptr() for slab in background.staging()._slabs))
+                taken.append(sorted(slab.data_ptr() for slab in background_save.staging()._slabs))
         strategy.wait_for_checkpoint()
         own_bytes = max(sum(p.to_local().nbytes for p in model.parameters()) for model in (actor, critic))
-        total = sum(slab.numel() for slab in background.staging()._slabs)
+        total = sum(slab.numel() for slab in background_save.staging()._slabs)
         assert taken[1] == taken[-1] and total <= own_bytes + 2 * (1 << 16)
         strategy.close()
-        assert not background.staging()._slabs
+        assert not background_save.staging()._slabs
 
 
 @pytest.mark.ranks(2)
@@ -285,7 +285,7 @@ def test_what_is_copied_is_not_held(tmp_path, monkeypatch):
         assert average() is None
         gate.opened.set()
         deadline = time.monotonic() + 60
-        while background._in_flight[0]._work is not None and time.monotonic() < deadline:
+        while background_save._in_flight[0]._work is not None and time.monotonic() < deadline:
             time.sleep(0.01)
     alive = weakref.ref(model)
     del model, optimizer, scheduler, state
@@ -297,7 +297,7 @@ def test_what_is_copied_is_not_held(tmp_path, monkeypatch):
 def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
     monkeypatch.setattr(sizes, "STAGING_BYTES", 64 << 10)
     monkeypatch.setattr(sizes, "BLOCK_BYTES", 4 << 10)
-    staging = background.Staging()
+    staging = background_save.Staging()
     tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a slab each
     [part] = copied([Part.of(Path("folder"), tensors)], staging.copies_of)
     total = sum(t.nbytes for t in tensors.values())
@@ -310,7 +310,7 @@ def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
 
 
 def test_copies_of_other_tensors_take_the_memory_of_those_before():
-    staging = background.Staging()
+    staging = background_save.Staging()
     forms = [[(2, 3), (), (0, 4), (5,)], [(2, 3), (), (7, 2), (5,), (1,)], [(2, 3)], [(2, 3), (), (7, 2), (5,), (1,)]]
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
         for shapes in forms:
@@ -334,9 +334,9 @@ def test_one_process_group_serves_all_saves(tmp_path):
         model, *_ = prepared(strategy, "mlp")
         strategy.save_ckpt(model, tmp_path / str(n), async_save=True)
         strategy.close()
-        groups |= {id(group) for group in background._groups.values()}
+        groups |= {id(group) for group in background_save._groups.values()}
     assert len(groups) == 1
-    [group] = background._groups.values()
+    [group] = background_save._groups.values()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60), "the default group's"
 
 

@@ -32,7 +32,7 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.checkpoint import directory, layout
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
-from fsdp2_strategy.hf.container import read_header
+from fsdp2_strategy.hf.safetensors_format import read_header
 
 
 def strategy_for(**config):

@@ -54,10 +54,10 @@ from fsdp2_strategy.checkpoint.storage import (
 )
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.container import DTYPES
-from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.safetensors_format import DTYPES
 from fsdp2_strategy.hf.save_plan import create, files_for
+from fsdp2_strategy.hf.verified_read import Reader, Wish
 from fsdp2_strategy.hf.write import Job, write_all
 
 

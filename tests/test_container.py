@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import DTYPES, lay_out, memory_of, read_header, read_into, total_bytes, write_from
+from fsdp2_strategy.hf.safetensors_format import (
+    DTYPES,
+    lay_out,
+    memory_of,
+    read_header,
+    read_into,
+    total_bytes,
+    write_from,
+)
 
 TENSORS = {
     "scalar": torch.tensor(3.5),

@@ -26,13 +26,13 @@ from fsdp2_strategy import CheckpointError, init_on_meta, load_weights
 from fsdp2_strategy.checkpoint import components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.hf import round_trip, save_plan
-from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header, read_header_and_metadata
-from fsdp2_strategy.hf.folder import open_folder
 from fsdp2_strategy.hf.load_plan import match
 from fsdp2_strategy.hf.regions import Piece, Region
 from fsdp2_strategy.hf.round_trip import _is_own, round_trips
+from fsdp2_strategy.hf.safetensors_format import OWN_NAMES, Entry, read_header, read_header_and_metadata
 from fsdp2_strategy.hf.save_plan import arrangement_of, create, files_for, tensors_to_write
 from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.weights_folder import open_folder
 
 
 def zeroed(model):

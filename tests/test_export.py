@@ -33,7 +33,7 @@ from fsdp2_strategy import (
     save_model,
     shard_model,
 )
-from fsdp2_strategy.hf import container, export, write
+from fsdp2_strategy.hf import export, safetensors_format, write
 
 
 def files_of(folder):
@@ -389,7 +389,7 @@ def test_a_full_disk_while_writing_is_an_error_on_both_ranks(tmp_path):
     def write_from(fd, offset, memory):
         if dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        container.write_from(fd, offset, memory)
+        safetensors_format.write_from(fd, offset, memory)
 
     model = shard_model(build("llama"), bf16=False)
     with (

@@ -293,14 +293,14 @@ def test_a_feature_whose_place_is_not_declared_is_refused():
 
 @pytest.mark.ranks(2)
 def test_a_model_that_was_offloaded_is_watched_for_divergence_as_before(monkeypatch):
-    from fsdp2_strategy.sharding import divergence
+    from fsdp2_strategy.sharding import rank_divergence
 
     model = build("llama")
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, debug_divergence_seconds=30))
     strategy.prepare_model(model)
     notes = []
     with monkeypatch.context() as patch:
-        patch.setattr(divergence._Watch, "meet", lambda self, note: notes.append(note))
+        patch.setattr(rank_divergence._Watch, "meet", lambda self, note: notes.append(note))
         ids = torch.arange(6)[None]
         model(input_ids=ids)
         first = list(notes)

@@ -34,13 +34,13 @@ from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.lerobot import LeRobotDataset, video
 from fsdp2_strategy.lerobot import prefetch as staging_module
-from fsdp2_strategy.lerobot.barcode import barcode, read_barcode, read_camera
-from fsdp2_strategy.lerobot.counters import NAMES, Counts
+from fsdp2_strategy.lerobot.dataset_source import LocalFiles
 from fsdp2_strategy.lerobot.fetching import Fetching
+from fsdp2_strategy.lerobot.frame_barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
 from fsdp2_strategy.lerobot.prefetch import Staging
-from fsdp2_strategy.lerobot.source import LocalFiles
 from fsdp2_strategy.lerobot.video import Decoders
+from fsdp2_strategy.lerobot.worker_counters import NAMES, Counts
 
 LENGTHS = [5, 12, 7, 9, 3, 11, 8, 6]
 CAMERAS = ("observation.images.top", "observation.images.wrist")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import files, generate
+from fsdp2_strategy.lerobot import episode_files, generate
 from fsdp2_strategy.lerobot.generate import DatasetWriter, barcode, read_barcode, read_camera, write_barcoded
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
@@ -521,8 +521,8 @@ def test_files_end_before_they_outgrow_their_size(tmp_path):
 
 
 def test_files_of_episodes_end_before_they_outgrow_their_size(tmp_path):
-    written = files.Files(
-        tmp_path, ".parquet", files.EpisodesFile, chunks_size=1000, most_episodes=None, most_bytes=4000
+    written = episode_files.Files(
+        tmp_path, ".parquet", episode_files.EpisodesFile, chunks_size=1000, most_episodes=None, most_bytes=4000
     )
     places = [written.append({"episode_index": i, "stats": [float(i)] * 100}) for i in range(10)]
     written.close()

@@ -19,7 +19,7 @@ from policies.pi0 import PI0Policy
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.distributed.agreement import from_rank_0
-from fsdp2_strategy.sharding.policies import _registered
+from fsdp2_strategy.sharding.known_policies import _registered
 
 DOCS = Path(__file__).parent.parent / "docs"
 

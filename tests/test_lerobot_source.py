@@ -26,9 +26,9 @@ from http_server import FileServer
 from pyarrow import parquet
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import cache
-from fsdp2_strategy.lerobot.cache import BLOCK_BYTES as BLOCK
-from fsdp2_strategy.lerobot.source import LocalFiles, RemoteFiles, open_source
+from fsdp2_strategy.lerobot import byte_cache
+from fsdp2_strategy.lerobot.byte_cache import BLOCK_BYTES as BLOCK
+from fsdp2_strategy.lerobot.dataset_source import LocalFiles, RemoteFiles, open_source
 
 PATH = "videos/observation.images.top/chunk-000/file-000.mp4"
 SIZE = 40 * BLOCK + 1234
@@ -620,7 +620,7 @@ def test_death_within_a_fetch_leaves_nothing_wrong(remote, server, monkeypatch, 
     """Die before or after the size, the mark that the file is begun, the data, and the mark that they are here."""
 
     def child():
-        write, left = cache._write, iter(range(writes))
+        write, left = byte_cache._write, iter(range(writes))
 
         def dying(fd, data, at):
             if next(left, None) is None:
@@ -629,7 +629,7 @@ def test_death_within_a_fetch_leaves_nothing_wrong(remote, server, monkeypatch, 
             write(fd, data, at)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "_write", dying)
+            patch.setattr(byte_cache, "_write", dying)
             read(remote, 2 * BLOCK, 2 * BLOCK)
 
     process = FORK.Process(target=child, daemon=True)

@@ -42,8 +42,8 @@ from fsdp2_strategy import (
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.hf import export, write
-from fsdp2_strategy.hf.container import read_header
 from fsdp2_strategy.hf.peft import merge
+from fsdp2_strategy.hf.safetensors_format import read_header
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
 from fsdp2_strategy.rollout import TransformersEngine, stream_weights, weight_checksums
@@ -774,17 +774,17 @@ def test_adapters_of_a_folder_load_on_meta(bf16, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_stream_leaves_nothing_of_the_merge_behind():
-    from fsdp2_strategy.model import residency
+    from fsdp2_strategy.model import placeholders
 
     model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules="all-linear"))
     shard_model(model, is_training=True)
     gc.collect()
     gc.disable()
     try:
-        before = len(residency._computed)
+        before = len(placeholders._computed)
         for _ in range(2):
             for _ in stream_weights(model):
                 pass
-            assert len(residency._computed) == before
+            assert len(placeholders._computed) == before
     finally:
         gc.enable()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.model.offload import CopyQueue, is_offloaded
-from fsdp2_strategy.model.residency import _away, values_of
+from fsdp2_strategy.model.placeholders import _away, values_of
 
 
 def resident():

@@ -22,7 +22,7 @@ from fsdp2_strategy import CheckpointError, list_checkpoints, sizes
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.container import read_header
+from fsdp2_strategy.hf.safetensors_format import read_header
 from fsdp2_strategy.model.fingerprint import Fingerprint, fingerprints, local_sums
 from fsdp2_strategy.sharding.shard import shard_model
 

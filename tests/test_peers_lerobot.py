@@ -16,7 +16,7 @@ from peers import peer
 from torch import nn
 
 from fsdp2_strategy import find_blocks
-from fsdp2_strategy.sharding.policies import _registered
+from fsdp2_strategy.sharding.known_policies import _registered
 
 LEROBOT = "lerobot/src/lerobot"
 TEXT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "pad_token_id": 0}

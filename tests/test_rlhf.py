@@ -28,7 +28,7 @@ from fsdp2_strategy import (
     is_mp_optimizer,
     shard_model,
 )
-from fsdp2_strategy.model.master_registry import masters_of
+from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import is_offloaded
 from fsdp2_strategy.optim.step import LossScale

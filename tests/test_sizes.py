@@ -23,7 +23,7 @@ from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, layout, paths, storage
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
-from fsdp2_strategy.hf.checksum import digest_of
+from fsdp2_strategy.hf.checksums import digest_of
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.save_plan import file_bytes
 

@@ -24,7 +24,7 @@ from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, 
 from fsdp2_strategy.distributed.torch_internals import records_of, state_of
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.ema import EMA
-from fsdp2_strategy.sharding.policies import ENTRY_POINTS, _registered, policy_of
+from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, _registered, policy_of
 from fsdp2_strategy.vla import register_policy
 
 WIDTH, LAYERS = 12, 3

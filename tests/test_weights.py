@@ -37,9 +37,9 @@ from fsdp2_strategy import (
     shard_model,
 )
 from fsdp2_strategy.errors import FSDP2StrategyError
-from fsdp2_strategy.hf import load, read
+from fsdp2_strategy.hf import load, verified_read
 from fsdp2_strategy.hf.meta.recorded_init import note_of
-from fsdp2_strategy.hf.read import Reader
+from fsdp2_strategy.hf.verified_read import Reader
 
 WORLDS = (1, 2, 3)
 
@@ -557,7 +557,7 @@ def test_what_has_memory_and_no_values_stays_unreal_until_it_is_loaded(folder, t
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(read, "read_into", fail)
+        patched.setattr(verified_read, "read_into", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
             strategy.prepare_model(model)
     with pytest.raises(CheckpointError, match="no values yet"):
@@ -891,12 +891,12 @@ def notes_of(model):
 def test_a_progress_bar_counts_the_bytes(folder, monkeypatch):
     bars = []
 
-    class Bar(read.tqdm):
+    class Bar(verified_read.tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
             bars.append(self)
 
-    monkeypatch.setattr(read, "tqdm", Bar)
+    monkeypatch.setattr(verified_read, "tqdm", Bar)
     model = shard_model(build("llama"), bf16=False)
     load_weights(model, folder)
     needed = sum(p.to_local().nbytes for p in model.parameters())

@@ -26,7 +26,6 @@ from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
-from fsdp2_strategy.hf.folder import Origin, folder_of, open_folder
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
@@ -35,6 +34,7 @@ from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.save_plan import Arrangement, arrangement_of, tensors_to_write, write_configuration
 from fsdp2_strategy.hf.skeleton import original_class, twin, twin_alone
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
+from fsdp2_strategy.hf.weights_folder import Origin, folder_of, open_folder
 from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy, LeRobotLayout
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state

@@ -31,7 +31,7 @@ from fsdp2_strategy.checkpoint.layout import (
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, holds_parts_alone
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.checksum import ALGORITHM, Block, digest_of
+from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
 from fsdp2_strategy.hf.json_files import _fsync, write_bytes, write_json
 
 _PARTIAL = ".partial"

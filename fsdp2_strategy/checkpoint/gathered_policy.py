@@ -20,7 +20,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.placeholders import values_of
 
 
 def gathered_policy(root: nn.Module) -> nn.Module | None:

@@ -33,7 +33,7 @@ from typing import Any
 
 from fsdp2_strategy.checkpoint.paths import Places
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import digest_of
+from fsdp2_strategy.hf.checksums import digest_of
 
 LATEST = "latest"
 LAST = "last"

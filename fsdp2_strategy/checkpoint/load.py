@@ -17,12 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import background
+from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint.components import match_model
 from fsdp2_strategy.checkpoint.data_position import Later, Loader, check_position, restore_position
 from fsdp2_strategy.checkpoint.directory import recover
-from fsdp2_strategy.checkpoint.foreign import find_foreign, is_foreign, load_foreign
-from fsdp2_strategy.checkpoint.garbage_collection import no_collections
+from fsdp2_strategy.checkpoint.foreign_formats import find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.gc_pause import no_collections
 from fsdp2_strategy.checkpoint.layout import is_last, with_manifest
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
@@ -45,13 +45,13 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
-from fsdp2_strategy.hf.read import ranges_of
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicas import shares
+from fsdp2_strategy.hf.replicated_reads import shares
+from fsdp2_strategy.hf.verified_read import ranges_of
+from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
-from fsdp2_strategy.model.master_registry import refresh_masters_of
+from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_its_ranks
-from fsdp2_strategy.model.unusable import unusable_unless_done
 
 
 @on_its_ranks
@@ -103,7 +103,7 @@ def load_checkpoint(
         DamageError: on every rank: files are not what was written, or frozen weights no longer where they came from.
             Where that shows only while they are read, model and optimizer refuse to be used until a load succeeds.
     """
-    background.wait()
+    background_save.wait()
     load_dir = Path(load_dir)
     asked = (
         str(load_dir),

@@ -20,8 +20,8 @@ from typing import Any
 from fsdp2_strategy.checkpoint.layout import read_manifest
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, Places
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import ALGORITHM, Block, Checksums, check, digest_of
-from fsdp2_strategy.hf.container import Entry, read_header
+from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, check, digest_of
+from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 
 _BLOCK_BYTES_UNSAID = 16 << 20
 """Of a block at most, where a list is older than what it says of itself."""

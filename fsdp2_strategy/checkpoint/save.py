@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.checkpoint import background, directory
+from fsdp2_strategy.checkpoint import background_save, directory
 from fsdp2_strategy.checkpoint.components import Beside, ModelOnDisk
 from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
-from fsdp2_strategy.checkpoint.garbage_collection import no_collections
+from fsdp2_strategy.checkpoint.gc_pause import no_collections
 from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag, list_checkpoints, named_latest
 from fsdp2_strategy.checkpoint.lock import hold, let_go
 from fsdp2_strategy.checkpoint.paths import (
@@ -47,13 +47,13 @@ from fsdp2_strategy.distributed.agreement import agree, all_or_none, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.checksum import blocks_of, blocks_of_file
+from fsdp2_strategy.hf.checksums import blocks_of, blocks_of_file
 from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write_text
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
+from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.shards import shard_count
-from fsdp2_strategy.model.unusable import check_usable
 
 
 @on_its_ranks
@@ -124,7 +124,7 @@ def save_checkpoint(
         CheckpointError: on every rank; nothing that was committed before is lost. Another run that saves into the same
             directory is one reason.
     """
-    background.wait()
+    background_save.wait()
     save_dir = Path(save_dir)
     if tag is None:
         tag = layout.tag(step) if layout else f"global_step{step}"
@@ -173,12 +173,12 @@ def save_checkpoint(
             },
         )
         if async_save:
-            background.staging().begin()
-            state = replace(state, parts=copied(state.parts, background.staging().copies_of))
+            background_save.staging().begin()
+            state = replace(state, parts=copied(state.parts, background_save.staging().copies_of))
     if state.data is not None:
         agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
     if async_save:
-        state = replace(state, parts=copied_gathered(state.parts, background.staging().copies_of))
+        state = replace(state, parts=copied_gathered(state.parts, background_save.staging().copies_of))
     training_step = layout and {"step": step, "num_processes": world_size(), "batch_size": layout.batch_size}
     order = _Order(
         state=state,
@@ -202,7 +202,7 @@ def save_checkpoint(
         save_latest=save_latest,
     )
     if async_save:
-        background.behind(str(save_dir / tag), functools.partial(_carry_out, order))
+        background_save.behind(str(save_dir / tag), functools.partial(_carry_out, order))
     else:
         _carry_out(order)
     return save_dir / tag
@@ -371,7 +371,7 @@ def wait_for_save() -> None:
     Raises:
         CheckpointError: on every rank: the save that was in flight has failed. It is raised once.
     """
-    background.wait()
+    background_save.wait()
 
 
 def end_saving() -> None:
@@ -381,7 +381,7 @@ def end_saving() -> None:
         CheckpointError: see `wait_for_save`.
     """
     try:
-        background.end()
+        background_save.end()
     finally:
         directory.finish_removals()
         let_go()

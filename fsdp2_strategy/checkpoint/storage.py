@@ -55,11 +55,10 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
-from fsdp2_strategy.hf.checksum import Block, Checksums, blocks_of
-from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header
-from fsdp2_strategy.hf.read import Reader, Wish
+from fsdp2_strategy.hf.checksums import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicas import wish_for
+from fsdp2_strategy.hf.replicated_reads import wish_for
+from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header
 from fsdp2_strategy.hf.save_plan import (
     File,
     Share,
@@ -74,6 +73,7 @@ from fsdp2_strategy.hf.save_plan import (
     own_shares,
     values_of_shares,
 )
+from fsdp2_strategy.hf.verified_read import Reader, Wish
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 
 Wanted = Sequence[tuple[str, Region, torch.Tensor]]

@@ -26,16 +26,16 @@ from fsdp2_strategy.distributed.agreement import agree, all_or_none, any_rank
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
-from fsdp2_strategy.hf.folder import folder_of, open_folder
 from fsdp2_strategy.hf.load_plan import match
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
-from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicas import shares
+from fsdp2_strategy.hf.replicated_reads import shares
 from fsdp2_strategy.hf.transformers_models import outermost_models
+from fsdp2_strategy.hf.verified_read import Reader
+from fsdp2_strategy.hf.weights_folder import folder_of, open_folder
 from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_built, fingerprints, local_sums
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
 

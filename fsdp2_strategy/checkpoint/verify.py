@@ -17,8 +17,8 @@ from tqdm import tqdm
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import Block
-from fsdp2_strategy.hf.container import Entry, read_header, read_into
+from fsdp2_strategy.hf.checksums import Block
+from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 
 _THREADS = 4
 

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import torch
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import Entry
-from fsdp2_strategy.hf.folder import Origin
 from fsdp2_strategy.hf.library_internals import adjust_load_report, patterns_not_missed, set_conversions
 from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.safetensors_format import Entry
+from fsdp2_strategy.hf.weights_folder import Origin
 from fsdp2_strategy.model.names import clean
 
 

@@ -47,9 +47,9 @@ from fsdp2_strategy.hf.save_plan import (
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import force_to_disk, write_all
+from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_its_ranks
-from fsdp2_strategy.model.unusable import check_usable
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

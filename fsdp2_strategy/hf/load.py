@@ -20,22 +20,22 @@ from fsdp2_strategy.distributed.agreement import agree, all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.folder import CONFIG, Origin, open_folder, origin_of
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
 from fsdp2_strategy.hf.meta.initialize import Empty, initialize, recorded_for
 from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, note_of
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
-from fsdp2_strategy.hf.read import Reader
 from fsdp2_strategy.hf.regions import sources_of
-from fsdp2_strategy.hf.replicas import shares
+from fsdp2_strategy.hf.replicated_reads import shares
 from fsdp2_strategy.hf.skeleton import original_class
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
+from fsdp2_strategy.hf.verified_read import Reader
+from fsdp2_strategy.hf.weights_folder import CONFIG, Origin, open_folder, origin_of
+from fsdp2_strategy.model.failed_loads import mark_usable
 from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import reshard
-from fsdp2_strategy.model.master_registry import refresh_masters_of
+from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.materialize import has_values_now, is_unreal, lacks_values, materialize
 from fsdp2_strategy.model.ranks import on_its_ranks
-from fsdp2_strategy.model.unusable import mark_usable
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 

@@ -18,11 +18,11 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
-from fsdp2_strategy.hf.folder import Origin, read_headers
-from fsdp2_strategy.hf.read import Reader, Wish
 from fsdp2_strategy.hf.regions import Region, sources_of
-from fsdp2_strategy.hf.replicas import wish_for
+from fsdp2_strategy.hf.replicated_reads import wish_for
 from fsdp2_strategy.hf.skeleton import original_class
+from fsdp2_strategy.hf.verified_read import Reader, Wish
+from fsdp2_strategy.hf.weights_folder import Origin, read_headers
 from fsdp2_strategy.model.names import clean
 
 

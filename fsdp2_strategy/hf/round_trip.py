@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
-from fsdp2_strategy.hf.folder import Origin, origin_for
 from fsdp2_strategy.hf.regions import Computed, Piece, Region, row_major, sources_of
+from fsdp2_strategy.hf.safetensors_format import Entry
+from fsdp2_strategy.hf.weights_folder import Origin, origin_for
 from fsdp2_strategy.model.names import clean
 
 _MOST_PARTS = 10_000

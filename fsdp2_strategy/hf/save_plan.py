@@ -26,17 +26,17 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, state_dict_hooks
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
 from fsdp2_strategy.hf.conversions import hub_regions
 from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
 from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
+from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import Job
 from fsdp2_strategy.model.materialize import lacks_values
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
-from fsdp2_strategy.model.residency import is_computed, values_of, whole_of
+from fsdp2_strategy.model.placeholders import is_computed, values_of, whole_of
 from fsdp2_strategy.model.shards import local_box
 from fsdp2_strategy.model.state import Slot, model_state
 

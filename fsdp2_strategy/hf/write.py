@@ -27,9 +27,9 @@ import xxhash
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import adopt_device, current_device, rank, world_size
-from fsdp2_strategy.hf.checksum import Block
-from fsdp2_strategy.hf.container import Entry, memory_of, write_from
+from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.regions import Box
+from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, write_from
 
 _THREADS = 4
 

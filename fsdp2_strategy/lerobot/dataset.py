@@ -30,14 +30,14 @@ from torch.utils.data import Dataset
 
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.lerobot.counters import Counts
+from fsdp2_strategy.lerobot.dataset_source import naming_the_disk, open_source
 from fsdp2_strategy.lerobot.fetching import Fetching
 from fsdp2_strategy.lerobot.metadata import Metadata, corrupt
 from fsdp2_strategy.lerobot.prefetch import Staging
 from fsdp2_strategy.lerobot.rows import EpisodeRows, Rows
-from fsdp2_strategy.lerobot.source import naming_the_disk, open_source
 from fsdp2_strategy.lerobot.video import Decoders, picture
 from fsdp2_strategy.lerobot.windows import Offsets, offsets_of, window
+from fsdp2_strategy.lerobot.worker_counters import Counts
 
 Sample = dict[str, Any]
 

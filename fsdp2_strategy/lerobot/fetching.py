@@ -13,9 +13,9 @@ import av
 import numpy as np
 import numpy.typing as npt
 
+from fsdp2_strategy.lerobot.dataset_source import RemoteFiles, Source
 from fsdp2_strategy.lerobot.metadata import Metadata, Span
 from fsdp2_strategy.lerobot.rows import EpisodeRows
-from fsdp2_strategy.lerobot.source import RemoteFiles, Source
 
 Range = tuple[int, int]
 """The first byte, and the one after the last."""

@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp2_strategy.errors import DataError, did_you_mean
-from fsdp2_strategy.lerobot.barcode import barcode, read_barcode, read_camera
+from fsdp2_strategy.lerobot.episode_files import EpisodesFile, Files, RowsFile, write_tasks
 from fsdp2_strategy.lerobot.features import CAMERAS, OWN, checked_feature, checked_values, column, schema_of, size_of
-from fsdp2_strategy.lerobot.files import EpisodesFile, Files, RowsFile, write_tasks
+from fsdp2_strategy.lerobot.frame_barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.lerobot.mp4 import Codec, EncodedEpisode, Encoding, VideoFile, encode
 from fsdp2_strategy.lerobot.stats import Stats, aggregate, feature_stats, image_stats
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.lerobot.source import Source
+from fsdp2_strategy.lerobot.dataset_source import Source
 
 Column = npt.NDArray[Any]
 

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fsdp2_strategy.lerobot.dataset_source import Source, naming_the_disk
 from fsdp2_strategy.lerobot.metadata import Metadata, corrupt, parsing
-from fsdp2_strategy.lerobot.source import Source, naming_the_disk
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)

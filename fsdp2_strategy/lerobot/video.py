@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from av.video.reformatter import VideoReformatter
 
-from fsdp2_strategy.lerobot.counters import Counts
+from fsdp2_strategy.lerobot.dataset_source import Source
 from fsdp2_strategy.lerobot.metadata import corrupt
-from fsdp2_strategy.lerobot.source import Source
+from fsdp2_strategy.lerobot.worker_counters import Counts
 
 _PLANAR = {"yuv420p", "yuvj420p"}
 _BUFFER_BYTES = 1 << 15  # what lies behind an episode is read ahead, and fetched for nothing

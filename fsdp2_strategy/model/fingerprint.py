@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import local_box
 from fsdp2_strategy.model.state import Slot, model_state
 

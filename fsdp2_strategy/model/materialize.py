@@ -23,7 +23,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 )
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
-from fsdp2_strategy.model.residency import is_away, is_computed
+from fsdp2_strategy.model.placeholders import is_away, is_computed
 
 _empty: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 """Tensors that have memory and no values yet; a tensor is known here by what it is, and not by what it holds."""

@@ -40,7 +40,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 )
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.model.fsdp_state import parameter_groups, settle
-from fsdp2_strategy.model.residency import anything_is_away, is_away, stand_in
+from fsdp2_strategy.model.placeholders import anything_is_away, is_away, stand_in
 from fsdp2_strategy.model.unit_hooks import hang, take_off
 from fsdp2_strategy.model.wrappers import unwrap_model
 

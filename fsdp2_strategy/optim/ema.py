@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import ConfigError, ShardError
 from fsdp2_strategy.model.fsdp_state import reshard
-from fsdp2_strategy.model.master_registry import masters_of, refresh_masters_of
+from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.residency import values_of, whole_of
+from fsdp2_strategy.model.placeholders import values_of, whole_of
 from fsdp2_strategy.model.shards import local_box, sharded_like
 from fsdp2_strategy.model.wrappers import unwrap_model
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from fsdp2_strategy.distributed.torch_internals import is_driven_by_schedule
 from fsdp2_strategy.errors import OptimizerError
-from fsdp2_strategy.model.master_registry import MASTER, register_masters
-from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.model.master_weights import MASTER, register_masters
+from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2_strategy.distributed.process_group import current_device, group_in_use
 from fsdp2_strategy.distributed.torch_internals import storage_uses
-from fsdp2_strategy.model.residency import values_of, whole_of
+from fsdp2_strategy.model.placeholders import values_of, whole_of
 
 _ALIGNMENT = 16
 

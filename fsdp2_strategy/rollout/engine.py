@@ -16,16 +16,16 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import RolloutError, did_you_mean, some
-from fsdp2_strategy.hf.container import Entry
 from fsdp2_strategy.hf.conversions import recipe_for
-from fsdp2_strategy.hf.folder import origin_for
 from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
 from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
+from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
+from fsdp2_strategy.hf.weights_folder import origin_for
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums

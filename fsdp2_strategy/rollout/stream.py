@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import agree, all_or_none
 from fsdp2_strategy.errors import CheckpointError, RolloutError
-from fsdp2_strategy.hf.container import memory_of
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
+from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.unusable import check_usable
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_of
 

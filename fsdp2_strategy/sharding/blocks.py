@@ -19,7 +19,7 @@ from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.hf.library_internals import blocks_that_stay_whole
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.sharding.policies import policy_of
+from fsdp2_strategy.sharding.known_policies import policy_of
 
 # Blocks that a model's `_no_split_modules` is known to leave out; RLHF trainers extend this list in place.
 manual_transformer_cls_names_to_wrap = [

@@ -44,8 +44,8 @@ from fsdp2_strategy.model.names import clean, matches
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
 from fsdp2_strategy.sharding.ignored import find_ignored
+from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
 from fsdp2_strategy.sharding.module_tree import ModuleTree
-from fsdp2_strategy.sharding.policies import ENTRY_POINTS, Policy, policy_of
 from fsdp2_strategy.sharding.precision import CastInputs, Precision
 from fsdp2_strategy.sharding.vision_encoders import Tower, find_tower
 

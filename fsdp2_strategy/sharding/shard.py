@@ -49,10 +49,10 @@ from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
 from fsdp2_strategy.sharding.bypassed_blocks import Walk, own_outputs
-from fsdp2_strategy.sharding.divergence import watch_units
 from fsdp2_strategy.sharding.ignored import cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
+from fsdp2_strategy.sharding.rank_divergence import watch_units
 from fsdp2_strategy.sharding.vision_encoders import (
     keep_graph,
     keep_out_of_order,

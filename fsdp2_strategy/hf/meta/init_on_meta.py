@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.folder import Origin, remember_origin
 from fsdp2_strategy.hf.library_internals import LAST_STEP, LOADING_STEP
 from fsdp2_strategy.hf.meta.recorded_init import Tape, is_recording, recording
 from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.weights_folder import Origin, remember_origin
 
 
 @contextmanager

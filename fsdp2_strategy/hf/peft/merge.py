@@ -31,7 +31,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import forget_caches
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.model.residency import computed, values_of
+from fsdp2_strategy.model.placeholders import computed, values_of
 from fsdp2_strategy.model.shards import local_box
 
 Adapted = Callable[[Any, str, nn.Module], None]

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class RemoteRoot:
-    """A remote root that answers requests; `fsdp2_strategy.lerobot.source.RemoteFiles` tells its arguments.
+    """A remote root that answers requests; `fsdp2_strategy.lerobot.dataset_source.RemoteFiles` tells its arguments.
 
     Every method raises a DataError where the file is missing, at once, or where the requests fail too often.
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot.cache import BLOCK_BYTES, CacheFile, CacheFolder, blocks, delete
-from fsdp2_strategy.lerobot.remote import RemoteRoot
+from fsdp2_strategy.lerobot.byte_cache import BLOCK_BYTES, CacheFile, CacheFolder, blocks, delete
+from fsdp2_strategy.lerobot.remote_requests import RemoteRoot
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.torch_internals import broadcast_coalesced
-from fsdp2_strategy.hf.read import Wish
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.model.residency import values_of
+from fsdp2_strategy.hf.verified_read import Wish
+from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import local_box
 
 

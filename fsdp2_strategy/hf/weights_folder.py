@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import OWN_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.hf.peft.merge import bare_twin
+from fsdp2_strategy.hf.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.state import Slot, carried, carry

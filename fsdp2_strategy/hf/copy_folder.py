@@ -17,12 +17,12 @@ import torch
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.checksum import Checksums
-from fsdp2_strategy.hf.container import CONVERTED, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.folder import CONFIG
-from fsdp2_strategy.hf.read import Reader, Wish
+from fsdp2_strategy.hf.checksums import Checksums
 from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata
 from fsdp2_strategy.hf.save_plan import create, files_for, index_of
+from fsdp2_strategy.hf.verified_read import Reader, Wish
+from fsdp2_strategy.hf.weights_folder import CONFIG
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}

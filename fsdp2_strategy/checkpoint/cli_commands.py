@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
-from fsdp2_strategy.checkpoint.foreign import export_foreign, find_foreign
+from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
 from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, Places
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.container import read_header
-from fsdp2_strategy.hf.copy import copy_folder
+from fsdp2_strategy.hf.copy_folder import copy_folder
+from fsdp2_strategy.hf.safetensors_format import read_header
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 

@@ -28,9 +28,9 @@ from tqdm import tqdm
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import adopt_device, current_device, is_rank_0
 from fsdp2_strategy.errors import CheckpointError, DamageError
-from fsdp2_strategy.hf.checksum import Block, Checksums, check
-from fsdp2_strategy.hf.container import Entry, memory_of, read_into
+from fsdp2_strategy.hf.checksums import Block, Checksums, check
 from fsdp2_strategy.hf.regions import Box, Computed, Piece, Region, sources_of, target_of, value_of
+from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, read_into
 
 _THREADS = 4
 

@@ -45,13 +45,13 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.errors import CheckpointError, some
-from fsdp2_strategy.hf.copy import NewFolder
+from fsdp2_strategy.hf.copy_folder import NewFolder
+from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
-from fsdp2_strategy.model.master_registry import refresh_masters_of
+from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.shards import local_box
-from fsdp2_strategy.model.unusable import unusable_unless_done
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
