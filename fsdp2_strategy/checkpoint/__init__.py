@@ -1,6 +1,6 @@
 """Checkpoints: `layout` and `paths` (names, manifest), `directory` (commit, `lock`), `components` and `training_state`
 (what is saved, with `random_state` and `data_position`, and for LeRobot `gathered_policy`), `storage` (tensors in
-files, under torch's driver), `reader`, `trainable_only`, `rotation`, `background` (saves behind the trainer), and
+files, under torch's driver), `reader`, `trainable_only`, `rotation`, `background_save` (saves behind the trainer), and
 `verify`.
 
 `save` and `load` tie them together; both are collective, and end alike on every rank.

@@ -60,7 +60,7 @@ class LeRobotDataset(Dataset[Sample]):
         pool: episodes whose rows a process keeps mapped; give the loader's.
         decoder_cache: videos that a process keeps open; by default ``pool``, at most 128.
         on_corrupt: ``"raise"``, or ``"skip"``: a sample that cannot be read is zeros but for its number, and every
-            sample says in ``"sample_mask"`` (bool) whether it counts; `counts` tells how many did not.
+            sample says in ``"sample_mask"`` (bool) whether it counts; `worker_counters` tells how many did not.
         video_dtype: float32 (0 to 1) or uint8 (0 to 255), of all pictures.
         image_transforms: what is done to each feature's pictures, (C, H, W) or (T, C, H, W).
         cache_dir: where fetched bytes and rows are kept as long as this lives; by default the system's folder for

@@ -1,7 +1,7 @@
 """Models and optimizers go away to host memory, and come back as they were.
 
 Input: a sharded model, or an optimizer over one. Output: the same objects, with no more than their small tensors on the
-accelerator, or all of them back, bit for bit; see [Note: away] in `residency`.
+accelerator, or all of them back, bit for bit; see [Note: away] in `placeholders`.
 
 Values travel in slabs of host memory, pinned where there is an accelerator and then handed from one trip to the next.
 All copies of a trip are queued on a stream of their own: going away ends when they are through, coming back does not

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp2_strategy.hf.library_internals import lists_blocks
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.sharding.blocks import can_be_unit
-from fsdp2_strategy.sharding.precision import CastInputs
 
 
 class ModuleTree:
@@ -63,18 +62,11 @@ class ModuleTree:
 
     def in_transformers(self, module: nn.Module) -> bool:
         """Say whether the module stands inside a transformers model, at every place where it stands."""
-        return all(self._transformers_around(module))
+        return all(self.transformers_around(module))
 
-    def _transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
+    def transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
+        """Return the models of transformers around a module, at each of its places."""
         return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
-
-    def cast_inputs(self, module: nn.Module, kind: str) -> CastInputs:
-        """Say which inputs a unit needs cast; see [Note: inputs]."""
-        around = self._transformers_around(module)
-        if not all(around):
-            return "all"
-        fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
-        return "none" if fp32_residual and kind == "block" else "first"
 
     def callable_around(self, module: nn.Module) -> nn.Module:
         """Return the innermost module, itself among them, that can be a unit: a ParameterList never runs."""

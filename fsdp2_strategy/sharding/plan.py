@@ -18,14 +18,6 @@ takes what is left. A plan keeps three invariants:
 they are used from. It is computed with as it is stored, for no gather casts it: in fp32 where any of it is trained or
 kept in fp32, else in the compute dtype. As with a unit, what goes into its forward is cast to that, and what comes out
 to what is computed in around it.
-
-[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
-its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
-space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
-brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration
-keeps the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any
-other module, and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must
-not stop them.
 """
 
 from __future__ import annotations
@@ -44,9 +36,10 @@ from fsdp2_strategy.model.names import clean, matches
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
 from fsdp2_strategy.sharding.ignored import find_ignored
+from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
 from fsdp2_strategy.sharding.module_tree import ModuleTree
-from fsdp2_strategy.sharding.precision import CastInputs, Precision
+from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.vision_encoders import Tower, find_tower
 
 
@@ -67,7 +60,7 @@ class Unit:
     parent_dtype: torch.dtype | None = None
     """Compute dtype around it, where that is another: its outputs are cast to it."""
     cast_inputs: CastInputs = "all"
-    """Which floating inputs are cast to its compute dtype; see [Note: inputs]."""
+    """Which floating inputs are cast to its compute dtype; see [Note: inputs] in `input_casts`."""
     stays_gathered: bool = False
     """Whether it stays gathered after forward: plain modules may use an embedding's weight again as their head."""
 
@@ -166,7 +159,7 @@ def plan_units(
             parameters=claimed[module],
             compute_dtype=compute_dtypes[module],
             parent_dtype=parent_dtypes.get(module),
-            cast_inputs="all" if mixed else tree.cast_inputs(module, kinds[module]),
+            cast_inputs="all" if mixed else inputs_to_cast(tree, module, kinds[module]),
             stays_gathered=kinds[module] == "embedding" and not tree.in_transformers(module),
         )
         for module in tree.order(kinds)
@@ -347,7 +340,7 @@ def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Mo
             parameters=parameters,
             compute_dtype=dtypes[module],
             parent_dtype=None if pure else outside,
-            cast_inputs="none" if not casts else tree.cast_inputs(module, "ignored") if pure else "all",
+            cast_inputs="none" if not casts else inputs_to_cast(tree, module, "ignored") if pure else "all",
         )
 
 

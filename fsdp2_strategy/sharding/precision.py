@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -68,6 +67,3 @@ class Precision:
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32
-
-
-CastInputs = Literal["all", "first", "none"]

@@ -49,7 +49,7 @@ from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
 from fsdp2_strategy.sharding.bypassed_blocks import Walk, own_outputs
-from fsdp2_strategy.sharding.ignored import cast_inputs, cast_outputs
+from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.rank_divergence import watch_units
@@ -118,7 +118,7 @@ def shard_model(
         mixed_mm_data: what ranks without images do where others have some; see [Note: unequal ranks] in
             `vision_encoders`.
         debug_divergence_seconds: compare which unit every rank runs, and name unit and rank where one differs or stays
-            away longer than this; see `divergence`.
+            away longer than this; see `rank_divergence`.
 
     Returns:
         ``model`` itself.
@@ -271,7 +271,7 @@ def _prepare_edges(plan: ShardPlan) -> None:
         module.register_forward_hook(own_outputs)
     for unit in (*plan.units, *plan.ignored):
         if unit.cast_inputs == "first":
-            unit.module.register_forward_pre_hook(_cast_first(unit.compute_dtype), with_kwargs=True)
+            unit.module.register_forward_pre_hook(cast_first(unit.compute_dtype), with_kwargs=True)
 
 
 def _shape(mesh: DeviceMesh) -> str:
@@ -302,23 +302,6 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
         output_dtype=unit.parent_dtype,
         cast_forward_inputs=unit.cast_inputs == "all",
     )
-
-
-def _cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return a hook that casts the first floating input of a module; see [Note: inputs] in `plan`."""
-
-    def cast(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for i, value in enumerate(args):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return args, {**kwargs, name: value.to(dtype)}
-        return args, kwargs
-
-    return cast
 
 
 def _agree(plan: ShardPlan, options: object) -> None:

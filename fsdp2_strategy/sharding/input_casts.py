@@ -1,0 +1,66 @@
+"""Casts: in which dtype values go in and out of a module that computes in another than what is around it.
+
+Input: a module, and what a plan says of its inputs. Output: hooks that cast.
+
+[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
+its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
+space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
+brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration
+keeps the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any
+other module, and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must
+not stop them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fsdp2_strategy.distributed.torch_internals import cast_floating
+from fsdp2_strategy.sharding.module_tree import ModuleTree
+
+CastInputs = Literal["all", "first", "none"]
+"""Which floating inputs of a unit are cast."""
+
+
+def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs:
+    """Say which inputs a unit needs cast; see [Note: inputs]."""
+    around = tree.transformers_around(module)
+    if not all(around):
+        return "all"
+    fp32_residual = all(getattr(getattr(m, "config", None), "residual_in_fp32", False) for m, *_ in around)
+    return "none" if fp32_residual and kind == "block" else "first"
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let all floating inputs of a module's forward come in one dtype, as FSDP2 does for a unit."""
+
+    def cast_all(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    module.register_forward_pre_hook(cast_all, with_kwargs=True)
+
+
+def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let all floating outputs of a module's forward come in one dtype, as FSDP2 does for a unit."""
+    module.register_forward_hook(lambda _module, _inputs, output: cast_floating(output, dtype))
+
+
+def cast_first(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return a hook that casts the first floating input of a module; see [Note: inputs]."""
+
+    def cast(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for i, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return (*args[:i], value.to(dtype), *args[i + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return args, {**kwargs, name: value.to(dtype)}
+        return args, kwargs
+
+    return cast
