@@ -1,9 +1,9 @@
 """LeRobot: data sets of its v3 format, its layout of checkpoints, and its folder of a policy.
 
-`LeRobotDataset` gives samples by index, `ResumableLoader` their order. The modules: where files come from (`dataset_source`),
-what they hold (`metadata`), an episode's numbers (`rows`) and frames (`video`), windows in time (`windows`), what is
-fetched ahead (`prefetch`, `fetching`), and a writer of the format (`generate`); these need the extra `vla`.
-`checkpoint_layout` and `policy_export` need nothing.
+`LeRobotDataset` gives samples by index, `ResumableLoader` their order. The modules: where files come from
+(`dataset_source`), what they hold (`metadata`), an episode's numbers (`rows`) and frames (`video`), windows in time
+(`windows`), what is fetched ahead (`prefetch`, `fetching`), and a writer of the format (`generate`); all with the extra
+`vla`. `checkpoint_layout` and `policy_export` need nothing.
 """
 
 from __future__ import annotations

@@ -36,11 +36,13 @@ from fsdp2_strategy.distributed.torch_internals import (
     set_flat_shard,
     set_local,
     shard_of,
+    storage_address,
     take_over_shard,
 )
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.model.fsdp_state import parameter_groups, settle
-from fsdp2_strategy.model.placeholders import anything_is_away, is_away, stand_in
+from fsdp2_strategy.model.placeholders import anything_is_away, is_away, stand_in, values_of
+from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.unit_hooks import hang, take_off
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -70,25 +72,18 @@ class _Item:
 
 
 @dataclass(frozen=True, eq=False)
-class _Load:
-    """A slab of host memory, and the items in it with their values, each in one dimension."""
-
-    slab: torch.Tensor
-    items: list[tuple[_Item, torch.Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
 class _Trip:
     """What is away of a unit or an optimizer."""
 
-    loads: list[_Load]
+    slabs: list[torch.Tensor]
+    """Host memory that the values lie in."""
     let_in: Callable[[Any], None]
     """Lifts the guard that refuses to compute meanwhile, of the unit or optimizer."""
 
 
-# Where a trip is kept: on FSDP2's record of a unit, or on the optimizer. A table beside them would keep them alive, for
-# a trip knows its parameters, and they know the whole model.
-_TRIP = "_trip_to_host"
+_TRIP = Slot[_Trip]("what is away of it")
+"""Of FSDP2's record of a unit, or of an optimizer. It knows the memory alone: which tensors stand for what is there is
+found again by asking them, also where some were replaced meanwhile."""
 
 
 def offload(subject: nn.Module | Optimizer) -> None:
@@ -106,7 +101,7 @@ def offload(subject: nn.Module | Optimizer) -> None:
     """
     if isinstance(subject, Optimizer):
         if not _is_away(subject):
-            _send(subject, list(_state_items(subject)), _guard_steps)
+            _send(subject, _guard_steps)
         return
     root = unwrap_model(subject)
     groups = [group for group in parameter_groups(root) if not _is_away(group)]
@@ -116,7 +111,7 @@ def offload(subject: nn.Module | Optimizer) -> None:
         settle(root)
     try:
         for group in groups:
-            _send(group, list(_unit_items(group)), _guard_gathers)
+            _send(group, _guard_gathers)
     except OffloadError:
         _fetch(groups)
         _end_watch()
@@ -141,19 +136,20 @@ def _fetch(keys: Sequence[Any]) -> None:
     """Bring back what is away of units or optimizers."""
     with CopyQueue() as queue:
         for key in filter(_is_away, keys):
-            trip: _Trip = key.__dict__[_TRIP]
-            while trip.loads:  # one after the other is let go of; where memory runs out, the rest is still away
-                load = trip.loads[-1]
-                for item, values in load.items:
+            trip = model_state(key).get(_TRIP)
+            assert trip is not None
+            of_slab: dict[int, list[_Item]] = defaultdict(list)
+            for item in _items_of(key):
+                if is_away(item.tensor):
+                    of_slab[storage_address(values_of(item.tensor))].append(item)
+            while trip.slabs:  # one after the other is let go of; where memory runs out, the rest is still away
+                for item in of_slab[storage_address(trip.slabs[-1])]:
                     like = item.tensor
-                    if like.is_meta:
-                        back = torch.empty_strided(
-                            like.size(), like.stride(), dtype=like.dtype, device=current_device()
-                        )
-                        queue.copy(back, values.as_strided(like.size(), like.stride(), values.storage_offset()))
-                        item.put(back)
-                _slabs.give_back(trip.loads.pop().slab, queue.event())
-            delattr(key, _TRIP)
+                    back = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())
+                    queue.copy(back, values_of(like))
+                    item.put(back)
+                _slabs.give_back(trip.slabs.pop(), queue.event())
+            model_state(key).pop(_TRIP)
             trip.let_in(key)
 
 
@@ -179,51 +175,55 @@ def forget_slabs() -> None:
 
 
 def _is_away(key: Any) -> bool:
-    return _TRIP in key.__dict__
+    return model_state(key).get(_TRIP) is not None
 
 
-def _send(key: Any, items: Sequence[_Item], guard: Callable[[Any], Callable[[Any], None]]) -> None:
-    loads: list[_Load] = []
+def _send(key: Any, guard: Callable[[Any], Callable[[Any], None]]) -> None:
+    for parameter in () if isinstance(key, Optimizer) else parameters_of(key):
+        take_over_shard(parameter)  # FSDP2 looks late at what took the shard's place
+    slabs: list[torch.Tensor] = []
+    sent: list[tuple[_Item, torch.Tensor]] = []
     try:
         with CopyQueue() as queue:
-            for members, nbytes in _packed(items):
-                load = _Load(_slabs.take(nbytes), [])
-                loads.append(load)
+            for members, nbytes in _packed([item for item in _items_of(key) if _travels(item.tensor)]):
+                slabs.append(_slabs.take(nbytes))
                 for item, begin in members:
                     like = item.tensor
-                    values = load.slab[begin : begin + item.span * like.element_size()].view(like.dtype)
+                    values = slabs[-1][begin : begin + item.span * like.element_size()].view(like.dtype)
                     queue.copy(values.as_strided(like.size(), like.stride(), values.storage_offset()), like)
-                    load.items.append((item, values))
+                    sent.append((item, values))
                     if not queue.is_async:
                         item.put(stand_in(values, like))
     except (RuntimeError, MemoryError) as error:
-        for item, values in (pair for load in loads for pair in load.items if pair[0].tensor.is_meta):
+        for item, values in (pair for pair in sent if pair[0].tensor.is_meta):
             like = item.tensor
             item.put(values.as_strided(like.size(), like.stride(), values.storage_offset()).clone())
         raise OffloadError(
             f"cannot offload: the host has no memory left ({error}), and everything is where it was. Offload less, or "
             "use a larger host."
         ) from error
-    for item, values in (pair for load in loads for pair in load.items if queue.is_async):
+    for item, values in sent if queue.is_async else ():
         item.put(stand_in(values, item.tensor))  # all copies are through: the device's memory can go
-    setattr(key, _TRIP, _Trip(loads, guard(key)))
+    model_state(key).set(_TRIP, _Trip(slabs, guard(key)))
     if not isinstance(key, Optimizer):
         _watch_steps()
 
 
-def _unit_items(group: Any) -> Iterator[_Item]:
-    """Return what travels of one unit of a model."""
-    for parameter in parameters_of(group):
-        take_over_shard(parameter)  # it looks late at what took the shard's place
-        if _travels(flat_shard_of(parameter)):
-            yield _Item(flat_shard_of(parameter), [partial(set_flat_shard, parameter)])
+def _items_of(key: Any) -> Iterator[_Item]:
+    """Return what may travel of a unit or an optimizer, whether it is away or not."""
+    return _state_items(key) if isinstance(key, Optimizer) else _unit_items(key)
+
+
+def _unit_items(record: Any) -> Iterator[_Item]:
+    for parameter in parameters_of(record):
+        yield _Item(flat_shard_of(parameter), [partial(set_flat_shard, parameter)])
         gradient: Any = shard_of(parameter).grad
-        if gradient is not None and _travels(local_of(gradient)):
+        if gradient is not None:
             yield _Item(local_of(gradient), [partial(set_local, gradient)])
 
 
 def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
-    """Return what travels of an optimizer; tensors that are registered twice travel once."""
+    """Return an optimizer's tensors; those that are registered twice come once."""
     places: dict[int, list[Put]] = defaultdict(list)
     tensors: dict[int, torch.Tensor] = {}
     for state in optimizer.state.values():
@@ -235,8 +235,7 @@ def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
             tensors[id(local)] = local
             places[id(local)].append(put)
     for key, tensor in tensors.items():
-        if _travels(tensor):
-            yield _Item(tensor, places[key])
+        yield _Item(tensor, places[key])
 
 
 def _set(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
