@@ -192,6 +192,32 @@ def test_a_model_runs_by_its_forward_by_name_and_by_methods_that_call_each_other
             torch.testing.assert_close(run(x), value)
 
 
+class Changing(Paired):
+    """Blocks that are called, until something bypasses them."""
+
+    bypasses = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.bypasses else self.one_stack(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_bypasses_blocks_as_none_before_is_an_error_and_runs_from_then_on():
+    model, unsharded = build(Changing), build(Changing)
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=["Block"]))
+    strategy.prepare_model(model)
+    x = batch_of(0, 0)
+    torch.testing.assert_close(loss_of(model, x), loss_of(unsharded, x))
+    model.bypasses = unsharded.bypasses = True
+    with pytest.raises(ShardError, match=r"cannot run Changing: .* bypasses the forward of a block.*Run it again"):
+        loss_of(model, x)
+    for _ in range(2):
+        torch.testing.assert_close(loss_of(model, x), loss_of(unsharded, x))
+    model.eval(), unsharded.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), unsharded(x))
+
+
 @pytest.mark.ranks(2)
 def test_what_runs_outside_of_any_pass_is_named_with_the_way_out():
     model = build()
