@@ -38,7 +38,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def keep_recorded_outputs(module: nn.Module) -> None:
-    """Register hooks that keep a renamed module's hidden states: transformers looks up what it records by class name."""
+    """Register hooks that keep a renamed module's hidden states, which transformers looks up by class name."""
     if recorded_outputs(original_class(module)) is not None:
         module.register_forward_pre_hook(_lend, prepend=True)
         module.register_forward_hook(_take_back, always_call=True)
