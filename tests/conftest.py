@@ -19,8 +19,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool import RankPool
-from shrunk import FILES, SHRUNK
+from helpers.pool import RankPool
+from helpers.shrunk import FILES, SHRUNK
 
 from fsdp2_strategy import sizes
 

@@ -383,7 +383,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.insert(0, {tests!r})
 import torch.distributed as dist
-from models import batch_of, build, loss_of
+from helpers.models import batch_of, build, loss_of
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 
 config = StrategyConfig.from_accelerate({path!r})

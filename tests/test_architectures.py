@@ -5,23 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, batch_of, build, loss_of
-from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
+from helpers.models import CASES, batch_of, build, loss_of
+from helpers.reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
+from helpers.training import train
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy import FSDPV2Strategy
 
 STEPS = 3
-
-
-def take_steps(strategy, name, model, optimizer, scheduler, steps):
-    rank = dist.get_rank()
-    losses = []
-    for step in steps:
-        loss = loss_of(name, model, batch_of(name, step, rank))
-        strategy.backward(loss, model, optimizer)
-        losses.append((loss.item(), strategy.optimizer_step(optimizer, model, scheduler).grad_norm))
-    return losses
 
 
 @pytest.mark.ranks(2)
@@ -52,6 +43,5 @@ def test_an_architecture_trains_with_parity_and_resumes_bitwise(name, tmp_path):
     saved, loaded = full_parameters(model), full_parameters(other)
     assert all(torch.equal(saved[n], loaded[n]) for n in saved)
     assert strategy.global_step(other) == STEPS
-    assert take_steps(strategy, name, other, other_optimizer, None, [3, 4]) == take_steps(
-        strategy, name, model, optimizer, None, [3, 4]
-    )
+    went_on = train(strategy, model, optimizer, None, [3, 4], name)
+    assert train(strategy, other, other_optimizer, None, [3, 4], name) == went_on

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
-from test_checkpoint_format import tokenizer as small_tokenizer
+from helpers.folders import contents, small_tokenizer
+from helpers.training import assert_same, full_state, prepared, strategy_for, tags, train
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, sizes, verify_checkpoint
@@ -45,14 +45,6 @@ class Gate:
             return write(*args)
 
         monkeypatch.setattr(saving, "write_parts", held)
-
-
-def contents(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(Path(directory).rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from models import next_token_loss
-from pool import processes
+from helpers.models import next_token_loss
+from helpers.pool import processes
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig

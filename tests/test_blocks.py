@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 import transformers
-from models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
+from helpers.models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
 from torch import nn
 
 from fsdp2_strategy import MeshError, ShardError, explain, find_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -15,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import PlainTransformer, batch_of, build, loss_of, next_token_loss, tokens
-from reference import full, full_parameters
+from helpers.crashes import dies_at, removals_at_once
+from helpers.models import PlainTransformer, build, next_token_loss, tokens
+from helpers.reference import full, full_parameters
+from helpers.training import assert_same, full_state, prepared, strategy_for, tags, train
 from torch import nn
 
 import fsdp2_strategy.checkpoint.save as saving
 from fsdp2_strategy import (
     EMA,
     CheckpointError,
-    FSDPV2Strategy,
-    StrategyConfig,
     list_checkpoints,
     save_checkpoint,
     sizes,
@@ -33,37 +34,6 @@ from fsdp2_strategy import (
 from fsdp2_strategy.checkpoint import directory, layout
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.hf.safetensors_format import read_header
-
-
-def strategy_for(**config):
-    return FSDPV2Strategy(config=StrategyConfig(**{"bf16": False, "max_norm": 1.0, **config}))
-
-
-def prepared(strategy, name="llama", seed=0, shard_size=-1, lr=1e-2):
-    model = strategy.prepare_model(build(name, seed), is_training=True, shard_size=shard_size)
-    optimizer = strategy.create_optimizer(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = strategy.create_scheduler(optimizer, "cosine", num_training_steps=20, num_warmup_steps=2)
-    return model, optimizer, scheduler
-
-
-def train(strategy, model, optimizer, scheduler, steps, name="llama"):
-    results = []
-    for step in steps:
-        loss = loss_of(name, model, batch_of(name, step, dist.get_rank()))
-        strategy.backward(loss, model, optimizer)
-        result = strategy.optimizer_step(optimizer, model, scheduler)
-        results.append((loss.item(), result.grad_norm, optimizer.param_groups[0]["lr"]))
-    return results
-
-
-def full_state(model, optimizer):
-    return {**full_parameters(model), **{n: full(t).clone() for n, t in optimizer_tensors(model, optimizer).items()}}
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert not [n for n in expected if not torch.equal(actual[n], expected[n])]
-
 
 # --- resume --------------------------------------------------------------------------------------------------------
 
@@ -195,7 +165,7 @@ def load_at(path, shard_size, cpu_offload):
     dist.all_gather_object(draws, torch.rand(1).item())
     assert len(set(draws)) == len(draws), "each rank draws its own numbers"
     results = train(strategy, model, optimizer, scheduler, [3], "recurrent")
-    assert results[0][1] > 0
+    assert results[0][1].grad_norm > 0
 
 
 @pytest.mark.parametrize(("world", "shard_size"), [(3, -1), (4, 2), (1, -1)])
@@ -397,10 +367,6 @@ def names_in(path):
     return sorted(p.name for p in path.iterdir())
 
 
-def tags(path):
-    return [c.tag for c in list_checkpoints(path)]
-
-
 @pytest.mark.ranks(2)
 def test_rotation_keeps_the_newest_by_count_and_touches_nothing_else(tmp_path):
     strategy = strategy_for()
@@ -470,23 +436,6 @@ def test_rotation_keeps_within_max_mem_and_never_removes_the_newest(tmp_path):
 # --- crashes and failures --------------------------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """What a SIGKILL looks like from inside: nothing after it runs."""
-
-
-class AtOnce:
-    """A thread that does its work when it is started: what it does counts in the order of the save."""
-
-    def __init__(self, target, args, name):
-        self.work = lambda: target(*args)
-
-    def start(self):
-        self.work()
-
-    def join(self):
-        pass
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("tag", "files"),
@@ -503,57 +452,22 @@ def crash_at_every_step(tmp_path, tag):
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy, "mlp")
     train(strategy, model, optimizer, scheduler, range(2), "mlp")
-    originals = {
-        (os, "fsync"): os.fsync,
-        (shutil, "rmtree"): shutil.rmtree,
-        (Path, "rename"): Path.rename,
-        (Path, "replace"): Path.replace,
-        (Path, "write_bytes"): Path.write_bytes,
-        (Path, "mkdir"): Path.mkdir,
-        (saving, "write_parts"): saving.write_parts,
-    }
-    thread, directory.Thread = directory.Thread, AtOnce
-    points, committed_at = 0, None
-    while True:
-        saves = tmp_path / f"{points}"
-        strategy.save_ckpt(model, saves, "global_step1", client_state={"saved": 1}, max_num=2)
-        strategy.save_ckpt(model, saves, "global_step2", client_state={"saved": 2}, max_num=2)
-        countdown = points
-
-        def dying(original):
-            def call(*args, **kwargs):
-                nonlocal countdown
-                if countdown == 0:
-                    raise Killed
-                countdown -= 1
-                return original(*args, **kwargs)
-
-            return call
-
-        for (owner, name), original in originals.items():
-            setattr(owner, name, dying(original))
-        try:
-            strategy.save_ckpt(model, saves, tag, client_state={"saved": 3}, max_num=2)
-            survived = True
-        except Killed:
-            survived = False
-        finally:
-            for (owner, name), original in originals.items():
-                setattr(owner, name, original)
-        if survived:
-            break
-        _, state = strategy.load_ckpt(model, saves)
-        committed_at = committed_at or (points if state == {"saved": 3} else None)
-        assert state == ({"saved": 3} if committed_at is not None else {"saved": 2}), points
-        strategy.save_ckpt(model, saves, "after", client_state={"saved": 4}, max_num=2)
-        assert strategy.load_ckpt(model, saves)[1] == {"saved": 4}
-        assert len(tags(saves)) == 2
-        directory.finish_removals()
-        assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
-        points += 1
-    directory.Thread = thread
-    assert points > 15
-    assert committed_at is not None
+    committed_at = None
+    with removals_at_once():
+        for point in itertools.count():
+            saves = tmp_path / f"{point}"
+            strategy.save_ckpt(model, saves, "global_step1", client_state={"saved": 1}, max_num=2)
+            strategy.save_ckpt(model, saves, "global_step2", client_state={"saved": 2}, max_num=2)
+            if not dies_at(point, lambda: strategy.save_ckpt(model, saves, tag, client_state={"saved": 3}, max_num=2)):  # noqa: B023
+                break
+            _, state = strategy.load_ckpt(model, saves)
+            committed_at = committed_at or (point if state == {"saved": 3} else None)
+            assert state == ({"saved": 3} if committed_at is not None else {"saved": 2}), point
+            strategy.save_ckpt(model, saves, "after", client_state={"saved": 4}, max_num=2)
+            assert strategy.load_ckpt(model, saves)[1] == {"saved": 4}
+            assert len(tags(saves)) == 2
+            assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
+    assert committed_at is not None and point > 15
 
 
 @pytest.mark.ranks(3)

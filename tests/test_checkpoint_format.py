@@ -7,11 +7,9 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,12 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import CASES, HUGGING_FACE, batch_of, build, loss_of
-from pool import processes
-from reference import full, full_parameters
+from helpers.crashes import kill_within_a_save
+from helpers.folders import contents, small_tokenizer
+from helpers.models import CASES, HUGGING_FACE, batch_of, build, loss_of
+from helpers.pool import processes
+from helpers.reference import full, full_parameters
+from helpers.training import assert_same, full_state, prepared, strategy_for, tags, train
 from safetensors.torch import load_file
-from test_checkpoint import assert_same, full_state, prepared, strategy_for, tags, train
-from tokenizers import Tokenizer, models
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2_strategy import (
     CheckpointError,
@@ -59,11 +58,6 @@ from fsdp2_strategy.hf.safetensors_format import DTYPES
 from fsdp2_strategy.hf.save_plan import create, files_for
 from fsdp2_strategy.hf.verified_read import Reader, Wish
 from fsdp2_strategy.hf.write import Job, write_all
-
-
-def files_under(path):
-    return {f.relative_to(path).as_posix(): f.read_bytes() for f in sorted(Path(path).rglob("*")) if f.is_file()}
-
 
 # --- the model folder ------------------------------------------------------------------------------------------------
 
@@ -128,17 +122,11 @@ def test_a_wrapper_keeps_what_is_its_own_beside_the_model(tmp_path):
     assert_same(full_parameters(bare), full_parameters(critic.backbone))
 
 
-def tokenizer():
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    )
-
-
 @pytest.mark.ranks(2)
 def test_the_tokenizer_comes_from_the_models_folder_or_is_given(tmp_path):
     if dist.get_rank() == 0:
         build("llama").save_pretrained(tmp_path / "base")
-        tokenizer().save_pretrained(tmp_path / "base")
+        small_tokenizer().save_pretrained(tmp_path / "base")
     dist.barrier()
     strategy = strategy_for()
     with strategy.init_model_context(meta_init=True):
@@ -146,7 +134,7 @@ def test_the_tokenizer_comes_from_the_models_folder_or_is_given(tmp_path):
     strategy.prepare_model(model, is_training=True)
     strategy.save_ckpt(model, tmp_path / "ckpts", "known")
     plain = strategy.prepare_model(build("llama"), is_training=True)
-    strategy.save_ckpt(plain, tmp_path / "ckpts", "given", tokenizer=tokenizer())
+    strategy.save_ckpt(plain, tmp_path / "ckpts", "given", tokenizer=small_tokenizer())
     strategy.save_ckpt(plain, tmp_path / "ckpts", "none")
     for tag in ("known", "given"):
         folder = tmp_path / "ckpts" / tag / "model"
@@ -189,10 +177,10 @@ def test_files_do_not_depend_on_the_number_of_ranks_and_load_on_any(tmp_path, ru
     for world_size in (1, 2, 3, 4):
         run_on(world_size, save_trained, folder=tmp_path)
     for part in ("model", "optimizer"):
-        expected = files_under(tmp_path / "world1" / part)
+        expected = contents(tmp_path / "world1" / part)
         assert len(expected) >= 1
         for world_size in (2, 3, 4):
-            assert files_under(tmp_path / f"world{world_size}" / part) == expected
+            assert contents(tmp_path / f"world{world_size}" / part) == expected
     assert verify_checkpoint(tmp_path / "world3").ok
     for world_size in (1, 2):
         run_on(world_size, load_as_saved, folder=tmp_path, tag="world3")
@@ -219,7 +207,7 @@ def test_offloaded_state_saves_the_same_bytes_and_loads_without_offload(tmp_path
         strategy.save_ckpt(model, tmp_path / str(offload), "t")
         expected = full_state(model, optimizer)
     for part in ("model", "optimizer"):
-        assert files_under(tmp_path / "True" / "t" / part) == files_under(tmp_path / "False" / "t" / part)
+        assert contents(tmp_path / "True" / "t" / part) == contents(tmp_path / "False" / "t" / part)
     other, its_optimizer, _ = prepared(strategy_for(), seed=1)
     strategy_for().load_ckpt(other, tmp_path / "True", optimizer=its_optimizer, load_lr_scheduler_states=False)
     assert_same(full_state(other, its_optimizer), expected)
@@ -347,7 +335,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(tmp_path):
     strategy.save_ckpt(model, tmp_path, "a", client_state={"x": 1})
     path = tmp_path / "a"
     assert verify_checkpoint(path).ok
-    for name, content in files_under(path).items():
+    for name, content in contents(path).items():
         for at in {0, len(content) // 2, len(content) - 1}:
             dist.barrier()
             if dist.get_rank() == 0:
@@ -424,7 +412,7 @@ def test_structure_that_does_not_fit_is_found_before_anything_is_touched(tmp_pat
         train(strategy, model, optimizer, scheduler, [0], "mlp")
     before = full_parameters(model)
     a, b = tmp_path / "a", tmp_path / "b"
-    keep = files_under(b)
+    keep = contents(b)
     for message, fault in FAULTS.items():
         dist.barrier()
         if dist.get_rank() == 0:
@@ -645,17 +633,7 @@ def save_for_ever(folder):
 def test_a_run_that_is_killed_while_it_saves_loses_nothing_that_was_committed(tmp_path):
     committed = 0
     for milliseconds in (0, 11):
-        run = processes.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
-        run.start()
-        deadline = time.monotonic() + 60
-        while len(saved := list_checkpoints(tmp_path)) < 2 or saved[-1].sequence < committed + 3:
-            assert run.is_alive() and time.monotonic() < deadline
-        while not list(tmp_path.glob(".*.partial")) and time.monotonic() < deadline:
-            pass
-        time.sleep(milliseconds / 1000)
-        run.kill()
-        run.join()
-        assert run.exitcode == -signal.SIGKILL
+        kill_within_a_save(save_for_ever, tmp_path, committed=committed + 3, seconds=milliseconds / 1000)
         whole = list_checkpoints(tmp_path)
         assert len(whole) >= 2 and all(verify_checkpoint(c.path).ok for c in whole)
         assert whole[-1].sequence > committed
@@ -859,7 +837,7 @@ def save_two(folder):
     strategy = strategy_for()
     model, *_ = prepared(strategy)
     strategy.save_ckpt(model, folder, "a", metric=0.5)
-    strategy.save_ckpt(model, folder, "b", protect=True, tokenizer=tokenizer())
+    strategy.save_ckpt(model, folder, "b", protect=True, tokenizer=small_tokenizer())
 
 
 def test_the_command_line_lists_verifies_and_exports(tmp_path, capsys, run_on):

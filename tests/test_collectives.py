@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, build, loss_of
-from reference import CountCollectives
+from helpers.models import batch_of, build, loss_of
+from helpers.reference import CountCollectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import build
-from reference import full_parameters
-from test_checkpoint import assert_same, strategy_for
+from helpers.models import build
+from helpers.reference import full_parameters
+from helpers.training import assert_same, strategy_for
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, tokens
-from test_checkpoint import assert_same, full_state
+from helpers.models import build, tokens
+from helpers.training import assert_same, full_state
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 

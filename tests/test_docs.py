@@ -50,7 +50,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
 def test_the_readme_example_runs(tmp_path):
     import torch
     import torch.distributed as dist
-    from models import build, tokens
+    from helpers.models import build, tokens
 
     directory = [str(tmp_path)]
     dist.broadcast_object_list(directory)

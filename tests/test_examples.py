@@ -11,7 +11,7 @@ import ppo
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_parameters_close, full_parameters
+from helpers.reference import assert_parameters_close, full_parameters
 from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, HUGGING_FACE, Mlp, batch_of, build
-from reference import full, full_parameters, resident
+from helpers.folders import assert_same_tensors, tensors_in
+from helpers.models import CASES, HUGGING_FACE, Mlp, batch_of, build
+from helpers.reference import full, full_parameters, resident
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -36,20 +37,6 @@ from fsdp2_strategy import (
 from fsdp2_strategy.hf import export, safetensors_format, write
 
 
-def files_of(folder):
-    state = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        state |= load_file(path)
-    return state
-
-
-def assert_same_files(actual, expected):
-    actual, expected = files_of(actual), files_of(expected)
-    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype, name
-
-
 def exported_equals_saved(name, folder):
     cls = type(CASES[name].build())
     with init_on_meta():
@@ -59,7 +46,7 @@ def exported_equals_saved(name, folder):
     world_size = dist.get_world_size()
     out = folder / f"exported{world_size}"
     save_model(model, None, out, max_shard_size="40KB")
-    assert_same_files(out, folder / "saved")
+    assert_same_tensors(out, folder / "saved")
     if dist.get_rank() == 0:
         opened, plain = cls.from_pretrained(out), cls.from_pretrained(folder / "saved")
         assert opened.config.to_dict() == plain.config.to_dict() | {"_name_or_path": str(out)}
@@ -107,7 +94,7 @@ def test_replicas_share_the_writing(tmp_path):
     save_model(model, None, tmp_path / "out")
     patch.undo()
     dist.barrier()
-    assert_same_files(tmp_path / "out", tmp_path / "saved")
+    assert_same_tensors(tmp_path / "out", tmp_path / "saved")
     mine = torch.tensor(sum(job.tensor.numel() for job in written))
     total = mine.clone()
     dist.all_reduce(total)
@@ -137,10 +124,10 @@ def test_the_dtype_is_that_of_the_shards_or_the_one_asked_for(tmp_path):
     model = strategy.prepare_model(build("llama"), is_training=True)
     expected = full_parameters(model)
     strategy.save_model(model, None, tmp_path / "masters")
-    assert all(torch.equal(t, expected[n]) for n, t in files_of(tmp_path / "masters").items())
+    assert all(torch.equal(t, expected[n]) for n, t in tensors_in(tmp_path / "masters").items())
     assert json.loads((tmp_path / "masters/config.json").read_text())["dtype"] == "float32"
     strategy.save_model(model, None, tmp_path / "bf16", dtype=torch.bfloat16)
-    assert all(torch.equal(t, expected[n].bfloat16()) for n, t in files_of(tmp_path / "bf16").items())
+    assert all(torch.equal(t, expected[n].bfloat16()) for n, t in tensors_in(tmp_path / "bf16").items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
     assert model.config.dtype != torch.bfloat16
 
@@ -149,7 +136,7 @@ def test_the_dtype_is_that_of_the_shards_or_the_one_asked_for(tmp_path):
 def test_parameters_that_a_model_keeps_in_fp32_stay_so(tmp_path):
     model = shard_model(build("deepseek_v3"), bf16=False)
     save_model(model, None, tmp_path, dtype=torch.bfloat16)
-    dtypes = {t.dtype for n, t in files_of(tmp_path).items() if "e_score_correction_bias" in n}
+    dtypes = {t.dtype for n, t in tensors_in(tmp_path).items() if "e_score_correction_bias" in n}
     assert dtypes == {torch.float32}
 
 
@@ -205,7 +192,7 @@ def test_a_variant_and_the_models_own_names_can_be_had(tmp_path):
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16", dtype=torch.float16)
     assert torch.equal(opened.lm_head.weight, full(model.lm_head.weight).half())
     save_model(model, None, tmp_path / "own", save_original_format=False)
-    assert set(files_of(tmp_path / "own")) == set(dict(model.named_parameters()))
+    assert set(tensors_in(tmp_path / "own")) == set(dict(model.named_parameters()))
 
 
 @pytest.mark.ranks(2)
@@ -223,7 +210,7 @@ def test_pushing_happens_once_after_the_write(tmp_path):
             return type("Repo", (), {"repo_id": f"me/{repo_id}"})
 
         def upload_folder(self, **kwargs):
-            assert files_of(kwargs["folder_path"]), "the weights are written"
+            assert tensors_in(kwargs["folder_path"]), "the weights are written"
             calls.append(kwargs)
 
     patch = pytest.MonkeyPatch()
@@ -263,7 +250,7 @@ def permuted_round_trip(folder):
     if dist.get_rank() == 0:
         plain.save_pretrained(saved)
     dist.barrier()
-    assert "model.layers.0.mlp.down.weight" in files_of(saved)
+    assert "model.layers.0.mlp.down.weight" in tensors_in(saved)
     with init_on_meta():
         model = PermutedLlama.from_pretrained(saved)
     shard_model(model, bf16=False)
@@ -271,7 +258,7 @@ def permuted_round_trip(folder):
     expected = dict(plain.named_parameters())
     assert all(torch.equal(full(p), expected[n]) for n, p in model.named_parameters())
     save_model(model, None, out)
-    assert_same_files(out, saved)
+    assert_same_tensors(out, saved)
 
 
 def test_what_is_permuted_or_transposed_goes_both_ways(tmp_path, run_on):

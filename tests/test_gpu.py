@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import batch_of, build, loss_of
-from reference import Unsharded, full_parameters
+from helpers.models import batch_of, build, loss_of
+from helpers.reference import Unsharded, full_parameters
 from safetensors.torch import load_file
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import batch_of, build, loss_of, next_token_loss, tokens
-from reference import assert_close, full_grads, full_parameters, same_on_all_ranks
-from test_checkpoint import assert_same, full_state
-from test_shard import MixedPrecision
-from test_walk import build as paired
-from test_walk import train_beside_reference
+from helpers.models import batch_of, build, loss_of, next_token_loss, tokens
+from helpers.paired import build as paired
+from helpers.paired import train_beside_reference
+from helpers.reference import MixedPrecision, assert_close, full_grads, full_parameters, same_on_all_ranks
+from helpers.training import assert_same, full_state, train
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,15 +34,6 @@ def started(name="llama", *, bf16=False, ignored=MLPS, seed=0, **config):
     model = strategy.prepare_model(build(name, seed), is_training=True)
     optimizer = strategy.create_optimizer(model, lr=1e-2, weight_decay=0.1)
     return strategy, model, optimizer
-
-
-def train(strategy, model, optimizer, steps, name="llama"):
-    results = []
-    for step in steps:
-        loss = loss_of(name, model, batch_of(name, step, dist.get_rank()))
-        strategy.backward(loss, model, optimizer)
-        results.append((loss.item(), strategy.optimizer_step(optimizer, model, None).grad_norm))
-    return results
 
 
 # --- what is planned -------------------------------------------------------------------------------------------------
@@ -318,17 +308,17 @@ def test_what_is_ignored_within_a_unit_that_is_walked_through_is_left_to_itself(
 @pytest.mark.parametrize("config", [{"bf16": False}, {"bf16": True}, {"bf16": True, "use_mp_opt": True}], ids=str)
 def test_a_run_goes_on_to_the_bit(tmp_path, config):
     strategy, model, optimizer = started(**config)
-    train(strategy, model, optimizer, range(3))
+    train(strategy, model, optimizer, None, range(3))
     strategy.save_ckpt(model, tmp_path)
-    expected = train(strategy, model, optimizer, range(3, 6))
+    expected = train(strategy, model, optimizer, None, range(3, 6))
     strategy, model, optimizer = started(seed=7, **config)
     assert strategy.load_ckpt(model, tmp_path)[0]
-    assert train(strategy, model, optimizer, range(3, 6)) == expected
+    assert train(strategy, model, optimizer, None, range(3, 6)) == expected
 
 
 def save_three_steps(path):
     strategy, model, optimizer = started()
-    train(strategy, model, optimizer, range(3))
+    train(strategy, model, optimizer, None, range(3))
     strategy.save_ckpt(model, path)
     state = full_state(model, optimizer)
     if dist.get_rank() == 0:
@@ -340,7 +330,7 @@ def load_it(path, ignored):
     strategy, model, optimizer = started(seed=7, ignored=ignored)
     strategy.load_ckpt(model, path)
     assert_same(full_state(model, optimizer), torch.load(path / "expected.pt"))
-    train(strategy, model, optimizer, range(3, 4))
+    train(strategy, model, optimizer, None, range(3, 4))
 
 
 @pytest.mark.parametrize(("world", "ignored"), [(1, MLPS), (3, MLPS), (2, ()), (3, ("lm_head",))])
@@ -352,7 +342,7 @@ def test_other_ranks_and_other_ignored_modules_load_the_same(tmp_path, run_on, w
 @pytest.mark.ranks(2)
 def test_an_export_is_that_of_the_sharded_model_and_a_model_on_meta_reads_it(tmp_path):
     strategy, model, optimizer = started()
-    train(strategy, model, optimizer, range(2))
+    train(strategy, model, optimizer, None, range(2))
     expected = full_parameters(model)
     save_model(model, None, tmp_path)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -362,8 +352,8 @@ def test_an_export_is_that_of_the_sharded_model_and_a_model_on_meta_reads_it(tmp
     strategy.prepare_model(other, is_training=True)
     assert_same(full_parameters(other), expected)
     optimizer = strategy.create_optimizer(other, lr=1e-2)
-    results = train(strategy, other, optimizer, range(2, 4))
-    assert same_on_all_ranks(results[-1][1])
+    results = train(strategy, other, optimizer, None, range(2, 4))
+    assert same_on_all_ranks(results[-1][1].grad_norm)
     assert same_on_all_ranks(other.model.layers[0].mlp.up_proj.weight.tolist())
 
 
@@ -373,7 +363,7 @@ def test_a_trip_to_host_memory_changes_nothing():
         strategy, model, optimizer = started()
         results = []
         for step in range(3):
-            results += train(strategy, model, optimizer, range(step, step + 1))
+            results += train(strategy, model, optimizer, None, range(step, step + 1))
             if trip:
                 strategy.offload_model([model])
                 strategy.maybe_offload_optimizer(optimizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build
+from helpers.models import build
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor

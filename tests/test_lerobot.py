@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from http_server import FileServer
+from helpers.http_server import FileServer
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError

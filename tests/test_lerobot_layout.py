@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
-import signal
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import build
+from helpers.crashes import dies_at, kill_within_a_save, removals_at_once
+from helpers.models import build
+from helpers.reference import full, full_parameters
+from helpers.training import assert_same, full_state, strategy_for, tags, take_steps
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from pool import processes
-from reference import full, full_parameters
 from safetensors.torch import load_file, load_model, save_file
-from test_checkpoint import AtOnce, Killed
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,13 +30,10 @@ from fsdp2_strategy import (
     CheckpointError,
     ConfigError,
     FSDPV2Strategy,
-    StrategyConfig,
     list_checkpoints,
     sizes,
     verify_checkpoint,
 )
-from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.hf import save_plan
@@ -110,7 +106,7 @@ def layout_of(**options):
 
 
 def start(seed=0, *, policy=None, shard_size=-1, **config):
-    strategy = FSDPV2Strategy(config=StrategyConfig(**{"bf16": False, "max_norm": 1.0, **config}))
+    strategy = strategy_for(**config)
     torch.manual_seed(seed)
     policy = strategy.prepare_model(policy or TinyPolicy(PolicyConfig()), is_training=True, shard_size=shard_size)
     optimizer = strategy.create_optimizer(policy, lr=1e-2)
@@ -120,28 +116,13 @@ def start(seed=0, *, policy=None, shard_size=-1, **config):
 
 def train(strategy, policy, optimizer, steps):
     """Take steps on a batch that every rank has, so that the number of ranks does not matter."""
-    losses = []
-    for step in steps:
+
+    def loss_at(step):
         generator = torch.Generator().manual_seed(step)
         batch = {name: torch.randint(0, 11, (2, 4), generator=generator) for name in ("state", "action")}
-        loss, _ = policy(batch)
-        strategy.backward(loss, policy, optimizer)
-        results = strategy.optimizer_step(optimizer, policy)
-        losses.append((loss.item(), results.grad_norm))
-    return losses
+        return policy(batch)[0]
 
-
-def full_state(policy, optimizer):
-    return {**full_parameters(policy), **{n: full(t).clone() for n, t in optimizer_tensors(policy, optimizer).items()}}
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert not [n for n in expected if not torch.equal(actual[n], expected[n])]
-
-
-def tags(folder):
-    return [checkpoint.tag for checkpoint in list_checkpoints(folder)]
+    return take_steps(strategy, policy, optimizer, map(loss_at, steps))
 
 
 def files_in(folder):
@@ -346,18 +327,6 @@ def test_another_number_of_ranks_loads_the_same_state(tmp_path, run_on):
 def test_a_crash_at_any_step_on_disk_leaves_last_loadable(tmp_path, tag):
     run = start(policy=nn.Linear(2, 2))
     strategy, policy, _ = run
-    originals = {
-        (os, "fsync"): os.fsync,
-        (shutil, "rmtree"): shutil.rmtree,
-        (Path, "rename"): Path.rename,
-        (Path, "replace"): Path.replace,
-        (Path, "write_bytes"): Path.write_bytes,
-        (Path, "mkdir"): Path.mkdir,
-        (Path, "symlink_to"): Path.symlink_to,
-        (Path, "unlink"): Path.unlink,
-        (saving, "write_parts"): saving.write_parts,
-    }
-    thread, directory.Thread = directory.Thread, AtOnce
 
     def save(saves, step, tag=None):
         strategy._run(policy).accumulation.steps = step
@@ -365,46 +334,23 @@ def test_a_crash_at_any_step_on_disk_leaves_last_loadable(tmp_path, tag):
 
     save(tmp_path / "before", 1)
     save(tmp_path / "before", 2)
-    points, committed_at = 0, None
-    while True:
-        saves = tmp_path / f"{points}"
-        shutil.copytree(tmp_path / "before", saves, symlinks=True)
-        countdown = points
-
-        def dying(original):
-            def call(*args, **kwargs):
-                nonlocal countdown
-                if countdown == 0:
-                    raise Killed
-                countdown -= 1
-                return original(*args, **kwargs)
-
-            return call
-
-        for (owner, name), original in originals.items():
-            setattr(owner, name, dying(original))
-        try:
-            save(saves, 3, tag)
-            survived = True
-        except Killed:
-            survived = False
-        finally:
-            for (owner, name), original in originals.items():
-                setattr(owner, name, original)
-        if survived:
-            break
-        named = strategy.load_ckpt(policy, saves / "last")[1]["saved"]
-        newest = strategy.load_ckpt(policy, saves)[1]["saved"]
-        committed_at = committed_at or (points if newest == 3 else None)
-        assert newest == (3 if committed_at is not None else 2), points
-        assert named in (2, newest) and named <= newest, "a link is a hint: it may be one behind"
-        save(saves, 4)
-        assert strategy.load_ckpt(policy, saves / "last")[1] == {"saved": 4}
-        assert len(tags(saves)) == 2
-        assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
-        points += 1
-    directory.Thread = thread
-    assert committed_at and points > 20
+    committed_at = None
+    with removals_at_once():
+        for point in itertools.count():
+            saves = tmp_path / f"{point}"
+            shutil.copytree(tmp_path / "before", saves, symlinks=True)
+            if not dies_at(point, lambda: save(saves, 3, tag)):  # noqa: B023
+                break
+            named = strategy.load_ckpt(policy, saves / "last")[1]["saved"]
+            newest = strategy.load_ckpt(policy, saves)[1]["saved"]
+            committed_at = committed_at or (point if newest == 3 else None)
+            assert newest == (3 if committed_at is not None else 2), point
+            assert named in (2, newest) and named <= newest, "a link is a hint: it may be one behind"
+            save(saves, 4)
+            assert strategy.load_ckpt(policy, saves / "last")[1] == {"saved": 4}
+            assert len(tags(saves)) == 2
+            assert [p.name for p in saves.iterdir() if p.name.startswith(".")] == [".lock"], "leftovers are swept"
+    assert committed_at and point > 20
 
 
 def save_for_ever(folder):
@@ -416,14 +362,7 @@ def save_for_ever(folder):
 
 
 def test_a_run_that_is_killed_while_it_saves_leaves_a_last_that_is_whole(tmp_path):
-    run = processes.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
-    run.start()
-    deadline = time.monotonic() + 60
-    while len(list_checkpoints(tmp_path)) < 2 or not list(tmp_path.glob(".*.partial")):
-        assert run.is_alive() and time.monotonic() < deadline
-    run.kill()
-    run.join()
-    assert run.exitcode == -signal.SIGKILL
+    kill_within_a_save(save_for_ever, tmp_path)
     assert verify_checkpoint(tmp_path / "last").ok
     assert all(verify_checkpoint(c.path).ok for c in list_checkpoints(tmp_path))
 

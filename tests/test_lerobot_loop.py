@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from policies import actions_of, batch_of
-from policies.act import ACTPolicy
-from policies.pi0 import PI0Policy
+from helpers.policies import actions_of, batch_of
+from helpers.policies.act import ACTPolicy
+from helpers.policies.pi0 import PI0Policy
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.distributed.agreement import from_rank_0

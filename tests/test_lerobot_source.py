@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from fsspec.spec import AbstractBufferedFile
-from http_server import FileServer
+from helpers.http_server import FileServer
 from pyarrow import parquet
 
 from fsdp2_strategy.errors import DataError

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from models import build
+from helpers.models import build
 
 from fsdp2_strategy import (
     CheckpointError,

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import _BASE, VOCAB, batch_of, build
-from reference import assert_close, full_grads
+from helpers.models import _BASE, VOCAB, batch_of, build
+from helpers.reference import assert_close, full_grads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

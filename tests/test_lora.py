@@ -12,10 +12,11 @@ from contextlib import redirect_stderr
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, build, loss_of, next_token_loss, tokens
-from peft import LoraConfig, PeftModel, get_peft_model
-from reference import (
+from helpers.folders import assert_same_tensors, tensors_in
+from helpers.models import Actor, Critic, batch_of, build, loss_of, next_token_loss, tokens
+from helpers.reference import (
     CountCollectives,
+    MixedPrecision,
     Unsharded,
     assert_close,
     assert_parameters_close,
@@ -23,9 +24,8 @@ from reference import (
     full_parameters,
     same_on_all_ranks,
 )
-from test_checkpoint import assert_same, full_state
-from test_export import assert_same_files, files_of
-from test_shard import Actor, Critic, MixedPrecision
+from helpers.training import assert_same, full_state, take_steps
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -354,7 +354,7 @@ def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_p
         merged_by_peft(whole, tmp_path / kind / "peft")
         before = full_parameters(model)
         strategy.save_model(model, None, tmp_path / kind / "out")
-        assert_same_files(tmp_path / kind / "out", tmp_path / kind / "peft")
+        assert_same_tensors(tmp_path / kind / "out", tmp_path / kind / "peft")
         after = full_parameters(model)
         assert list(before) == list(after) and all(torch.equal(after[n], value) for n, value in before.items())
         assert not any(getattr(module, "merged", False) for module in model.modules())
@@ -368,14 +368,14 @@ def test_a_stream_gives_what_an_export_writes(world, tmp_path):
         for dtype, bucket_bytes in ((torch.bfloat16, 512 << 20), (None, 6000)):
             folder = tmp_path / f"{kind}{dtype}"
             save_model(model, None, folder, dtype=dtype)
-            written = files_of(folder)
+            written = tensors_in(folder)
             assert weight_checksums(stream_weights(model, dtype=dtype, bucket_bytes=bucket_bytes)) == weight_checksums(
                 written.items()
             )
         offload(model)
         assert weight_checksums(stream_weights(model, dtype=None)) == weight_checksums(written.items())
         save_model(model, None, tmp_path / f"{kind}away")
-        assert_same_files(tmp_path / f"{kind}away", folder)
+        assert_same_tensors(tmp_path / f"{kind}away", folder)
         reload(model)
 
 
@@ -422,10 +422,10 @@ def test_the_active_adapters_are_merged_and_no_others(active, tmp_path):
     strategy, model, whole = trained_a_step(model)
     merged_by_peft(whole, tmp_path / "peft")
     strategy.save_model(model, None, tmp_path / "out")
-    assert_same_files(tmp_path / "out", tmp_path / "peft")
+    assert_same_tensors(tmp_path / "out", tmp_path / "peft")
     with model.disable_adapter():  # for a moment: it says nothing of what is exported
         strategy.save_model(model, None, tmp_path / "again")
-    assert_same_files(tmp_path / "again", tmp_path / "peft")
+    assert_same_tensors(tmp_path / "again", tmp_path / "peft")
 
 
 def export_in_small_cuts(folder):
@@ -443,11 +443,11 @@ def test_large_weights_are_merged_in_cuts_that_are_the_same_on_any_number_of_ran
     for world_size in (1, 2, 3, 4):
         run_on(world_size, export_in_small_cuts, folder=tmp_path)
     for kind in ("all", "embeddings", "transposed", "experts", "dora"):
-        expected = files_of(tmp_path / f"peft_{kind}")
+        expected = tensors_in(tmp_path / f"peft_{kind}")
         for world_size in (1, 2, 3, 4):
-            written = files_of(tmp_path / f"{kind}{world_size}")
+            written = tensors_in(tmp_path / f"{kind}{world_size}")
             assert written.keys() == expected.keys()
-            assert all(torch.equal(t, files_of(tmp_path / f"{kind}1")[n]) for n, t in written.items()), kind
+            assert all(torch.equal(t, tensors_in(tmp_path / f"{kind}1")[n]) for n, t in written.items()), kind
             # A product of 16 rows may round otherwise than that of all: by a unit in the last place of the delta.
             assert all(torch.allclose(t, expected[n], rtol=1e-6, atol=1e-7) for n, t in written.items())
 
@@ -517,7 +517,7 @@ def test_an_engine_gets_the_merged_weights_of_an_actor_and_verifies_them(tmp_pat
     strategy.update_engine_weights(actor, verify=True)
     strategy.reload_model(actor)
     strategy.save_model(actor, None, tmp_path)
-    assert weight_checksums(files_of(tmp_path).items()) == engine.weight_checksums()
+    assert weight_checksums(tensors_in(tmp_path).items()) == engine.weight_checksums()
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
     sequences = engine.generate(ids, max_new_tokens=5, do_sample=False)
     assert torch.equal(sequences, opened.generate(ids, max_new_tokens=5, do_sample=False))
@@ -532,7 +532,7 @@ def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_pat
     expected["value_head.weight"], expected["value_head.bias"] = (p.clone() for p in critic.value_head.parameters())
     shard_model(critic, bf16=False, is_training=True)
     save_model(critic, None, tmp_path)
-    written = files_of(tmp_path)
+    written = tensors_in(tmp_path)
     assert written.keys() == expected.keys() and all(torch.equal(written[n], t) for n, t in expected.items())
     with pytest.raises(CheckpointError, match=r"trains .*value_head\.weight, value_head\.bias\) as well"):
         save_model(critic, None, tmp_path / "adapters", merge_adapters=False)
@@ -554,7 +554,7 @@ def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path)
                 warnings.simplefilter("ignore", UserWarning)
                 whole.save_pretrained(folder / "peft")
             for own in [".", "second"] if kind == "all" else ["."]:
-                assert_same_files(folder / "out" / own, folder / "peft" / own)
+                assert_same_tensors(folder / "out" / own, folder / "peft" / own)
                 config = "adapter_config.json"
                 ours, theirs = (json.loads((folder / w / own / config).read_text()) for w in ("out", "peft"))
                 assert ours == theirs
@@ -591,7 +591,7 @@ def test_a_peft_model_may_be_the_actor_itself(tmp_path):
         whole.get_parameter(name).data = value
     merged_by_peft(whole, tmp_path / "peft")
     strategy.save_model(model, None, tmp_path / "out")
-    assert_same_files(tmp_path / "out", tmp_path / "peft")
+    assert_same_tensors(tmp_path / "out", tmp_path / "peft")
     strategy.save_model(model, None, tmp_path / "adapters", merge_adapters=False)
     loaded = PeftModel.from_pretrained(build("llama"), tmp_path / "adapters").state_dict()
     assert all(torch.equal(loaded[n], t) for n, t in whole.state_dict().items())
@@ -607,7 +607,7 @@ def test_a_model_into_which_peft_put_adapters_is_no_other(tmp_path):
     merged_by_peft(whole, tmp_path / "peft")
     shard_model(model, bf16=False, is_training=True)
     save_model(model, None, tmp_path / "out")
-    assert_same_files(tmp_path / "out", tmp_path / "peft")
+    assert_same_tensors(tmp_path / "out", tmp_path / "peft")
     save_model(model, None, tmp_path / "adapters", merge_adapters=False)
     loaded = PeftModel.from_pretrained(build("llama"), tmp_path / "adapters").state_dict()
     assert all(torch.equal(loaded[n], t) for n, t in whole.state_dict().items())
@@ -638,13 +638,8 @@ def start(folder, *, seed=0, meta_init=False, bf16=True, **options):
 
 def train(strategy, actor, optimizer, steps):
     """Take steps on one batch, which every rank has, so that the number of ranks does not matter."""
-    results = []
-    for step in steps:
-        ids = tokens(torch.Generator().manual_seed(step), batch=4)
-        loss = next_token_loss(actor(ids), ids)
-        strategy.backward(loss, actor, optimizer)
-        results.append((loss.item(), strategy.optimizer_step(optimizer, actor).grad_norm))
-    return results
+    batches = (tokens(torch.Generator().manual_seed(step), batch=4) for step in steps)
+    return take_steps(strategy, actor, optimizer, (next_token_loss(actor(ids), ids) for ids in batches))
 
 
 @pytest.mark.ranks(2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import batch_of, build, loss_of
-from reference import full_parameters
-from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
+from helpers.models import batch_of, build, loss_of
+from helpers.reference import full_parameters
+from helpers.training import assert_same, full_state, prepared, strategy_for, train
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import _BASE, VOCAB, batch_of, build
-from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
+from helpers.models import _BASE, VOCAB, batch_of, build
+from helpers.reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StepError, StrategyConfig, explain, shard_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import build
+from helpers.models import build
 from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, OptimizerError, build_mesh, build_optimizer, build_scheduler, shard_model

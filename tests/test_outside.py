@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, VOCAB, batch_of, build
-from pool import processes
-from reference import CountCollectives, assert_close, full_parameters
+from helpers.models import CASES, VOCAB, batch_of, build
+from helpers.pool import processes
+from helpers.reference import CountCollectives, assert_close, full_parameters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, build, loss_of
-from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters, same_on_all_ranks
+from helpers.models import batch_of, build, loss_of
+from helpers.reference import (
+    Unsharded,
+    assert_close,
+    assert_parameters_close,
+    full_grads,
+    full_parameters,
+    same_on_all_ranks,
+)
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from models import VOCAB
-from peers import peer
+from helpers.models import VOCAB
+from helpers.peers import peer
 from torch import nn
 
 from fsdp2_strategy import find_blocks

@@ -9,9 +9,17 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from policies import CASES, actions_of, backbone_batch, batch_of, build, loss_of
-from policies.base import FRONT, WRIST
-from reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters, same_on_all_ranks
+from helpers.policies import CASES, actions_of, backbone_batch, batch_of, build, loss_of
+from helpers.policies.base import FRONT, WRIST
+from helpers.reference import (
+    Unsharded,
+    assert_close,
+    assert_parameters_close,
+    full_grads,
+    full_parameters,
+    same_on_all_ranks,
+)
+from helpers.training import take_steps
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
@@ -87,14 +95,8 @@ def names_of_units(model):
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def take_steps(strategy, name, model, optimizer, steps):
-    """Train on this rank's batches; return its losses and the norms."""
-    found = []
-    for step in steps:
-        loss = loss_of(name, model, batch_of(name, step, dist.get_rank()))
-        strategy.backward(loss, model, optimizer)
-        found.append((loss.item(), strategy.optimizer_step(optimizer, model).grad_norm))
-    return found
+def losses_at(name, model, steps):
+    return (loss_of(name, model, batch_of(name, step, dist.get_rank())) for step in steps)
 
 
 def step_beside(unsharded, strategy, name, model, optimizer, batches):
@@ -135,8 +137,8 @@ def assert_resumes_to_the_bit(strategy, name, model, optimizer, other, other_opt
     """Save, load into another model, and go on with both."""
     strategy.save_ckpt(model, folder)
     strategy.load_ckpt(other, folder)
-    went_on = take_steps(strategy, name, model, optimizer, (5, 6))
-    assert take_steps(strategy, name, other, other_optimizer, (5, 6)) == went_on
+    went_on = take_steps(strategy, model, optimizer, losses_at(name, model, (5, 6)))
+    assert take_steps(strategy, other, other_optimizer, losses_at(name, other, (5, 6))) == went_on
     expected, found = full_parameters(model), full_parameters(other)
     assert all(torch.equal(expected[n], found[n]) for n in expected)
 

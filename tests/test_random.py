@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, build, loss_of
-from reference import full
+from helpers.models import batch_of, build, loss_of
+from helpers.reference import full
+from helpers.training import assert_same, full_state, strategy_for
 from safetensors.torch import load_file
-from test_checkpoint import assert_same, full_state, strategy_for
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_checkpoint import prepared, strategy_for, tags, train
+from helpers.training import prepared, strategy_for, tags, train
 
 from fsdp2_strategy import list_checkpoints
 from fsdp2_strategy.data import ResumableLoader

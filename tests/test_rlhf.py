@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, build, loss_of, tokens
-from reference import Unsharded, assert_parameters_close, full, full_parameters
-from test_checkpoint import assert_same, full_state, tags
+from helpers.models import batch_of, build, loss_of, tokens
+from helpers.reference import Unsharded, assert_parameters_close, full, full_parameters
+from helpers.training import assert_same, full_state, tags, train
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -267,15 +267,6 @@ def test_a_kill_in_the_middle_of_it_changes_no_bit(tmp_path):
 # --- masters in the optimizer, float16 -------------------------------------------------------------------------------
 
 
-def train_llama(strategy, model, optimizer, steps):
-    results = []
-    for step in steps:
-        loss = loss_of("llama", model, batch_of("llama", step, dist.get_rank()))
-        strategy.backward(loss, model, optimizer)
-        results.append((loss.item(), strategy.optimizer_step(optimizer, model, None)))
-    return results
-
-
 def rounded_llama(seed=0):
     model = build("llama", seed)
     for parameter in model.parameters():
@@ -292,16 +283,16 @@ def test_masters_in_the_optimizer_are_the_same_arithmetic_as_masters_in_the_mode
         return strategy, model, strategy.create_optimizer(model, **OPTIONS)
 
     plain = prepare(use_mp_opt=False)
-    expected = train_llama(*plain, range(12))
+    expected = train(*plain, None, range(12))
     strategy, model, optimizer = prepare(use_mp_opt=True)
     assert is_mp_optimizer(optimizer) and not is_mp_optimizer(plain[2])
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    results = train_llama(strategy, model, optimizer, range(6))
+    results = train(strategy, model, optimizer, None, range(6))
     strategy.save_ckpt(model, tmp_path)
     strategy.maybe_offload_optimizer(optimizer)
     assert all(m._local_tensor.is_meta for m in masters_of(model).values()), "masters go away with the optimizer"
     strategy.maybe_load_optimizer(optimizer)
-    results += train_llama(strategy, model, optimizer, range(6, 12))
+    results += train(strategy, model, optimizer, None, range(6, 12))
     assert results == expected
     masters = {n: full(masters_of(model)[id(p)]) for n, p in named_parameters(model).items()}
     assert_same(masters, full_parameters(plain[1]))
@@ -309,7 +300,7 @@ def test_masters_in_the_optimizer_are_the_same_arithmetic_as_masters_in_the_mode
 
     resumed = prepare(use_mp_opt=True, seed=3)
     resumed[0].load_ckpt(resumed[1], tmp_path)
-    assert train_llama(*resumed, range(6, 12)) == expected[6:]
+    assert train(*resumed, None, range(6, 12)) == expected[6:]
     with pytest.raises(
         CheckpointError, match=r"holds the state of FSDPadaptOptimizer\(AdamW\), expected that of AdamW"
     ):
@@ -320,7 +311,7 @@ def save_with_masters(path):
     strategy = strategy_for(bf16=True, use_mp_opt=True)
     model = strategy.prepare_model(rounded_llama(), is_training=True)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
-    train_llama(strategy, model, optimizer, range(2))
+    train(strategy, model, optimizer, None, range(2))
     strategy.save_ckpt(model, path)
     state = full_state(model, optimizer)
     if dist.get_rank() == 0:
@@ -350,7 +341,7 @@ def test_weights_that_come_from_elsewhere_reach_the_masters(tmp_path):
     model = strategy.prepare_model(rounded_llama(), is_training=True)
     optimizer = strategy.create_optimizer(model, **OPTIONS)
     strategy.save_ckpt(model, tmp_path)
-    train_llama(strategy, model, optimizer, range(2))
+    train(strategy, model, optimizer, None, range(2))
     strategy.load_ckpt(model, tmp_path, load_optimizer_states=False)
     expected = dict(rounded_llama().named_parameters())
     assert_same({n: full(masters_of(model)[id(p)]) for n, p in named_parameters(model).items()}, expected)
@@ -403,9 +394,9 @@ def test_float16_scales_its_loss_skips_overflows_and_resumes(tmp_path):
     exact = strategy_for(train_batch_size=4)
     beside = exact.prepare_model(build("llama"), is_training=True)
     its_optimizer = exact.create_optimizer(beside, **OPTIONS)
-    expected = train_llama(exact, beside, its_optimizer, range(4))
-    results = train_llama(strategy, model, optimizer, range(4))
-    for (loss, result), (its_loss, its_result) in zip(results, expected, strict=True):
+    expected = train(exact, beside, its_optimizer, None, range(4))
+    results = train(strategy, model, optimizer, None, range(4))
+    for (loss, result, _), (its_loss, its_result, _) in zip(results, expected, strict=True):
         assert loss == pytest.approx(its_loss, rel=2e-3)
         assert result.stepped == its_result.stepped
         if result.stepped:
@@ -413,16 +404,16 @@ def test_float16_scales_its_loss_skips_overflows_and_resumes(tmp_path):
     run = strategy._run(model).accumulation
     run.scale.value = 2.0**40
     before = full_parameters(model)
-    results = train_llama(strategy, model, optimizer, range(4, 6))
+    results = train(strategy, model, optimizer, None, range(4, 6))
     assert results[1][1].skipped and run.scale.value == 2.0**39
     assert_same(full_parameters(model), before)
     run.scale.value = 2.0**14
     strategy.save_ckpt(model, tmp_path)
-    expected = train_llama(strategy, model, optimizer, range(6, 10))
+    expected = train(strategy, model, optimizer, None, range(6, 10))
     resumed = prepare(seed=2)
     resumed[0].load_ckpt(resumed[1], tmp_path)
     assert resumed[0]._run(resumed[1]).accumulation.scale.value == 2.0**14
-    assert train_llama(*resumed, range(6, 10)) == expected
+    assert train(*resumed, None, range(6, 10)) == expected
 
 
 def test_a_loss_scale_grows_and_shrinks():
@@ -476,7 +467,7 @@ def test_a_scalar_parameter_has_the_same_numbers_wherever_masters_are():
         strategy = strategy_for(bf16=True, use_mp_opt=use_mp_opt)
         model = strategy.prepare_model(Scaled(), is_training=True)
         optimizer = strategy.create_optimizer(model, **OPTIONS)
-        results.append(train_llama(strategy, model, optimizer, range(6)))
+        results.append(train(strategy, model, optimizer, None, range(6)))
     assert results[0] == results[1]
 
 
@@ -537,7 +528,7 @@ def test_averages_take_the_parameters_place_and_give_it_back(tmp_path):
     ema = EMA(model, 0.5, device="cpu")
     expected = {n: p.detach().clone() for n, p in rounded_llama().named_parameters()}
     for step in range(3):
-        train_llama(strategy, model, optimizer, [step])
+        train(strategy, model, optimizer, None, [step])
         ema.update(model)
         for n, p in named_parameters(model).items():
             expected[n].lerp_(full(masters_of(model)[id(p)]), 0.5)
@@ -677,7 +668,7 @@ def test_prepare_takes_models_and_pairs_whose_optimizer_is_older_than_the_shards
     (pair, single) = strategy.prepare((model, optimizer, schedule), other, is_rlhf=True)
     assert pair == (model, optimizer, schedule) and single is other
     before = full_parameters(model)
-    train_llama(strategy, model, optimizer, [0])
+    train(strategy, model, optimizer, None, [0])
     after = full_parameters(model)
     assert all(not torch.equal(before[n], after[n]) for n in before)
     assert strategy.prepare(model) is model, "what is prepared passes through"

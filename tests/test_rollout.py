@@ -11,8 +11,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, HUGGING_FACE, batch_of, build
-from test_export import files_of
+from helpers.folders import tensors_in
+from helpers.models import CASES, HUGGING_FACE, batch_of, build
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import MarianConfig, MarianMTModel, PretrainedConfig
@@ -58,7 +58,7 @@ def test_a_stream_gives_what_an_export_writes(world, tmp_path):
         streamed = dict(stream_weights(model, dtype=dtype, bucket_bytes=bucket_bytes))
         folder = tmp_path / f"{name}{dtype}"
         save_model(model, None, folder, dtype=dtype)
-        written = files_of(folder)
+        written = tensors_in(folder)
         assert streamed.keys() == written.keys()
         for key, tensor in written.items():
             assert streamed[key].dtype == tensor.dtype and torch.equal(streamed[key], tensor), (name, key)

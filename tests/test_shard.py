@@ -8,8 +8,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import HUGGING_FACE, PlainTransformer, batch_of, build, loss_of, next_token_loss, tokens
-from reference import CountCollectives, Unsharded, assert_close, full, full_grads, full_parameters
+from helpers.models import (
+    HUGGING_FACE,
+    Actor,
+    Critic,
+    PlainTransformer,
+    batch_of,
+    build,
+    loss_of,
+    next_token_loss,
+    tokens,
+)
+from helpers.reference import (
+    CountCollectives,
+    MixedPrecision,
+    Unsharded,
+    assert_close,
+    full,
+    full_grads,
+    full_parameters,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,28 +43,6 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import named_parameters
-
-
-class Actor(nn.Module):
-    is_actor = True
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(input_ids=ids).logits
-
-
-class Critic(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = model
-        self.value_head = nn.Linear(32, 1)
-
-    def forward(self, ids):
-        hidden = self.base_model.model(input_ids=ids).last_hidden_state
-        return self.value_head(hidden).squeeze(-1)
 
 
 def strategy_for(**config):
@@ -111,21 +107,6 @@ def test_tied_weights_stay_one_parameter(name):
     assert {n for n, _ in model.named_parameters()} == before
     if name == "llama_tied":
         assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-class MixedPrecision(nn.Module):
-    """The arithmetic of mixed precision, unsharded: fp32 parameters, a bf16 copy of each for every forward."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.inner = copy.deepcopy(model)
-
-    def forward(self, **inputs):
-        low = {n: p.to(torch.bfloat16) if p.ndim else p for n, p in self.inner.named_parameters()}
-        inputs = {
-            k: v.to(torch.bfloat16) if getattr(v, "dtype", None) == torch.float32 else v for k, v in inputs.items()
-        }
-        return torch.func.functional_call(self.inner, low, kwargs=inputs)
 
 
 @pytest.mark.ranks(2)

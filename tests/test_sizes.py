@@ -9,13 +9,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import test_only_trainable as trainable
 import torch
 import torch.distributed as dist
-from reference import full_parameters
-from shrunk import SHRUNK
-from test_async import contents
-from test_checkpoint import assert_same, full_state, prepared, strategy_for, train
+from helpers import frozen
+from helpers.folders import contents
+from helpers.reference import full_parameters
+from helpers.shrunk import SHRUNK
+from helpers.training import assert_same, full_state, prepared, strategy_for, train
 
 import fsdp2_strategy
 import fsdp2_strategy.hf.write as write_module
@@ -151,12 +151,12 @@ def test_an_async_save_has_the_bytes_of_a_synchronous_one_wherever_the_copy_is_c
 @pytest.mark.ranks(2)
 def test_fingerprints_are_compared_by_the_blocks_that_they_were_made_of(tmp_path):
     with patch.object(sizes, "FINGERPRINT_ELEMENTS", 64):
-        run = trainable.start(trainable.folder_with(tmp_path / "base", 0))
-        trainable.train(*run, range(2))
+        run = frozen.start(frozen.folder_with(tmp_path / "base", 0))
+        frozen.train(*run, range(2))
         run[0].save_ckpt(run[1], tmp_path / "ckpts", only_trainable=True)
     [saved] = list_checkpoints(tmp_path / "ckpts")
     assert json.loads((saved.path / paths.TRAINER_STATE).read_text())["left_out"]["elements"] == 64
-    again = trainable.start(tmp_path / "base", seed=1)
+    again = frozen.start(tmp_path / "base", seed=1)
     again[0].load_ckpt(again[1], tmp_path / "ckpts")
     assert_same(full_state(*again[1:]), full_state(*run[1:]))
 

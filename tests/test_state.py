@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import batch_of, build, loss_of
+from helpers.models import batch_of, build, loss_of
 from torch import nn
 
 import fsdp2_strategy

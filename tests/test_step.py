@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch_of, build, loss_of, tokens
-from reference import CountCollectives, Unsharded, assert_close, full_grads, full_parameters, same_on_all_ranks
+from helpers.models import batch_of, build, loss_of, tokens
+from helpers.reference import CountCollectives, Unsharded, assert_close, full_grads, full_parameters, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 

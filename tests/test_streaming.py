@@ -21,7 +21,7 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 import train_streaming
-from http_server import FileServer
+from helpers.http_server import FileServer
 
 from fsdp2_strategy.errors import DataError
 

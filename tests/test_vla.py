@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from test_checkpoint import strategy_for
+from helpers.training import strategy_for
 from torch import nn
 
 from fsdp2_strategy import OptimizerError, build_optimizer, build_scheduler

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from flow_vla import FlowBlock, FlowVLA, Processor, make_backbone
-from reference import CountCollectives, full_parameters
-from test_checkpoint import assert_same, full_state
+from helpers.reference import CountCollectives, full_parameters
+from helpers.training import assert_same, full_state
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 from tqdm import tqdm

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from models import CASES, HUGGING_FACE, Mlp, build
-from reference import full, resident, same_on_all_ranks
+from helpers.models import CASES, HUGGING_FACE, Mlp, build
+from helpers.reference import full, resident, same_on_all_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2_strategy import build_optimizer
 from fsdp2_strategy.model.names import named_parameters
 
+CPU = torch.device("cpu")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -27,12 +28,44 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def full_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gather copies of many tensors; collective.
+
+    Shards of all ranks on the CPU travel together and are put together by their placements: a tenth of the time of
+    `full`, and none of the code of DTensor.
+    """
+    whole, shards = {}, {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() == dist.get_world_size() and tensor.device == CPU:
+            shards[name] = tensor.detach().to_local()
+        else:
+            whole[name] = full(tensor).clone()
+    if shards:
+        of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, {name: shard.clone() for name, shard in shards.items()})
+        for name in shards:
+            tensor = tensors[name]
+            parts = [of_ranks[rank][name] for rank in tensor.device_mesh.mesh.flatten().tolist()]
+            whole[name] = _put_together(parts, tensor.device_mesh.shape, tensor.placements)
+            assert whole[name].shape == tensor.shape, name
+    return {name: whole[name] for name in tensors}
+
+
+def _put_together(parts: list[torch.Tensor], shape: Sequence[int], placements: Sequence[Any]) -> torch.Tensor:
+    """Join the shards of a mesh, the last of whose dimensions changes fastest from shard to shard."""
+    if not shape:
+        return parts[0]
+    size = len(parts) // shape[0]
+    inner = [_put_together(parts[i : i + size], shape[1:], placements[1:]) for i in range(0, len(parts), size)]
+    return torch.cat(inner, placements[0].dim) if placements[0].is_shard() else inner[0]
+
+
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(p).clone() for name, p in named_parameters(model).items()}
+    return full_tensors(named_parameters(model))
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(p.grad).clone() for name, p in named_parameters(model).items() if p.grad is not None}
+    return full_tensors({name: p.grad for name, p in named_parameters(model).items() if p.grad is not None})
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -101,6 +134,21 @@ class Unsharded:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses, norm
+
+
+class MixedPrecision(nn.Module):
+    """The arithmetic of mixed precision, unsharded: fp32 parameters, a bf16 copy of each for every forward."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = copy.deepcopy(model)
+
+    def forward(self, **inputs):
+        low = {n: p.to(torch.bfloat16) if p.ndim else p for n, p in self.inner.named_parameters()}
+        inputs = {
+            k: v.to(torch.bfloat16) if getattr(v, "dtype", None) == torch.float32 else v for k, v in inputs.items()
+        }
+        return torch.func.functional_call(self.inner, low, kwargs=inputs)
 
 
 class CountCollectives(TorchDispatchMode):

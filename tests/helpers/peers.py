@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(os.environ.get("FSDP2_PEERS", Path(__file__).parents[2] / "shared" / "peers"))
+PEERS = Path(os.environ.get("FSDP2_PEERS", Path(__file__).parents[3] / "shared" / "peers"))
 
 
 def peer(path: str) -> Path:

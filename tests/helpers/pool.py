@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -87,22 +87,19 @@ class RankPool:
     def _collect(self, world_size: int, timeout: float) -> dict[int, str]:
         deadline = time.monotonic() + timeout
         failures: dict[int, str] = {}
-        waiting = set(range(world_size))
-        while waiting and time.monotonic() < deadline:
-            for rank in sorted(waiting):
-                worker = self.workers[rank]
+        waiting = {self.workers[rank].pipe: rank for rank in range(world_size)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                rank = waiting.pop(pipe)
                 try:
-                    if worker.pipe.poll(0.002):
-                        text = worker.pipe.recv()
-                        waiting.discard(rank)
-                        if text:
-                            failures[rank] = text
-                            deadline = min(deadline, time.monotonic() + 5)
+                    text = pipe.recv()
                 except (EOFError, OSError):
-                    waiting.discard(rank)
-                    failures[rank] = f"the process died with exit code {worker.process.exitcode}"
+                    self.workers[rank].process.join(5)
+                    text = f"the process died with exit code {self.workers[rank].process.exitcode}"
+                if text:
+                    failures[rank] = text
                     deadline = min(deadline, time.monotonic() + 5)
-        return failures | dict.fromkeys(waiting, "did not finish: it waits for another rank, or hangs")
+        return failures | dict.fromkeys(waiting.values(), "did not finish: it waits for another rank, or hangs")
 
     def close(self) -> None:
         """End all ranks; the next job starts new ones."""
@@ -115,11 +112,12 @@ class RankPool:
 def _serve(pipe: Connection, rank: int) -> None:
     """Be a rank: run jobs until the pipe closes."""
     faulthandler.enable()
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()
     # A data loader's workers are children of this process, and forked, as in a process of one's own.
     mp.current_process()._config["daemon"] = False
     mp.set_start_method("fork", force=True)
@@ -169,6 +167,7 @@ def _forget_groups() -> None:
         forget_meshes()
         forget_groups()
     gc.collect()
+    gc.freeze()  # what is left are modules, for the most part: half a second of every collection from now on
 
 
 # Warnings of torch and transformers about their own doings.

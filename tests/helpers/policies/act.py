@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from policies.base import ACTION, CHUNK, FRONT, STATE, WRIST, Batch, Policy, masked_mean
+from helpers.policies.base import ACTION, CHUNK, FRONT, STATE, WRIST, Batch, Policy, masked_mean
 
 WIDTH, LATENT = 16, 4
 

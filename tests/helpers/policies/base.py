@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import safetensors.torch
 import torch
-from models import VOCAB
 from torch import nn
+
+from helpers.models import VOCAB
 
 FRONT, WRIST = "observation.images.front", "observation.images.wrist"
 STATE, ACTION, CHUNK = 3, 4, 5

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 import transformers
-from models import VOCAB
 from torch import nn
 
-from policies.act import ACTPolicy
-from policies.base import ACTION, CHUNK, STATE, Batch, Config, Policy, robot_batch
-from policies.diffusion import DiffusionPolicy
-from policies.dit import GrootPolicy, MultiTaskDiTPolicy, XVLAPolicy
-from policies.pi0 import KEPT_IN_FP32, PI0Policy
-from policies.smolvla import SmolVLAPolicy
-from policies.vlm import BackbonePolicy, backbone_batch
+from helpers.models import VOCAB
+from helpers.policies.act import ACTPolicy
+from helpers.policies.base import ACTION, CHUNK, STATE, Batch, Config, Policy, robot_batch
+from helpers.policies.diffusion import DiffusionPolicy
+from helpers.policies.dit import GrootPolicy, MultiTaskDiTPolicy, XVLAPolicy
+from helpers.policies.pi0 import KEPT_IN_FP32, PI0Policy
+from helpers.policies.smolvla import SmolVLAPolicy
+from helpers.policies.vlm import BackbonePolicy, backbone_batch
 
 __all__ = ["CASES", "Batch", "Case", "Config", "Policy", "actions_of", "backbone_batch", "batch_of", "build", "loss_of"]
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from models import VOCAB, next_token_loss
 from torch import nn
 from torch.nn import functional as F
 
-from policies.base import ACTION, CHUNK, STATE, Batch, Policy, masked_mean, sample_time, sinusoidal
+from helpers.models import VOCAB, next_token_loss
+from helpers.policies.base import ACTION, CHUNK, STATE, Batch, Policy, masked_mean, sample_time, sinusoidal
 
 IMAGE = VOCAB - 1
 PLACES = 4

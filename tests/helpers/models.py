@@ -171,6 +171,28 @@ class PlainTransformer(nn.Module):
         return self.head(x)
 
 
+class Actor(nn.Module):
+    is_actor = True
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
+class Critic(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+        self.value_head = nn.Linear(32, 1)
+
+    def forward(self, ids):
+        hidden = self.base_model.model(input_ids=ids).last_hidden_state
+        return self.value_head(hidden).squeeze(-1)
+
+
 class UNet(nn.Module):
     """A small convolutional UNet: no repeated layers."""
 

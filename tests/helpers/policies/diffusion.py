@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from policies.base import ACTION, CHUNK, FRONT, STATE, WRIST, Batch, Policy, masked_mean
+from helpers.policies.base import ACTION, CHUNK, FRONT, STATE, WRIST, Batch, Policy, masked_mean
 
 HORIZON = 8  # the UNet halves it once; the first actions of it are the chunk
 STEPS = 10

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import transformers
-from models import VOCAB
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma import modeling_gemma
 
-from policies.base import (
+from helpers.models import VOCAB
+from helpers.policies.base import (
     ACTION,
     CHUNK,
     FRONT,

@@ -11,11 +11,23 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
-from models import VOCAB
 from torch import nn
 from torch.nn import functional as F
 
-from policies.base import ACTION, CHUNK, FRONT, STATE, WORDS, WRIST, Batch, Policy, masked_mean, sample_time, sinusoidal
+from helpers.models import VOCAB
+from helpers.policies.base import (
+    ACTION,
+    CHUNK,
+    FRONT,
+    STATE,
+    WORDS,
+    WRIST,
+    Batch,
+    Policy,
+    masked_mean,
+    sample_time,
+    sinusoidal,
+)
 
 WIDTH, EMBODIMENTS = 16, 3
 

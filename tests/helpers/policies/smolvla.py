@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import transformers
-from models import VOCAB
 from torch import nn
 from torch.nn import functional as F
 
-from policies.base import (
+from helpers.models import VOCAB
+from helpers.policies.base import (
     ACTION,
     CHUNK,
     FRONT,

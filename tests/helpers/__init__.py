@@ -1,0 +1,1 @@
+"""What several test modules use: ranks, models, the unsharded reference, runs of a few steps, crashes."""

@@ -1,0 +1,85 @@
+"""Saves that end before their time: at each call on the disk in turn, and by a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import fsdp2_strategy.checkpoint.save as saving
+from fsdp2_strategy import list_checkpoints
+from fsdp2_strategy.checkpoint import directory
+from helpers.pool import processes
+
+ON_DISK = [
+    (os, "fsync"),
+    (shutil, "rmtree"),
+    *((Path, name) for name in ("rename", "replace", "write_bytes", "mkdir", "symlink_to", "unlink")),
+    (saving, "write_parts"),
+]
+"""The calls by which a save changes what is on disk."""
+
+
+class Killed(BaseException):
+    """What a SIGKILL looks like from inside: nothing after it runs."""
+
+
+class AtOnce:
+    """A thread that does its work when it is started: what it does counts in the order of the save."""
+
+    def __init__(self, target, args, name):
+        self.work = lambda: target(*args)
+
+    def start(self):
+        self.work()
+
+    def join(self):
+        pass
+
+
+def removals_at_once():
+    """Remove old checkpoints within the save that rotates them, not behind it."""
+    return patch.object(directory, "Thread", AtOnce)
+
+
+def dies_at(point, save):
+    """Call ``save``, and die before its call number ``point`` on the disk; say whether there was one."""
+    countdown = point
+
+    def dying(original):
+        def call(*args, **kwargs):
+            nonlocal countdown
+            if countdown == 0:
+                raise Killed
+            countdown -= 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        for owner, name in ON_DISK:
+            patches.enter_context(patch.object(owner, name, dying(getattr(owner, name))))
+        try:
+            save()
+        except Killed:
+            return True
+    return False
+
+
+def kill_within_a_save(save_for_ever, folder, *, committed=2, seconds=0.0):
+    """Start a process that saves for ever; kill it within a save, when the newest has at least this number."""
+    run = processes.Process(target=save_for_ever, args=(folder,), daemon=True)
+    run.start()
+    deadline = time.monotonic() + 60
+    while len(saved := list_checkpoints(folder)) < 2 or saved[-1].sequence < committed:
+        assert run.is_alive() and time.monotonic() < deadline
+    while not list(folder.glob(".*.partial")):
+        assert run.is_alive() and time.monotonic() < deadline
+    time.sleep(seconds)
+    run.kill()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL
