@@ -405,6 +405,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_accelerate_launch_and_torchrun_train_alike_from_one_file(tmp_path):
     launch = pytest.importorskip("accelerate.commands.launch").__name__
     keys = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_activation_checkpointing": True}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from helpers.folders import assert_same_tensors, tensors_in
 from helpers.models import CASES, HUGGING_FACE, Mlp, batch_of, build
 from helpers.reference import full, full_parameters, resident
+from helpers.worlds import names_and_worlds
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -60,10 +61,12 @@ def exported_equals_saved(name, folder):
     dist.barrier()
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_an_export_equals_transformers_own_for_an_architecture(name, tmp_path, run_on):
+@pytest.mark.parametrize(
+    ("name", "world_sizes"), names_and_worlds(HUGGING_FACE, (1, 2, 3), everywhere=("llama_tied", "gpt_oss"))
+)
+def test_an_export_equals_transformers_own_for_an_architecture(name, world_sizes, tmp_path, run_on):
     build(name).save_pretrained(tmp_path / "saved")
-    for world_size in (1, 2, 3):
+    for world_size in world_sizes:
         run_on(world_size, exported_equals_saved, name=name, folder=tmp_path)
 
 

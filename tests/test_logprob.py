@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 from helpers.models import _BASE, VOCAB, batch_of, build
 from helpers.reference import assert_close, full_grads
+from helpers.worlds import worlds
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +63,7 @@ def test_a_linear_heads_log_probs_are_the_plain_ones_in_value_and_gradient(bias,
     assert torch.equal(linear_log_probs(hidden.view(3, 5, 8), weight, targets, offset, **options), results[0][0])
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)])
+@pytest.mark.parametrize("world", worlds(1, 2, 3, 4))
 def test_a_sharded_models_log_probs_and_gradients_are_those_of_full_logits(world):
     # llama: the head is a unit of its own; llama_tied, qwen2: it lies in the root; gpt2: no rotary positions
     for name in ("llama", "llama_tied", "gpt2", "qwen3", "qwen2_vl"):

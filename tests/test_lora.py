@@ -25,6 +25,7 @@ from helpers.reference import (
     same_on_all_ranks,
 )
 from helpers.training import assert_same, full_state, take_steps
+from helpers.worlds import matrix, worlds
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
@@ -49,7 +50,6 @@ from fsdp2_strategy.model.offload import offload, reload
 from fsdp2_strategy.rollout import TransformersEngine, stream_weights, weight_checksums
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
-WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3, 4)]
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -107,15 +107,13 @@ def train_beside_reference(model, *, name="llama", dtype, tolerances, shard_size
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3, 4), ["llama", "llama_tied"], everywhere=["llama_tied"]))
 def test_float64_training_equals_peft_unsharded(world, name):
     model = adapted(name, torch.float64, target_modules="all-linear").double()
     train_beside_reference(model, name=name, dtype=torch.float64, tolerances=(1e-10, 1e-10))
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_moe"])
-@pytest.mark.parametrize("world", WORLDS[1:3])
+@pytest.mark.parametrize(("world", "name"), matrix((2, 3), ["qwen2_vl", "qwen3_moe"]))
 def test_float32_training_equals_peft_unsharded(world, name):
     model = adapted(name, target_modules=["q_proj", "qkv", "v_proj"])
     train_beside_reference(model, name=name, dtype=torch.float32, tolerances=(1e-5, 2e-4))
@@ -345,7 +343,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS[1:3])
+@pytest.mark.parametrize("world", worlds(2, 3, usual=(2,)))
 def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_path):
     for kind in KINDS if dist.get_world_size() == 2 else ("all", "embeddings", "transposed", "experts"):
         options = KINDS[kind]
@@ -360,7 +358,7 @@ def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_p
         assert not any(getattr(module, "merged", False) for module in model.modules())
 
 
-@pytest.mark.parametrize("world", WORLDS[1:3])
+@pytest.mark.parametrize("world", worlds(2, 3))
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     for kind in ("all", "modules", "experts"):
         name = KINDS[kind].get("name", "llama")
@@ -541,7 +539,7 @@ def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_pat
 # --- out: adapters alone -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS[1:3])
+@pytest.mark.parametrize("world", worlds(2, 3))
 def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path):
     for kind in ("all", "biases", "embeddings", "modules", "dora", "half", "experts"):
         options = KINDS[kind]

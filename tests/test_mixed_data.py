@@ -55,7 +55,11 @@ def at(step, rank, world):
 
 
 def cases(*rows):
-    return [pytest.param(*row, marks=pytest.mark.ranks(row[0])) for row in rows]
+    """Mark each row with its number of ranks, which it begins with; what runs on four is for `make test-full`."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.ranks(row[0]), *([pytest.mark.full] if row[0] == 4 else [])])
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize(

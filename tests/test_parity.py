@@ -14,10 +14,11 @@ from helpers.reference import (
     full_parameters,
     same_on_all_ranks,
 )
+from helpers.worlds import matrix, worlds
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError
 
-WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3, 4)]
+WORLDS = (1, 2, 3, 4)
 STEPS = 3
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -58,8 +59,10 @@ def train_beside_reference(
     assert result.step == STEPS
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "mlp", "recurrent", "shared_blocks", "unet"])
-@pytest.mark.parametrize("world", WORLDS)
+NAMES = ("llama", "llama_tied", "mlp", "recurrent", "shared_blocks", "unet")
+
+
+@pytest.mark.parametrize(("world", "name"), matrix(WORLDS, NAMES, everywhere=("llama_tied", "recurrent")))
 def test_float64_training_equals_the_unsharded_model(world, name):
     train_beside_reference(name, dtype=torch.float64, max_norm=0.5, tolerances=(1e-10, 1e-10))
 
@@ -73,7 +76,7 @@ def test_float64_training_equals_the_unsharded_model(world, name):
         ("unet", ["down1", "middle"]),
     ],
 )
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", worlds(*WORLDS))
 def test_what_is_ignored_trains_as_if_it_were_sharded(world, name, ignored):
     train_beside_reference(
         name, dtype=torch.float64, accumulation=2, max_norm=0.5, ignored_modules=ignored, tolerances=(1e-10, 1e-10)
@@ -95,8 +98,7 @@ def test_what_is_ignored_is_accumulated_in_every_mode(mode):
     )
 
 
-@pytest.mark.parametrize("name", ["mixtral", "bert", "t5"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "name"), matrix(WORLDS, ["mixtral", "bert", "t5"]))
 def test_float32_training_equals_the_unsharded_model(world, name):
     train_beside_reference(name, dtype=torch.float32, max_norm=0.5, tolerances=(1e-5, 2e-4))
 

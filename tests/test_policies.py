@@ -20,15 +20,13 @@ from helpers.reference import (
     same_on_all_ranks,
 )
 from helpers.training import take_steps
+from helpers.worlds import USUAL, matrix, worlds
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from fsdp2_strategy import FSDPV2Strategy, StepError, StrategyConfig, build_optimizer
 from fsdp2_strategy.model.names import matches, named_parameters
-
-VARIANTS = ("pi0_recomputed", "smolvla_whole", "backbone")
-"""Of policies that others stand for at 1 and 3 ranks."""
 
 # Where a gradient is zero but for rounding, Adam makes a step of it; this keeps the step as small as the rounding.
 OPTIONS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
@@ -143,17 +141,9 @@ def assert_resumes_to_the_bit(strategy, name, model, optimizer, other, other_opt
     assert all(torch.equal(expected[n], found[n]) for n in expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, marks=pytest.mark.ranks(world), id=f"{world}ranks-{name}")
-        for world in (1, 2, 3)
-        for name in CASES
-        if world == 2 or name not in VARIANTS
-    ],
-)
+@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3), CASES))
 def test_a_policy_trains_with_parity_comes_out_as_its_own_class_and_resumes_to_the_bit(world, name, tmp_path):
-    """Parity on one rank, two and three; the rest, which other tests hold on any number of ranks, on two."""
+    """Parity on one rank, two and three; the rest, which other tests hold on any number of ranks, on three."""
     model = build(name)
     plain = copy.deepcopy(model)
     strategy = strategy_for(name)
@@ -161,7 +151,7 @@ def test_a_policy_trains_with_parity_comes_out_as_its_own_class_and_resumes_to_t
     assert len(names_of_units(model)) > 2, "blocks were found"
     optimizer = strategy.create_optimizer(model, **OPTIONS)
     steps_beside(unsharded_for(name, plain, model), strategy, name, model, optimizer, range(3))
-    if world != 2:
+    if world != USUAL:
         return
     assert_comes_out_as_its_own_class(strategy, name, model, tmp_path / "export")
     other = strategy.prepare_model(build(name, seed=7), is_training=True)
@@ -331,7 +321,7 @@ def test_images_on_some_ranks_only_change_no_number(policy):
 @pytest.mark.parametrize(
     "blocks", [(), ("FlowBlock", "GemmaDecoderLayer", "SiglipEncoderLayer")], ids=["root", "units"]
 )
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (2, 3)])
+@pytest.mark.parametrize("world", worlds(2, 3))
 def test_a_head_that_runs_without_labels_too_and_counts_for_nothing_keeps_ranks_in_step(world, blocks):
     def batches(step):
         return backbone_batches(step, actions=True)

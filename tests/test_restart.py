@@ -92,6 +92,7 @@ def check(run_dir, expected):
     return entries
 
 
+@pytest.mark.full
 def test_a_run_that_is_stopped_or_killed_goes_on_with_the_same_losses(tmp_path, config, expected, run_on):
     run = launch(tmp_path, config)
     wait_for_lines(tmp_path, 10, run)
@@ -258,6 +259,7 @@ class Hosts:
             run.communicate()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["killed", "cut off"])
 def test_two_hosts_of_which_one_is_lost_and_brought_back(tmp_path, config, expected, wire):
     with contextlib.closing(Hosts(f"fsdp2-{os.getpid()}-{wire:d}")) as hosts:

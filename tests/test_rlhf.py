@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers.models import batch_of, build, loss_of, tokens
 from helpers.reference import Unsharded, assert_parameters_close, full, full_parameters
 from helpers.training import assert_same, full_state, tags, train
+from helpers.worlds import worlds
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -81,7 +82,7 @@ def strategy_for(**config):
 # --- the sequence ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
+@pytest.mark.parametrize("world", worlds(2, 4, usual=(2,)))
 def test_the_sequence_of_an_rlhf_trainer_runs_as_it_is(world, tmp_path):  # noqa: PLR0915  it is that long
     args = SimpleNamespace(
         actor_learning_rate=1e-3, critic_learning_rate=2e-3, adam_betas=(0.9, 0.95), l2=0.01, lr_warmup_ratio=0.5
@@ -208,7 +209,7 @@ def roles(strategy, dtype, seed=0, **options):
     return models, copies, optimizers, emas
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
+@pytest.mark.parametrize("world", worlds(2, 4, usual=(2,)))
 def test_interleaved_steps_equal_the_unsharded_run(world):
     strategy = strategy_for(train_batch_size=2 * world)
     shard_size = 2 if world == 4 else -1

@@ -188,6 +188,7 @@ def test_a_sharded_policy_acts_as_the_whole_one_each_rank_on_its_own_tables(tmp_
 # --- the whole way ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_robot_learns_its_task_though_a_rank_is_killed(tmp_path):
     """It is the program of docs/vla.md, made small: a minute on two cores, nothing on the table but what is named."""
     command = ["--run-dir", str(tmp_path / "run"), "--picture", str(tmp_path / "robot.png"), "--no-distractors"]

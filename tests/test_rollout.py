@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.folders import tensors_in
 from helpers.models import CASES, HUGGING_FACE, batch_of, build
+from helpers.worlds import worlds
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import MarianConfig, MarianMTModel, PretrainedConfig
@@ -50,7 +51,7 @@ def collectives_of(monkeypatch):
 # --- the stream ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)])
+@pytest.mark.parametrize("world", worlds(1, 2, 3, 4))
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     cases = [*HUGGING_FACE[world::4], "mlp", "unet"]
     for name, (dtype, bucket_bytes) in itertools.product(cases, [(torch.bfloat16, 512 << 20), (None, 6000)]):

@@ -124,6 +124,7 @@ train_streaming.main()
 """
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_on_two_ranks_goes_on_on_one_and_on_three_with_the_same_frames(
     tmp_path, data, whole, run_on
 ):
@@ -184,6 +185,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_losses(tmp_p
     assert [list(start) for start in given(tmp_path)] == [list(range(8)), list(range(8, STEPS))]
 
 
+@pytest.mark.full
 def test_accelerate_starts_it_and_a_dummy_run_loads_the_same_and_trains_nothing(tmp_path, data, whole):
     accelerate = pytest.importorskip("accelerate.commands.launch").__name__
     launcher = [sys.executable, "-m", accelerate, "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
@@ -208,6 +210,7 @@ def test_a_remote_data_set_gives_the_same_frames_and_leaves_nothing_behind(tmp_p
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_slurm_script_starts_it_and_puts_what_is_not_through_into_the_queue_again(tmp_path, data):
     commands = {
         "srun": '[ -z "$NO_HOSTS" ] && [ "$SRUN_CPUS_PER_TASK" = 3 ] && exec "$@"',  # what srun takes, not SLURM_…

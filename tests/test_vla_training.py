@@ -205,7 +205,10 @@ def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("micro_batches", "loader"),
-    [(n, loader) for n in (1, 2) for loader in LOADERS if n == 1 or loader != "in workers"],  # they take long to start
+    [
+        *((n, loader) for n in (1, 2) for loader in LOADERS if loader != "in workers"),
+        pytest.param(1, "in workers", marks=pytest.mark.full),  # they take long to start
+    ],
 )
 def test_a_run_that_is_killed_goes_on_with_the_same_losses(tmp_path, loader, micro_batches):
     options = {"per_device_batch_size": 2, "global_batch_size": 4 * micro_batches}

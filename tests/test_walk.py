@@ -26,6 +26,7 @@ from helpers.reference import (
     full_grads,
     same_on_all_ranks,
 )
+from helpers.worlds import worlds
 from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
@@ -35,10 +36,8 @@ from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, _registered, policy_of
 from fsdp2_strategy.vla import register_policy
 
-WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}ranks") for n in (1, 2, 3)]
 
-
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", worlds(1, 2, 3))
 @pytest.mark.parametrize("kind", [Paired, PairedParts])
 def test_layers_run_in_pairs_by_a_function_train_as_the_unsharded_model(world, kind):
     names = [kind.block.__name__]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from helpers.models import CASES, HUGGING_FACE, Mlp, build
 from helpers.reference import full, resident, same_on_all_ranks
+from helpers.worlds import names_and_worlds
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -84,10 +85,12 @@ def prepared_equals_from_pretrained(name, folder):
     assert local <= sum(-(-n // world) * (p.numel() // n) for p, n in rows.items()), "more than a shard is held"
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_meta_init_and_load_equal_from_pretrained_for_an_architecture(name, tmp_path, run_on):
+@pytest.mark.parametrize(
+    ("name", "world_sizes"), names_and_worlds(HUGGING_FACE, WORLDS, everywhere=("llama_tied", "gpt_oss"))
+)
+def test_meta_init_and_load_equal_from_pretrained_for_an_architecture(name, world_sizes, tmp_path, run_on):
     build(name).save_pretrained(tmp_path)
-    for world_size in WORLDS:
+    for world_size in world_sizes:
         run_on(world_size, prepared_equals_from_pretrained, name=name, folder=tmp_path)
 
 
@@ -359,11 +362,14 @@ def from_config_equals_its_own_init(name):
     assert all(torch.equal(actual[n], wanted[n]) for n in wanted), [n for n in wanted if not actual[n].equal(wanted[n])]
 
 
+FROM_CONFIG = ("llama", "llama_tied", "gpt2", "mixtral", "mamba", "qwen2_vl", "t5", "bert", "mlp", "unet")
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "llama_tied", "gpt2", "mixtral", "mamba", "qwen2_vl", "t5", "bert", "mlp", "unet"]
+    ("name", "world_sizes"), names_and_worlds(FROM_CONFIG, WORLDS, everywhere=("llama_tied", "mixtral"))
 )
-def test_models_from_a_configuration_get_the_values_of_the_unsharded_init(name, run_on):
-    for world_size in WORLDS:
+def test_models_from_a_configuration_get_the_values_of_the_unsharded_init(name, world_sizes, run_on):
+    for world_size in world_sizes:
         run_on(world_size, from_config_equals_its_own_init, name=name)
 
 
