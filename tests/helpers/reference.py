@@ -41,14 +41,31 @@ def full_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         else:
             whole[name] = full(tensor).clone()
     if shards:
-        of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, {name: shard.clone() for name, shard in shards.items()})
+        of_ranks = _all_gather(shards)
         for name in shards:
             tensor = tensors[name]
             parts = [of_ranks[rank][name] for rank in tensor.device_mesh.mesh.flatten().tolist()]
             whole[name] = _put_together(parts, tensor.device_mesh.shape, tensor.placements)
             assert whole[name].shape == tensor.shape, name
     return {name: whole[name] for name in tensors}
+
+
+def _all_gather(shards: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return what each rank holds under the names, of shapes of its own."""
+    shapes: list[dict[str, torch.Size]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(shapes, {name: tuple(shard.shape) for name, shard in shards.items()})
+    dtypes = {name: shard.dtype for name, shard in shards.items()}
+    sizes = [sum(math.prod(s) * dtypes[n].itemsize for n, s in of_rank.items()) for of_rank in shapes]
+    flat = [shard.contiguous().flatten().view(torch.uint8) for shard in shards.values()]
+    ours = torch.cat([*flat, torch.zeros(max(sizes) - sizes[dist.get_rank()], dtype=torch.uint8)])
+    of_ranks = [torch.empty_like(ours) for _ in shapes]
+    dist.all_gather(of_ranks, ours)
+    found = []
+    for of_rank, values in zip(shapes, of_ranks, strict=True):
+        parts = values[: sizes[len(found)]].split([math.prod(s) * dtypes[n].itemsize for n, s in of_rank.items()])
+        pairs = zip(of_rank.items(), parts, strict=True)
+        found.append({n: part.clone().view(dtypes[n]).reshape(shape) for (n, shape), part in pairs})
+    return found
 
 
 def _put_together(parts: list[torch.Tensor], shape: Sequence[int], placements: Sequence[Any]) -> torch.Tensor:
