@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,21 +24,20 @@ from fsdp2_strategy.checkpoint import background_save, directory
 from fsdp2_strategy.checkpoint.components import Beside, ModelOnDisk
 from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
 from fsdp2_strategy.checkpoint.gc_pause import no_collections
-from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag, list_checkpoints, named_latest
+from fsdp2_strategy.checkpoint.layout import list_checkpoints, named_latest
 from fsdp2_strategy.checkpoint.lock import hold, let_go
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
     DATA,
     EMA,
-    META,
     OPTIMIZER,
     RNG,
     TRAINER_STATE,
-    TRAINING_STEP,
     Places,
 )
 from fsdp2_strategy.checkpoint.random_state import RngState
-from fsdp2_strategy.checkpoint.rotation import check_limits, check_room, surplus
+from fsdp2_strategy.checkpoint.rotation import check_room, surplus
+from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import names_by_identity, optimizer_hyper, optimizer_tensors, prepared
@@ -52,6 +50,7 @@ from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
+from fsdp2_strategy.model.fingerprint import Fingerprint
 from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.shards import shard_count
 
@@ -125,40 +124,38 @@ def save_checkpoint(
             directory is one reason.
     """
     background_save.wait()
-    save_dir = Path(save_dir)
-    if tag is None:
-        tag = layout.tag(step) if layout else f"global_step{step}"
-    limits = (max_num, max_mem, save_latest, protect, metric, higher_is_better, async_save)
-    missing = tuple(given is None for given in (optimizer, scheduler, ema, dataloader))
-    of_layout = layout and (layout.batch_size, layout.gather_for_save_pretrained)
-    asked = (str(save_dir), tag, step, missing, loss_scale, only_trainable, meta, of_layout, *limits)
-    expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
-    agree("save", asked, CheckpointError, expected)
+    request = SaveRequest(
+        save_dir=Path(save_dir),
+        tag=tag if tag is not None else layout.tag(step) if layout else f"global_step{step}",
+        step=step,
+        max_num=max_num,
+        max_mem=max_mem,
+        save_latest=save_latest,
+        protect=protect,
+        metric=metric,
+        higher_is_better=higher_is_better,
+        async_save=async_save,
+        only_trainable=only_trainable,
+        meta=meta,
+        layout=layout,
+    )
+    request.agree_between_ranks(loss_scale, (optimizer, scheduler, ema, dataloader))
     with all_or_none("save", CheckpointError):
-        check_tag(tag, reserved=LAST if layout else LATEST)
-        check_limits(max_num, max_mem)
-        if metric is not None and not math.isfinite(metric):
-            raise CheckpointError(f"cannot save: metric is {metric}, expected a finite number. Leave it out.")
-        if only_trainable and tokenizer is not None and layout is None:
-            raise CheckpointError(
-                "cannot save a tokenizer beside trainable weights alone: expected a folder that from_pretrained opens. "
-                "Leave it out, or save the whole model."
-            )
-        check_json(meta, "meta")
+        request.check(tokenizer)
         root = prepared(model)
         check_usable(root)
         if async_save:  # what is written later is what it is now
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
-            layout = copy.deepcopy(layout) if is_rank_0() else layout
-    partial = directory.partial_path(save_dir, tag)
-    places = Places.of_lerobot(partial) if layout else Places.of_ours(partial)
+            request = request.copied()
+    places = request.places()
     left_out = LeftOut.of(root) if only_trainable or (layout and has_adapters(root)) else None
-    policy = _lay_out_policy(root, places, layout, left_out) if layout else None
+    weights = left_out.weights if left_out else None
+    policy = ModelOnDisk.of_policy(root, places, request.layout, weights) if request.layout else None
     with all_or_none("save", CheckpointError):
         state = _collect(
             root,
             places,
-            policy or _lay_out(root, places, left_out),
+            policy or _lay_out(root, places, weights),
             optimizer=optimizer,
             scheduler=scheduler,
             ema=ema,
@@ -179,33 +176,12 @@ def save_checkpoint(
         agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
     if async_save:
         state = replace(state, parts=copied_gathered(state.parts, background_save.staging().copies_of))
-    training_step = layout and {"step": step, "num_processes": world_size(), "batch_size": layout.batch_size}
-    order = _Order(
-        state=state,
-        places=places,
-        tag=tag,
-        facts={
-            "step": step,
-            "protected": protect,
-            "metric": metric,
-            "higher_is_better": higher_is_better,
-            "shard_size": state.shard_size,
-        },
-        tokenizer=tokenizer,
-        facts_beside={
-            name: as_json(content)
-            for name, content in ((META, meta), (TRAINING_STEP, training_step))
-            if content is not None
-        },
-        max_num=max_num,
-        max_mem=max_mem,
-        save_latest=save_latest,
-    )
+    order = _Order(request, state, places, request.files_beside(), tokenizer)
     if async_save:
-        background_save.behind(str(save_dir / tag), functools.partial(_carry_out, order))
+        background_save.behind(str(request.path), functools.partial(_carry_out, order))
     else:
         _carry_out(order)
-    return save_dir / tag
+    return request.path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,34 +197,24 @@ class _State:
     shard_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Order:
-    """What is saved, where, and what goes for it."""
+    """A save that is checked, and whose state is collected."""
 
+    request: SaveRequest
     state: _State
     places: Places
     """Of what is written before it is committed."""
-    tag: str
-    facts: dict[str, Any]
-    """Of the manifest."""
+    files_beside: dict[str, str]
+    """Files of JSON for other programs, by name."""
     tokenizer: Any
-    facts_beside: dict[str, str]
-    """Files of JSON, by their names."""
-    max_num: int | None
-    max_mem: float | None
-    save_latest: bool
 
 
-def _lay_out(root: nn.Module, places: Places, left_out: LeftOut | None) -> ModelOnDisk:
+def _lay_out(root: nn.Module, places: Places, left_out: Mapping[str, Fingerprint] | None) -> ModelOnDisk:
     """Lay out what a model is on disk in our own layout."""
     if left_out is None:
         return ModelOnDisk.of(root, places)
-    return ModelOnDisk.of_trainable(root, places, left_out.weights)
-
-
-def _lay_out_policy(root: nn.Module, places: Places, layout: LeRobotLayout, left_out: LeftOut | None) -> ModelOnDisk:
-    """Lay out what a policy is on disk in LeRobot's layout; collective."""
-    return ModelOnDisk.of_policy(root, places, layout, left_out.weights if left_out else None)
+    return ModelOnDisk.of_trainable(root, places, left_out)
 
 
 def _collect(
@@ -303,23 +269,24 @@ def _collect(
 
 def _carry_out(order: _Order) -> None:
     """Write, commit, rotate; collective, and in an async save behind the trainer."""
-    tag, save_dir = order.tag, order.places.root.parent
-    final = order.places.moved_to(save_dir / tag)
+    request, save_dir = order.request, order.request.save_dir
+    final = order.places.moved_to(request.path)
     with _removed_on_failure(order.places.root):
         digests = _write(order)
-        with all_or_none(f"commit {tag}", CheckpointError):
+        with all_or_none(f"commit {request.tag}", CheckpointError):
             if is_rank_0():
-                directory.commit(order.places, tag, order.facts, digests)
-                if order.save_latest:
+                directory.commit(order.places, request.tag, request.facts(order.state.shard_size), digests)
+                if request.save_latest:
                     directory.point_latest(final)
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
-            old = surplus(list_checkpoints(save_dir), max_num=order.max_num, max_mem=order.max_mem)
+            max_num, max_mem = request.max_num, request.max_mem
+            old = surplus(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
             if named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
                 directory.point_latest(final)
             directory.remove(old)
             for gone in old:
-                log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, order.max_num, order.max_mem)
+                log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, max_num, max_mem)
     log("saved %s", final.root)
 
 
@@ -329,8 +296,8 @@ def _write(order: _Order) -> list[str]:
     Returns:
         On rank 0, the digests of all ranks' lists of checksums.
     """
-    state, places, tag = order.state, order.places, order.tag
-    save_dir = places.root.parent
+    state, places, request = order.state, order.places, order.request
+    save_dir, tag = request.save_dir, request.tag
     with all_or_none(f"save into {save_dir}", CheckpointError):
         if is_rank_0():
             directory.make_directory(save_dir)
@@ -339,7 +306,7 @@ def _write(order: _Order) -> list[str]:
             directory.finish_removals()
             directory.sweep(save_dir)
             needed_bytes = sum(part.total_bytes for part in state.parts) + state.beside.total_bytes
-            check_room(save_dir, needed_bytes, order.max_mem)
+            check_room(save_dir, needed_bytes, request.max_mem)
             of_ranks = [DATA] if state.data and state.data.of_rank is not None else []
             for folder in (RNG, CHECKSUMS, *of_ranks):
                 (places.state / folder).mkdir(parents=True)
@@ -356,7 +323,7 @@ def _write(order: _Order) -> list[str]:
             blocks[path] = blocks_of(content)
         if is_rank_0():
             state.beside.write(order.tokenizer)
-            for name, text in {TRAINER_STATE: state.trainer_state, **order.facts_beside}.items():
+            for name, text in {TRAINER_STATE: state.trainer_state, **order.files_beside}.items():
                 write_text(places.state / name, text)
             tensors = {file.path for part in state.parts for file in part.files}
             beside = set(directory.not_of_ranks(places)) - tensors

@@ -1,0 +1,108 @@
+"""What a caller asks of a save, beside the objects to save: where, under which tag, and what rotation keeps.
+
+Input: the arguments of `save_checkpoint`. Output: the same on every rank, checked, and what of it goes to disk.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from fsdp2_strategy.checkpoint import directory
+from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag
+from fsdp2_strategy.checkpoint.paths import META, TRAINING_STEP, Places
+from fsdp2_strategy.checkpoint.rotation import check_limits
+from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.json_files import as_json, check_json
+from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """The arguments of a save that are no objects to save; see `save_checkpoint` for what they mean."""
+
+    save_dir: Path
+    tag: str
+    step: int
+    max_num: int | None
+    max_mem: float | None
+    save_latest: bool
+    protect: bool
+    metric: float | None
+    higher_is_better: bool
+    async_save: bool
+    only_trainable: bool
+    meta: Mapping[str, Any] | None
+    layout: LeRobotLayout | None
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory, once it is committed."""
+        return self.save_dir / self.tag
+
+    def agree_between_ranks(self, loss_scale: object, objects: Sequence[object]) -> None:
+        """Raise on every rank where the ranks ask for different saves; collective.
+
+        Args:
+            loss_scale: saved as it is, so it must be the same.
+            objects: what is saved, or None; each is given on every rank or on none.
+
+        Raises:
+            CheckpointError: they do.
+        """
+        layout = self.layout and (self.layout.batch_size, self.layout.gather_for_save_pretrained)
+        others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
+        asked = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
+        expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
+        agree("save", asked, CheckpointError, expected)
+
+    def check(self, tokenizer: object) -> None:
+        """Raise where this cannot be saved, whatever the model is; not collective.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
+        check_tag(self.tag, reserved=LAST if self.layout else LATEST)
+        check_limits(self.max_num, self.max_mem)
+        if self.metric is not None and not math.isfinite(self.metric):
+            raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Leave it out.")
+        if self.only_trainable and tokenizer is not None and self.layout is None:
+            raise CheckpointError(
+                "cannot save a tokenizer beside trainable weights alone: expected a folder that from_pretrained opens. "
+                "Leave it out, or save the whole model."
+            )
+        check_json(self.meta, "meta")
+
+    def copied(self) -> Self:
+        """Return the request with a copy of what the trainer may change meanwhile, on the rank that writes it."""
+        return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
+
+    def places(self) -> Places:
+        """Return where the files lie before they are committed."""
+        partial = directory.partial_path(self.save_dir, self.tag)
+        return Places.of_lerobot(partial) if self.layout else Places.of_ours(partial)
+
+    def facts(self, shard_size: int) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        return {
+            "step": self.step,
+            "protected": self.protect,
+            "metric": self.metric,
+            "higher_is_better": self.higher_is_better,
+            "shard_size": shard_size,
+        }
+
+    def files_beside(self) -> dict[str, str]:
+        """Return the files of JSON for other programs, by name."""
+        training_step = None
+        if self.layout:
+            processes = world_size()
+            training_step = {"step": self.step, "num_processes": processes, "batch_size": self.layout.batch_size}
+        files = {META: self.meta, TRAINING_STEP: training_step}
+        return {name: as_json(content) for name, content in files.items() if content is not None}
