@@ -99,6 +99,10 @@ class ShardPlan:
         """The units' modules, and their names."""
         return {unit.module: unit.name for unit in self.units}
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters that ranks hold, whole or in shards, by name."""
+        return self.replicated | {n: p for unit in (*self.units, *self.ignored) for n, p in unit.parameters.items()}
+
     def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the parameter's shard."""
         return self.precision.stored_dtype(parameter, unit.compute_dtype)

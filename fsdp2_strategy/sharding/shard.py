@@ -8,51 +8,35 @@ first -> prefetch order -> entry points.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
 from fsdp2_strategy.config.strategy_config import MixedData
-from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.mesh import build_mesh
-from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use
 from fsdp2_strategy.distributed.torch_internals import (
-    gradient_dtype,
     module_of,
-    parameters_of,
-    set_gradient_dtype,
-    set_gradient_dtypes_of,
-    shard_of,
 )
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
 from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
-from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.unit_hooks import hang
 from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
 from fsdp2_strategy.sharding.bypassed_blocks import Walk, own_outputs
+from fsdp2_strategy.sharding.gradient_dtypes import reduce_to_fp32, settle_gradient_dtypes
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.rank_divergence import watch_units
+from fsdp2_strategy.sharding.same_weights import check_same_everywhere
+from fsdp2_strategy.sharding.units import prefetch, shard_units
 from fsdp2_strategy.sharding.vision_encoders import (
     keep_graph,
     keep_out_of_order,
@@ -60,8 +44,6 @@ from fsdp2_strategy.sharding.vision_encoders import (
     run_on_zeros,
     share_use,
 )
-
-_SAMPLES_PER_PARAMETER = 256
 
 _IS_TRAINED = Slot[bool]("prepared for training")
 
@@ -156,8 +138,9 @@ def shard_model(
                 mixed_mm_data=mixed_mm_data,
             )
             recomputed = _recomputed(plan, activation_checkpointing) if is_training else {}
-        _agree(plan, (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds))
         name = type(root).__name__
+        options = (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds)
+        check_same_everywhere(name, (plan.signature(), options), plan.parameters())
         for note in plan.notes:
             log("%s: look at: %s", name, note)
         _cast(plan)
@@ -170,43 +153,21 @@ def shard_model(
         ignored = [unit.module for unit in plan.ignored]
         is_bypassed = bool(plan.policy and plan.policy.bypassed)
         walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored, is_bypassed=is_bypassed)
-        _fully_shard(plan, mesh, reshard, cpu_offload=cpu_offload)
+        shard_units(plan, mesh, reshard, cpu_offload=cpu_offload)
         for group in parameter_groups(root) if is_training else ():
-            _settle_gradient_dtypes(group)
+            settle_gradient_dtypes(group)
             if masters_in_optimizer:
-                _reduce_to_fp32(group)
+                reduce_to_fp32(group)
         _keep_step(plan, debug_divergence_seconds)
         if prefetch_depth is not None:
             alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
-            _prefetch(alike, prefetch_depth)
+            prefetch(alike, prefetch_depth)
         walk.add_entry_points((*forward_methods, *plan.entry_points))
         model_state(root).set(_IS_TRAINED, is_training)
         remember_wrapper(root)
         remember_as_built(root)
         log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
     return model
-
-
-def _fully_shard(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool | int, *, cpu_offload: bool) -> None:
-    """Hand the units to FSDP2, inner ones first, the root last."""
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
-    root_policy = MixedPrecisionPolicy()
-    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
-        policy = _policy(unit, plan.precision)
-        if unit.module is plan.model:
-            root_policy = policy
-        else:
-            reshard = False if unit.stays_gathered else reshard_after_forward
-            if unit.kind == "tower":
-                shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
-                continue
-            shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
-    # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
-    root_reshard = None if reshard_after_forward is True else reshard_after_forward
-    shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
-    for module in (plan.model, *(unit.module for unit in plan.units)):
-        keep_recorded_outputs(module)
 
 
 def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
@@ -226,38 +187,6 @@ def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
     if plan.mixed_mm_data == "replicate":
         keep_out_of_order(of_units[plan.tower.module])
     share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
-
-
-def _settle_gradient_dtypes(record: Any) -> None:
-    """Let the gradients of a unit keep their dtypes where nothing of it is trainable in the first pass.
-
-    FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
-    with frozen weights, would leave it with none.
-    """
-    floating = [i for i, p in enumerate(parameters_of(record)) if shard_of(p).is_floating_point()]
-    trained = [i for i in floating if shard_of(parameters_of(record)[i]).requires_grad] or floating
-    if trained:
-        around = functools.partial(_choose_dtypes_of, trained[0])
-        hang(record, "choose gradient dtypes", "units that are frozen at first", around)
-
-
-def _choose_dtypes_of(i: int, record: Any, choose: Callable[[], None]) -> None:
-    choose()
-    if gradient_dtype(record) is None:
-        set_gradient_dtypes_of(record, parameters_of(record)[i])
-
-
-def _reduce_to_fp32(record: Any) -> None:
-    """Let the gradients of half-precision shards be fp32, which FSDP2 would round to the shards' dtype."""
-    hang(record, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
-
-
-def _choose_fp32(record: Any, choose: Callable[[], None]) -> None:
-    choose()
-    if gradient_dtype(record) in (torch.bfloat16, torch.float16):
-        set_gradient_dtype(record, torch.float32)
-        for parameter in parameters_of(record):
-            shard_of(parameter).grad_dtype = torch.float32
 
 
 def _prepare_edges(plan: ShardPlan) -> None:
@@ -292,69 +221,12 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
     return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
 
 
-def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
-    if precision.half is None and not precision.is_training:
-        return MixedPrecisionPolicy(output_dtype=unit.parent_dtype)
-    reduce_dtype = precision.reduce_dtype(unit.compute_dtype) if precision.is_training else None
-    return MixedPrecisionPolicy(
-        param_dtype=unit.compute_dtype,
-        reduce_dtype=reduce_dtype,
-        output_dtype=unit.parent_dtype,
-        cast_forward_inputs=unit.cast_inputs == "all",
-    )
-
-
-def _agree(plan: ShardPlan, options: object) -> None:
-    """Raise on every rank where the ranks planned different units or hold different weights; collective."""
-    expected = (
-        "the same options, and a model with the same names, shapes, dtypes and frozen parameters, everywhere. Build it "
-        "from the same configuration."
-    )
-    agree(f"shard {type(plan.model).__name__}", (plan.signature(), options), ShardError, expected)
-    units = (*plan.units, *plan.ignored)
-    planned = plan.replicated | {name: p for unit in units for name, p in unit.parameters.items()}
-    parameters = {name: p for name, p in planned.items() if not p.is_meta}
-    samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
-    extremes = torch.stack([samples, -samples])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
-    different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
-    if different:
-        raise ShardError(
-            f"cannot shard {type(plan.model).__name__}: {len(different)} of {len(parameters)} parameters differ "
-            f"between the ranks, {different[0]} first, expected the same weights everywhere. Seed every rank alike "
-            "before building the model, or load the same files."
-        )
-
-
-def _sample(parameter: torch.Tensor) -> float:
-    """Return a number that two tensors share when a few hundred of their elements are equal."""
-    flat = parameter.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].to("cpu", torch.float64)
-    weights = torch.arange(1, picked.numel() + 1, dtype=torch.float64).sqrt()
-    return float(picked.nan_to_num(nan=0.5).clamp(-1e30, 1e30) @ weights)
-
-
 @torch.no_grad()
 def _cast(plan: ShardPlan) -> None:
     """Give each parameter the dtype of its shard; identity, and with it ties, are kept."""
     for unit in plan.units:
         for parameter in unit.parameters.values():
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
-
-
-def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Keep 0-d parameters, and those of ignored modules, whole on every rank, average their gradients; return them."""
-    dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
-    for name, parameter in plan.replicated.items():
-        dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
-        if plan.precision.is_training and parameter.requires_grad:
-            dtype = torch.promote_types(dtype, torch.float32)  # computed with as it is, wherever masters are kept
-        dtypes[parameter] = dtype
-    for parameter, dtype in dtypes.items():
-        device = parameter.device if parameter.is_meta else current_device()
-        parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
-        average_gradient(parameter)
-    return set(dtypes)
 
 
 def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:
@@ -383,11 +255,3 @@ def _compiled(plan: ShardPlan) -> list[Unit]:
     if plan.policy and plan.policy.bypassed:  # what is compiled gathers nothing for what runs within
         return []
     return [unit for unit in plan.units if unit.kind in ("block", "size") and has_forward(unit.module)]
-
-
-def _prefetch(units: list[nn.Module], depth: int) -> None:
-    """Fix which units are gathered ahead: the next ``depth`` in forward, the ones before in backward."""
-    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for i, unit in enumerate(sharded):
-        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + depth])
-        unit.set_modules_to_backward_prefetch(sharded[max(0, i - depth) : i][::-1])

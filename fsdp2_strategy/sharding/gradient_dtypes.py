@@ -1,0 +1,53 @@
+"""The dtypes of gradients where FSDP2 would choose others: units that are frozen at first, masters in the optimizer.
+
+Input: a unit's parameter group. Output: gradients of the dtype in which they are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp2_strategy.distributed.torch_internals import (
+    gradient_dtype,
+    parameters_of,
+    set_gradient_dtype,
+    set_gradient_dtypes_of,
+    shard_of,
+)
+from fsdp2_strategy.model.unit_hooks import hang
+
+
+def settle_gradient_dtypes(record: Any) -> None:
+    """Let the gradients of a unit keep their dtypes where nothing of it is trainable in the first pass.
+
+    FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
+    with frozen weights, would leave it with none.
+    """
+    floating = [i for i, p in enumerate(parameters_of(record)) if shard_of(p).is_floating_point()]
+    trained = [i for i in floating if shard_of(parameters_of(record)[i]).requires_grad] or floating
+    if trained:
+        around = functools.partial(_choose_dtypes_of, trained[0])
+        hang(record, "choose gradient dtypes", "units that are frozen at first", around)
+
+
+def _choose_dtypes_of(i: int, record: Any, choose: Callable[[], None]) -> None:
+    choose()
+    if gradient_dtype(record) is None:
+        set_gradient_dtypes_of(record, parameters_of(record)[i])
+
+
+def reduce_to_fp32(record: Any) -> None:
+    """Let the gradients of half-precision shards be fp32, which FSDP2 would round to the shards' dtype."""
+    hang(record, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
+
+
+def _choose_fp32(record: Any, choose: Callable[[], None]) -> None:
+    choose()
+    if gradient_dtype(record) in (torch.bfloat16, torch.float16):
+        set_gradient_dtype(record, torch.float32)
+        for parameter in parameters_of(record):
+            shard_of(parameter).grad_dtype = torch.float32
