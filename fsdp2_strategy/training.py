@@ -25,12 +25,12 @@ from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_ch
 from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
-from fsdp2_strategy.config.strategy_config import GradSync, ShardSize, StrategyConfig
+from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.errors import ConfigError, StepError
+from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_remembered
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
@@ -103,13 +103,13 @@ class TrainingStrategy:
             "train_batch_size": train_batch_size,
             "bf16": bf16,
         }
-        base = _base_config(args, config)
+        base = StrategyConfig.chosen(args, config)
         self.config = base.replace(**{name: value for name, value in given.items() if value is not _UNSET})
         self.args = args
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
         self._trainers = ranks.Trainers(process_group)
         self.world_size = self._trainers.count
-        self.accumulated_gradient = self._accumulation()
+        self.accumulated_gradient = self.config.accumulation_steps(self.world_size)
         self._trainers.begin()
         self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
         self._preemption = Preemption()
@@ -320,15 +320,9 @@ class TrainingStrategy:
             loss,
             model,
             accumulation_steps=self.accumulated_gradient,
-            grad_sync=self._grad_sync,
+            grad_sync=self.config.grad_sync_in_use,
             num_items_in_batch=num_items_in_batch,
         )
-
-    @property
-    def _grad_sync(self) -> GradSync:
-        """How accumulation communicates: what waits for its all-reduce is summed in the dtype of reduction."""
-        half = (self.config.bf16 or self.config.fp16) and not self.config.reduce_in_full_precision
-        return "every" if half and self.config.grad_sync == "defer_all_reduce" else self.config.grad_sync
 
     def optimizer_step(
         self,
@@ -572,34 +566,6 @@ class TrainingStrategy:
         if root not in self._runs:
             self._runs[root] = _Run(begin_accumulation(root, LossScale() if self.config.fp16 else None))
         return self._runs[root]
-
-    def _accumulation(self) -> int:
-        micro, total = self.config.micro_train_batch_size, self.config.train_batch_size
-        at_once = micro * self.world_size
-        if total is None:
-            return 1
-        if total % at_once:
-            below = max(total // at_once, 1) * at_once
-            raise ConfigError(
-                f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
-                f"ranks = {micro} x {self.world_size} = {at_once}. Use {below} or {below + at_once}."
-            )
-        return total // at_once
-
-
-def _base_config(args: object, config: StrategyConfig | None) -> StrategyConfig:
-    if config is not None and not isinstance(config, StrategyConfig):
-        raise ConfigError(
-            f"cannot configure: config is a {type(config).__name__}, expected a StrategyConfig. Use "
-            "StrategyConfig.from_mapping, from_yaml or from_args."
-        )
-    if config is not None and isinstance(args, StrategyConfig):
-        raise ConfigError(
-            "cannot configure: args and config are both a StrategyConfig, expected one. Drop one of them."
-        )
-    if config is not None:
-        return config
-    return StrategyConfig() if args is None else StrategyConfig.from_args(args)
 
 
 def _is_ours_to_shard(model: object) -> bool:

@@ -192,6 +192,50 @@ class StrategyConfig:
         """
         return args if isinstance(args, cls) else cls(**known_values(args, _fields()))
 
+    @classmethod
+    def chosen(cls, args: object, config: StrategyConfig | None) -> StrategyConfig:
+        """Return ``config``, else what ``args`` says, else the defaults.
+
+        Raises:
+            ConfigError: ``config`` is something else, or both are a StrategyConfig.
+        """
+        if config is not None and not isinstance(config, StrategyConfig):
+            raise ConfigError(
+                f"cannot configure: config is a {type(config).__name__}, expected a StrategyConfig. Use "
+                "StrategyConfig.from_mapping, from_yaml or from_args."
+            )
+        if config is not None and isinstance(args, StrategyConfig):
+            raise ConfigError(
+                "cannot configure: args and config are both a StrategyConfig, expected one. Drop one of them."
+            )
+        if config is not None:
+            return config
+        return cls() if args is None else cls.from_args(args)
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Return the micro-batches of one optimizer step.
+
+        Raises:
+            ConfigError: they do not fill ``train_batch_size``.
+        """
+        micro, total = self.micro_train_batch_size, self.train_batch_size
+        at_once = micro * world_size
+        if total is None:
+            return 1
+        if total % at_once:
+            below = max(total // at_once, 1) * at_once
+            raise ConfigError(
+                f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
+                f"ranks = {micro} x {world_size} = {at_once}. Use {below} or {below + at_once}."
+            )
+        return total // at_once
+
+    @property
+    def grad_sync_in_use(self) -> GradSync:
+        """How accumulation communicates: gradients that wait for their all-reduce are summed in the reduction dtype."""
+        half = (self.bf16 or self.fp16) and not self.reduce_in_full_precision
+        return "every" if half and self.grad_sync == "defer_all_reduce" else self.grad_sync
+
     def replace(self, **changes: Any) -> StrategyConfig:
         """Return a copy with some fields changed, validated anew."""
         return dataclasses.replace(self, **changes)
