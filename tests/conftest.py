@@ -74,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     pool = pyfuncitem.config.stash[_POOL]
-    pool.run(str(pyfuncitem.path), pyfuncitem.originalname, arguments, world_size, timeout=500)
+    pool.run(str(pyfuncitem.path), pyfuncitem.originalname, arguments, world_size, timeout=300)
     return True
 
 
@@ -84,7 +84,7 @@ def run_on(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def run(world_size: int, function: Callable[..., None], **arguments: Any) -> None:
         pool = request.config.stash[_POOL]
-        pool.run(inspect.getfile(function), function.__name__, arguments, world_size, timeout=500)
+        pool.run(inspect.getfile(function), function.__name__, arguments, world_size, timeout=300)
 
     return run
 

@@ -12,13 +12,14 @@ import gc
 import importlib.util
 import multiprocessing as mp
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -71,7 +72,7 @@ class RankPool:
         """Run one test function on ``world_size`` ranks; raise what the first failing rank raised."""
         while len(self.workers) < world_size:
             ours, theirs = processes.Pipe()
-            process = processes.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
+            process = processes.Process(target=_serve, args=(theirs, len(self.workers), self.folder), daemon=True)
             process.start()
             self.workers.append(Worker(process, ours))
         if world_size != self.group_size:
@@ -99,7 +100,17 @@ class RankPool:
                 if text:
                     failures[rank] = text
                     deadline = min(deadline, time.monotonic() + 5)
-        return failures | dict.fromkeys(waiting.values(), "did not finish: it waits for another rank, or hangs")
+        hanging = "did not finish: it waits for another rank, or hangs"
+        return failures | {rank: f"{hanging}\n{self._stacks_of(rank)}" for rank in waiting.values()}
+
+    def _stacks_of(self, rank: int) -> str:
+        """Return where a rank and the processes that it started are."""
+        pid = self.workers[rank].process.pid
+        for each in (pid, *_children_of(pid)):
+            with suppress(OSError):
+                os.kill(each, signal.SIGUSR1)
+                time.sleep(0.5)  # one after the other, into one file
+        return (self.folder / f"stacks{rank}").read_text()
 
     def close(self) -> None:
         """End all ranks; the next job starts new ones."""
@@ -109,9 +120,17 @@ class RankPool:
         self.group_size = 0
 
 
-def _serve(pipe: Connection, rank: int) -> None:
+def _children_of(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for file in files for child in file.read_text().split()]
+    return [each for child in children for each in (child, *_children_of(child))]
+
+
+def _serve(pipe: Connection, rank: int, folder: Path) -> None:
     """Be a rank: run jobs until the pipe closes."""
     faulthandler.enable()
+    stacks = (folder / f"stacks{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
     import torch.distributed as dist
