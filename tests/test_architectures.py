@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import CASES, batch_of, build, loss_of
+from helpers.models import CASES, FAMILIES, batch_of, build, loss_of
 from helpers.reference import Unsharded, assert_close, assert_parameters_close, full_grads, full_parameters
 from helpers.training import train
+from helpers.worlds import some
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy import FSDPV2Strategy
@@ -16,7 +17,7 @@ STEPS = 3
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, FAMILIES))
 def test_an_architecture_trains_with_parity_and_resumes_bitwise(name, tmp_path):
     rank = dist.get_rank()
     model = build(name)

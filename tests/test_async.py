@@ -332,6 +332,7 @@ def test_one_process_group_serves_all_saves(tmp_path):
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60), "the default group's"
 
 
+@pytest.mark.full
 def test_a_program_that_ends_without_closing_still_saves(tmp_path):
     program = f"""
         import torch

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks"
 NEEDS = {"lerobot": ("av", "pyarrow")}
 DRAWN = {"checkpoint", "logprob", "rollout", "scale", "stall", "step", "weights"}
-QUICK = {"data", "weights"}
 BENCHMARKS = sorted({path.stem for path in SCRIPTS.glob("*.py")} - {"bare", "harness"} - {"gpu"})
 """All scripts but the two modules that they share, and gpu.py, which has a test file of its own."""
 
@@ -45,9 +44,8 @@ def errors_in(found: Any) -> Iterator[str]:
             yield from errors_in(part)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in BENCHMARKS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_smoke(name, tmp_path):
     for module in (*NEEDS.get(name, ()), *(["matplotlib"] if name in DRAWN else [])):
         pytest.importorskip(module)

@@ -41,8 +41,9 @@ def snippets(page):
 )
 def test_the_code_of_a_page_runs(page, tmp_path):
     os.chdir(tmp_path)
-    names = {}
-    for snippet in snippets(ROOT / "docs" / page):
+    names, found = {}, snippets(ROOT / "docs" / page)
+    assert found, "a page that is listed here has code"
+    for snippet in found:
         exec(compile(snippet, page, "exec"), names)
 
 

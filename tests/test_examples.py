@@ -115,6 +115,7 @@ def run_grpo(folder, policy, *more):
     return grpo.read_log(folder)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_grpo_goes_on_where_it_was_to_the_last_bit(tmp_path):
     undisturbed = run_grpo(tmp_path / "undisturbed", tmp_path / "policy")

@@ -102,6 +102,7 @@ def run_the_loop(make_policy: Callable[[], Any], output_dir: Path, steps: int) -
     return names
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_the_diff_of_the_docs_trains_saves_and_goes_on(tmp_path, monkeypatch):
     folder = from_rank_0(tmp_path)

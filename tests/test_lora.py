@@ -25,7 +25,7 @@ from helpers.reference import (
     same_on_all_ranks,
 )
 from helpers.training import assert_same, full_state, take_steps
-from helpers.worlds import matrix, worlds
+from helpers.worlds import matrix, some, worlds
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
@@ -119,6 +119,7 @@ def test_float32_training_equals_peft_unsharded(world, name):
     train_beside_reference(model, name=name, dtype=torch.float32, tolerances=(1e-5, 2e-4))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("shard_size", [2, 1])
 def test_accumulation_on_replicas_equals_peft_unsharded(shard_size):
@@ -437,6 +438,7 @@ def export_in_small_cuts(folder):
             save_model(model, None, folder / f"{kind}{dist.get_world_size()}")
 
 
+@pytest.mark.full
 def test_large_weights_are_merged_in_cuts_that_are_the_same_on_any_number_of_ranks(run_on, tmp_path):
     for world_size in (1, 2, 3, 4):
         run_on(world_size, export_in_small_cuts, folder=tmp_path)
@@ -641,7 +643,7 @@ def train(strategy, actor, optimizer, steps):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", some([False, True], [True]))
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_a_checkpoint_of_adapters_alone_resumes_to_the_bit(bf16, options, tmp_path):
     folder = folder_with(tmp_path / "base")
@@ -726,7 +728,7 @@ def test_the_base_weights_of_a_folder_load_into_a_model_with_adapters(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", some([False, True], [True]))
 @pytest.mark.parametrize(
     "options", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}], ids=str
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shutil
@@ -169,12 +170,14 @@ def test_what_cannot_be_done_with_trainable_weights_alone_is_said(tmp_path):
         strategy.save_ckpt(model.requires_grad_(False), tmp_path / "ckpts", only_trainable=True)
 
 
+@functools.cache
+def weight(number):
+    mixed = np.array([(number + 1) * 0xBF58476D1CE4E5B9 % 2**64], dtype=np.uint64).view(np.int64) >> 29
+    return (number * 0x9E3779B97F4A7C15) % 2**64 ^ int(mixed.view(np.uint64)[0]) | 1
+
+
 def fingerprint(values):
     """Do it once more, element by element."""
-
-    def weight(number):
-        mixed = np.array([(number + 1) * 0xBF58476D1CE4E5B9 % 2**64], dtype=np.uint64).view(np.int64) >> 29
-        return (number * 0x9E3779B97F4A7C15) % 2**64 ^ int(mixed.view(np.uint64)[0]) | 1
 
     def digits(bits):
         size = sizes.FINGERPRINT_ELEMENTS

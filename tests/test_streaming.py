@@ -105,6 +105,7 @@ def whole(data, tmp_path_factory, run_on):
     return output_dir
 
 
+@pytest.mark.full
 def test_each_epoch_gives_each_frame_once_over_ranks_and_workers(whole, data):
     [batches] = given(whole)
     assert list(batches) == list(range(STEPS)) and {len(ids) for ids in batches.values()} == {BATCH}
@@ -164,6 +165,7 @@ def merged(starts):
     return dict(sorted(found.items()))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_losses(tmp_path, data, whole):
     note = train_streaming.Journal.batch
@@ -290,6 +292,7 @@ def test_what_one_rank_cannot_open_ends_all_of_them_by_name(tmp_path, data, open
             train_streaming.main(arguments(tmp_path, data, 2))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
 def test_a_resume_begins_elsewhere_keeps_its_batch_and_then_goes_on_with_its_own(tmp_path, data, whole):
     own = [*arguments(tmp_path / "own", data, 2), "--resume_from", str(whole / "checkpoints"), "--steps"]

@@ -206,7 +206,8 @@ def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options)
 @pytest.mark.parametrize(
     ("micro_batches", "loader"),
     [
-        *((n, loader) for n in (1, 2) for loader in LOADERS if loader != "in workers"),
+        *((1, loader) for loader in LOADERS if loader != "in workers"),
+        *(pytest.param(2, loader, marks=pytest.mark.full) for loader in LOADERS if loader != "in workers"),
         pytest.param(1, "in workers", marks=pytest.mark.full),  # they take long to start
     ],
 )
@@ -730,6 +731,7 @@ def strategy_free_policy():
     return Policy(noise=False)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_at_another_number_of_ranks(tmp_path, run_on):
     run_on(2, train_without_noise, run_dir=tmp_path / "run", stop_after=3)
     run_on(1, train_without_noise, run_dir=tmp_path / "run", stop_after=5)
@@ -870,6 +872,7 @@ def test_json_lines_have_vitras_files_and_keys_from_rank_0_alone(tmp_path):
     assert (second["VLA Train/Step"], second["VLA Train/Loss"]) == (8, None)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers.models import CASES, HUGGING_FACE, Mlp, build
+from helpers.models import CASES, FAMILIES, HUGGING_FACE, Mlp, build
 from helpers.reference import full, resident, same_on_all_ranks
 from helpers.worlds import names_and_worlds
 from safetensors.torch import load_file, save_file
@@ -86,7 +86,8 @@ def prepared_equals_from_pretrained(name, folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "world_sizes"), names_and_worlds(HUGGING_FACE, WORLDS, everywhere=("llama_tied", "gpt_oss"))
+    ("name", "world_sizes"),
+    names_and_worlds(HUGGING_FACE, WORLDS, everywhere=("llama_tied", "gpt_oss"), usual=FAMILIES),
 )
 def test_meta_init_and_load_equal_from_pretrained_for_an_architecture(name, world_sizes, tmp_path, run_on):
     build(name).save_pretrained(tmp_path)
@@ -225,7 +226,8 @@ def test_transformers_is_as_before_on_leaving_also_after_an_exception(folder):
 def test_only_the_configuration_is_read_on_meta(folder):
     (folder / "model.safetensors").write_bytes(b"not a safetensors file")
     with init_on_meta():
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 class Actor(nn.Module):

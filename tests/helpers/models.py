@@ -336,6 +336,12 @@ CASES: dict[str, Case] = {
     "recurrent": Case(Recurrent, _ids, _lm_loss),
     "shared_blocks": Case(SharedBlocks, _ids, _lm_loss),
 }  # fmt: skip
+FAMILIES = (
+    "llama_tied", "gpt2", "gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "bert", "t5", "clip", "qwen2_vl", "llava",
+    "unet",
+)  # fmt: skip
+"""One of each kind: decoders, experts, state spaces, encoders, images. The others run in `make test-full`."""
+
 HUGGING_FACE = [
     name for name in CASES if name not in ("mlp", "plain_transformer", "unet", "recurrent", "shared_blocks")
 ]

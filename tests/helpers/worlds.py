@@ -16,14 +16,29 @@ def worlds(*numbers: int, usual: Collection[int] = (USUAL,)) -> list[Any]:
     return [_case(n, n, [f"{n}ranks"], everywhere=n in usual) for n in numbers]
 
 
-def matrix(numbers: Iterable[int], names: Iterable[str], *, everywhere: Collection[str] = ()) -> list[Any]:
-    """Return the values of the parameters ``world`` and ``name``: each name on the usual number, some on all."""
+def matrix(
+    numbers: Iterable[int],
+    names: Iterable[str],
+    *,
+    everywhere: Collection[str] = (),
+    usual: Collection[str] | None = None,
+) -> list[Any]:
+    """Return the values of the parameters ``world`` and ``name``: names on the usual number, some on all.
+
+    ``usual`` are the names that `make test` runs, by default all; the rest is for `make test-full`.
+    """
     names = list(names)
+    usual = names if usual is None else usual
     return [
-        _case(n, (n, name), [f"{n}ranks", name], everywhere=n == USUAL or name in everywhere)
+        _case(n, (n, name), [f"{n}ranks", name], everywhere=(n == USUAL and name in usual) or name in everywhere)
         for n in numbers
         for name in names
     ]
+
+
+def some(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Return the values of a parameter; those that are not chosen are for `make test-full`."""
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def _case(ranks: int, values: Any, parts: list[str], *, everywhere: bool) -> Any:
@@ -31,12 +46,21 @@ def _case(ranks: int, values: Any, parts: list[str], *, everywhere: bool) -> Any
     return pytest.param(*(values if isinstance(values, tuple) else [values]), marks=marks, id="-".join(parts))
 
 
-def names_and_worlds(names: Iterable[str], numbers: Iterable[int], *, everywhere: Collection[str]) -> list[Any]:
-    """Return the values of ``name`` and ``world_sizes``, for tests that go through several numbers of ranks."""
-    numbers, rows = tuple(numbers), []
+def names_and_worlds(
+    names: Iterable[str], numbers: Iterable[int], *, everywhere: Collection[str], usual: Collection[str] | None = None
+) -> list[Any]:
+    """Return the values of ``name`` and ``world_sizes``, for tests that go through several numbers of ranks.
+
+    ``everywhere`` and ``usual`` are as in `matrix`.
+    """
+    numbers, names, rows = tuple(numbers), list(names), []
+    usual = names if usual is None else usual
     for name in names:
         if name in everywhere:
             rows.append(pytest.param(name, numbers, id=name))
+            continue
+        if name not in usual:
+            rows.append(pytest.param(name, numbers, id=name, marks=pytest.mark.full))
             continue
         others = tuple(n for n in numbers if n != USUAL)
         rows += [
