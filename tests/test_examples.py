@@ -135,6 +135,7 @@ def test_grpo_goes_on_where_it_was_to_the_last_bit(tmp_path):
 # --- ppo -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_ppo_trains_actor_and_critic(tmp_path):
     stayed = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import gc
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fsdp2_strategy.distributed import torch_internals
 from fsdp2_strategy.hf import library_internals
 from fsdp2_strategy.model import unit_hooks
 from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.model.offload import forget_slabs
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 INTERFACES = {Path(torch_internals.__file__), Path(library_internals.__file__)}
@@ -223,6 +225,8 @@ def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
     strategy.prepare_model(model, is_training=True)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()  # models of other tests that are still away
+    forget_slabs()
     before = dict(torchs._global_optimizer_pre_hooks)
     offload(model)
     with pytest.raises(OffloadError, match="the model that this optimizer steps is in host memory"):
@@ -232,6 +236,7 @@ def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no
     assert dict(torchs._global_optimizer_pre_hooks) == before
 
 
+@pytest.mark.full
 def test_importing_the_package_hooks_nothing_into_torch():
     import subprocess
     import sys

@@ -327,6 +327,7 @@ dataset.close()
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_no_thread_of_pyarrow_reads_a_file_that_it_could_still_hold_at_exit(copied):
     path = copied / "data" / "chunk-000" / "file-000.parquet"
@@ -465,6 +466,7 @@ def test_with_little_room_the_next_episodes_wait(large, server, tmp_path):
         assert dataset._staging._held == {3, 4}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_remote_root_that_is_slow_and_fails_now_and_then_is_tried_again(roots, server, tmp_path, workers):
     served = server(roots("gop 2"), delay_seconds=0.01)
@@ -476,6 +478,7 @@ def test_a_remote_root_that_is_slow_and_fails_now_and_then_is_tried_again(roots,
     assert sorted(ids[: sum(LENGTHS)]) == list(range(sum(LENGTHS)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_remote_root_that_is_down_is_named(roots, server, tmp_path, workers):
     served = server(roots("gop 2"))
@@ -613,6 +616,7 @@ def test_one_that_is_not_closed_leaves_nothing_when_it_is_gone(large, server, tm
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):
     code = (
         "import sys, os, signal; from fsdp2_strategy.lerobot import LeRobotDataset; "

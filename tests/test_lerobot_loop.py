@@ -154,6 +154,7 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_noise_differs_between_ranks_and_comes_again(tmp_path):
     """The same batch on every rank: what differs is the noise alone."""

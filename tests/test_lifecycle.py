@@ -54,6 +54,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_a_strategy_ends_what_it_began_and_nothing_else():
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     run = subprocess.run(

@@ -55,9 +55,9 @@ def at(step, rank, world):
 
 
 def cases(*rows):
-    """Mark each row with its number of ranks, which it begins with; what runs on four is for `make test-full`."""
+    """Mark each row with its number of ranks, which it begins with; four ranks and llava are for `make test-full`."""
     return [
-        pytest.param(*row, marks=[pytest.mark.ranks(row[0]), *([pytest.mark.full] if row[0] == 4 else [])])
+        pytest.param(*row, marks=[pytest.mark.ranks(row[0]), *([pytest.mark.full] if {4, "llava"} & {*row} else [])])
         for row in rows
     ]
 

@@ -458,6 +458,7 @@ def knock_and_die(address):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_trainer_that_is_killed_leaves_the_server_to_the_next(server):
     address, model = free_address(), build("llama_tied")
     server(address)

@@ -181,7 +181,9 @@ def test_recomputed_decoders_of_which_one_reads_the_others_cache_change_no_numbe
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["pi0", "smolvla", "act", "diffusion", "groot", "xvla", "multi_task_dit"])
+@pytest.mark.parametrize(
+    "name", some(["pi0", "smolvla", "act", "diffusion", "groot", "xvla", "multi_task_dit"], ["pi0", "act", "xvla"])
+)
 def test_under_autocast_a_policy_that_makes_fp32_of_its_own_computes_in_bf16(name):
     """Noise, tables of times and fp32 buffers would meet bf16 weights; LeRobot's loop runs under autocast as well."""
     model = build(name)
@@ -208,7 +210,9 @@ def test_under_autocast_a_policy_that_makes_fp32_of_its_own_computes_in_bf16(nam
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["pi0", "pi0_of_transformers", "smolvla", "act", "diffusion", "multi_task_dit"])
+@pytest.mark.parametrize(
+    "name", some(["pi0", "pi0_of_transformers", "smolvla", "act", "diffusion", "multi_task_dit"], ["pi0", "act"])
+)
 def test_a_policy_that_makes_fp32_of_its_own_computes_in_bf16_without_autocast(name):
     """Those that multiply by weights themselves, as groot and xvla do with those of an embodiment, cannot."""
     model = build(name)
@@ -228,7 +232,7 @@ def test_a_policy_that_makes_fp32_of_its_own_computes_in_bf16_without_autocast(n
 # --- a tower that is frozen and in fp32 beside bf16, later unfrozen ------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["waits", "made anew", "added"])
+@pytest.mark.parametrize("way", some(["waits", "made anew", "added"], ["waits"]))
 @pytest.mark.ranks(2)
 def test_an_fp32_tower_beside_bf16_is_unfrozen_midway_and_has_masters(way, tmp_path):
     """The optimizer knows the tower from the start and waits, or is made anew, or gets another group."""

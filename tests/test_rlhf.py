@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers.models import batch_of, build, loss_of, tokens
 from helpers.reference import Unsharded, assert_parameters_close, full, full_parameters
 from helpers.training import assert_same, full_state, tags, train
-from helpers.worlds import worlds
+from helpers.worlds import some, worlds
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -209,6 +209,7 @@ def roles(strategy, dtype, seed=0, **options):
     return models, copies, optimizers, emas
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", worlds(2, 4, usual=(2,)))
 def test_interleaved_steps_equal_the_unsharded_run(world):
     strategy = strategy_for(train_batch_size=2 * world)
@@ -276,7 +277,7 @@ def rounded_llama(seed=0):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("grad_sync", ["defer_all_reduce", "last"])
+@pytest.mark.parametrize("grad_sync", some(["defer_all_reduce", "last"], ["last"]))
 def test_masters_in_the_optimizer_are_the_same_arithmetic_as_masters_in_the_model(grad_sync, tmp_path):
     def prepare(*, use_mp_opt, seed=0):
         strategy = strategy_for(bf16=True, train_batch_size=4, use_mp_opt=use_mp_opt, grad_sync=grad_sync)

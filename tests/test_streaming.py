@@ -204,6 +204,7 @@ def test_accelerate_starts_it_and_a_dummy_run_loads_the_same_and_trains_nothing(
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "policy").exists()
 
 
+@pytest.mark.full
 def test_a_remote_data_set_gives_the_same_frames_and_leaves_nothing_behind(tmp_path, data, whole, run_on):
     with FileServer(data) as server:
         options = ("--dummy", "--steps", "16", "--cache_dir", str(tmp_path / "cache"))
