@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,20 @@ from tqdm import tqdm
 
 from fsdp2_strategy.checkpoint import load_checkpoint
 from fsdp2_strategy.checkpoint.data_position import LATER
-from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
+from fsdp2_strategy.checkpoint.random_state import load_rng
 from fsdp2_strategy.checkpoint.training_state import advance_scheduler
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
-from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.errors import CheckpointError, ConfigError
+from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.training import TrainingStrategy
-from fsdp2_strategy.vla.epochs import Epochs, Position, kind_of
+from fsdp2_strategy.vla.epochs import Epochs, kind_of
 from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import vla_parameter_groups
+from fsdp2_strategy.vla.resume import CHECKPOINTS, Resumed, check_may_be_empty, directory_to_load, tag_of
 from fsdp2_strategy.vla.summary import summary
 from fsdp2_strategy.vla.training_loop import Loop
 
@@ -55,8 +54,6 @@ _INPUTS = {
     "current_state": "current_state",
     "fov": "fov",
 }
-
-CHECKPOINTS = "checkpoints"
 
 
 class VLAFSDPStrategy(TrainingStrategy):
@@ -170,7 +167,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.cast_buffers, self.shard_size = cast_buffers, shard_size
         self.max_num, self.max_mem, self.async_save = max_num, max_mem, async_save
         self.grad_accumulation_steps = self.accumulated_gradient
-        self._resumed: _Resumed | None = None
+        self._resumed: Resumed | None = None
         self._data: Epochs | None = None
         self._stopped = False
 
@@ -396,7 +393,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             CheckpointError: on every rank; see `save_ckpt`.
         """
         directory = Path(run_dir) / CHECKPOINTS
-        tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
+        tag = tag_of(epoch, global_step, is_epoch_end=is_epoch_end)
         facts = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
             message = "saved before run_training goes on: what goes on from here begins epoch %d again"
@@ -447,27 +444,15 @@ class VLAFSDPStrategy(TrainingStrategy):
             CheckpointError: on every rank: a named checkpoint is not there, or see `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
-        directory = folder / CHECKPOINTS if from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
+        directory = directory_to_load(folder)
         path, state = self.load_ckpt(
             self.vla, directory, load_module=load_weights, load_module_strict=strict, dataloader=LATER, trust=trust
         )
         if path is None:
-            is_fresh = folder.is_dir() or folder.absolute() == self.run_dir.absolute()
-            if folder.suffix == ".ckpt" or not from_rank_0(is_fresh):
-                raise CheckpointError(
-                    f"cannot load {folder}: there is no checkpoint, expected one that was committed. Name another, or "
-                    "the run's directory for its newest."
-                )
+            check_may_be_empty(folder, self.run_dir)
             return None
-        position = state.get("position") if load_data_position else None
         self._data, self._stopped = None, False
-        self._resumed = _Resumed(
-            path=Path(path),
-            epoch=state.get("epoch", 0),
-            ended=path.endswith(".end.ckpt"),
-            position=Position(**position) if position else None,
-            rng=rng_content(),
-        )
+        self._resumed = Resumed.of(path, state, with_position=load_data_position)
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _start_at(self, epoch: int, step: int) -> None:
@@ -486,30 +471,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                 advance_scheduler(self.lr_scheduler, step)
             run.steps = step or run.steps
             return
-        if epoch not in (0, resumed.epoch, resumed.begins) or step not in (0, run.steps):
-            raise ConfigError(
-                f"cannot train: start_epoch is {epoch} and start_global_step {step}, expected {resumed.epoch} and "
-                f"{run.steps}, where {resumed.path} goes on. Leave them out."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Resumed:
-    """What was loaded."""
-
-    path: Path
-    epoch: int
-    """The epoch that ran when it was saved."""
-    ended: bool
-    """Whether it was saved at that epoch's end."""
-    position: Position | None
-    rng: bytes
-    """The random state then."""
-
-    @property
-    def begins(self) -> int:
-        """The epoch that goes on."""
-        return self.position.epoch if self.position else self.epoch + self.ended
+        resumed.check_start(epoch, step, run.steps)
 
 
 def _check_choice(name: str, value: object, choices: Collection[object]) -> None:
