@@ -51,7 +51,7 @@ from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
 from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from http_server import FileServer
+from helpers.http_server import FileServer
 
 PARTS = ("frames", "rows", "workers", "memory", "bytes")
 BATCH = 32
