@@ -243,6 +243,7 @@ def test_interleaved_steps_equal_the_unsharded_run(world):
         assert_parameters_close({n: full(a) for n, a in emas[name].averages.items()}, expected, 1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_kill_in_the_middle_of_it_changes_no_bit(tmp_path):
     strategy = strategy_for(train_batch_size=4)

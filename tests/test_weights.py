@@ -368,7 +368,7 @@ FROM_CONFIG = ("llama", "llama_tied", "gpt2", "mixtral", "mamba", "qwen2_vl", "t
 
 
 @pytest.mark.parametrize(
-    ("name", "world_sizes"), names_and_worlds(FROM_CONFIG, WORLDS, everywhere=("llama_tied", "mixtral"))
+    ("name", "world_sizes"), names_and_worlds(FROM_CONFIG, WORLDS, everywhere=("llama_tied", "mixtral"), usual=FAMILIES)
 )
 def test_models_from_a_configuration_get_the_values_of_the_unsharded_init(name, world_sizes, run_on):
     for world_size in world_sizes:
