@@ -25,7 +25,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import _python_dispatch, _pytree
 
@@ -306,6 +305,8 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
 
 def forget_sharding_rules() -> None:
     """Empty DTensor's cache of results, which remembers meshes by equality though their groups are others."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: PLC0415  (it brings the compiler)
+
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
