@@ -142,7 +142,7 @@ def _fetch(keys: Sequence[Any]) -> None:
             for item in _items_of(key):
                 if is_away(item.tensor):
                     of_slab[storage_address(values_of(item.tensor))].append(item)
-            while trip.slabs:  # one after the other is let go of; where memory runs out, the rest is still away
+            while trip.slabs:  # freed one by one: if device memory runs out, the rest stays offloaded
                 for item in of_slab[storage_address(trip.slabs[-1])]:
                     like = item.tensor
                     back = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())

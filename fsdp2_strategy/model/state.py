@@ -80,7 +80,7 @@ CARRIED = "_fsdp2_strategy_carried"
 
 
 def carry(module: nn.Module, slot: Slot[T], value: T) -> None:
-    """Let a module and all of its later copies hold a value, deep copies included; also through sharding."""
+    """Store a value on a module itself, so that deep copies and sharding keep it."""
     module.__dict__.setdefault(CARRIED, {})[slot.name] = value
 
 
@@ -91,5 +91,5 @@ def carried(module: nn.Module, slot: Slot[T]) -> T | None:
 
 
 def put_down(module: nn.Module, slot: Slot[Any]) -> None:
-    """Let a module carry something no longer; its copies still do."""
+    """Remove a value that a module carries; copies that were made of it keep theirs."""
     module.__dict__.get(CARRIED, {}).pop(slot.name, None)

@@ -98,7 +98,7 @@ def accumulation_of(model: nn.Module) -> Accumulation:
 
 
 def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
-    """Let a model stand before its first step; not collective.
+    """Set a model's accumulation to the state before its first step; not collective.
 
     Args:
         model: the model, or its wrapper.

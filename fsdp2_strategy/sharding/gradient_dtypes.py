@@ -22,7 +22,7 @@ from fsdp2_strategy.model.unit_hooks import hang
 
 
 def settle_gradient_dtypes(record: Any) -> None:
-    """Let the gradients of a unit keep their dtypes where nothing of it is trainable in the first pass.
+    """Choose the gradient dtypes of a unit, even where nothing of it is trainable in the first pass.
 
     FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
     with frozen weights, would leave it with none.
@@ -41,7 +41,7 @@ def _choose_dtypes_of(i: int, record: Any, choose: Callable[[], None]) -> None:
 
 
 def reduce_to_fp32(record: Any) -> None:
-    """Let the gradients of half-precision shards be fp32, which FSDP2 would round to the shards' dtype."""
+    """Keep the gradients of half-precision shards in fp32; FSDP2 would round them to the shards' dtype."""
     hang(record, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
 

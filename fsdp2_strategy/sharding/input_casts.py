@@ -36,7 +36,7 @@ def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let all floating inputs of a module's forward come in one dtype, as FSDP2 does for a unit."""
+    """Cast all floating inputs of a module's forward to one dtype, as FSDP2 does for a unit."""
 
     def cast_all(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
@@ -45,7 +45,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let all floating outputs of a module's forward come in one dtype, as FSDP2 does for a unit."""
+    """Cast all floating outputs of a module's forward to one dtype, as FSDP2 does for a unit."""
     module.register_forward_hook(lambda _module, _inputs, output: cast_floating(output, dtype))
 
 

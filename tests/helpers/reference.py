@@ -85,14 +85,6 @@ def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return full_tensors({name: p.grad for name, p in named_parameters(model).items() if p.grad is not None})
 
 
-def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the expected norm."""
-    actual, expected = actual.double(), expected.double()
-    scale = expected.norm().item()
-    difference = (actual - expected).norm().item()
-    return difference / scale if scale else difference
-
-
 def assert_close(
     actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str
 ) -> None:
