@@ -141,7 +141,7 @@ def resume_over_several_blocks(path):
 
 
 @pytest.mark.real_sizes
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize("world_size", some([1, 2, 3], [1]))
 def test_shards_of_several_blocks_load_on_the_ranks_that_saved_them(world_size, tmp_path, run_on):
     run_on(world_size, resume_over_several_blocks, path=tmp_path)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.models import build, tokens
 from helpers.training import assert_same, full_state
-from helpers.worlds import some
+from helpers.worlds import some, some_rows
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
@@ -243,7 +243,7 @@ def test_batches_equal_those_of_lists_whatever_is_skipped_and_however_epochs_end
     assert far.epoch_of(10**12) == 3 * 10**12 // 7
 
 
-@pytest.mark.parametrize("kind", ["carry", "pad", "drop", "pool", "mixture"])
+@pytest.mark.parametrize("kind", some(["carry", "pad", "drop", "pool", "mixture"], ["carry", "mixture"]))
 def test_whatever_is_skipped_saved_and_loaded_batches_equal_those_of_lists(kind):
     """Also when samples are skipped twice in a row, until an epoch has none left, and by ranks that come and go."""
     rng = random.Random(kind)
@@ -833,7 +833,7 @@ class Held(Numbers):
         return {"i": i}
 
 
-@pytest.mark.parametrize(("lanes", "ranks"), [(1, 1), (1, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("lanes", "ranks"), some_rows([(1, 1), (1, 2), (4, 2), (4, 3)], [(1, 2), (4, 2)]))
 def test_a_data_set_is_told_which_episodes_come_and_which_are_next(lanes, ranks):
     lengths = np.random.default_rng(0).integers(20, 60, 40).tolist()
     for rank in range(ranks):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.folders import assert_same_tensors, tensors_in
-from helpers.models import CASES, FAMILIES, HUGGING_FACE, Mlp, batch_of, build
+from helpers.models import CASES, FILED, HUGGING_FACE, Mlp, batch_of, build
 from helpers.reference import full, full_parameters, resident
 from helpers.worlds import names_and_worlds
 from safetensors.torch import load_file
@@ -63,7 +63,7 @@ def exported_equals_saved(name, folder):
 
 @pytest.mark.parametrize(
     ("name", "world_sizes"),
-    names_and_worlds(HUGGING_FACE, (1, 2, 3), everywhere=("llama_tied", "gpt_oss"), usual=FAMILIES),
+    names_and_worlds(HUGGING_FACE, (1, 2, 3), everywhere=("llama_tied", "gpt_oss"), usual=FILED),
 )
 def test_an_export_equals_transformers_own_for_an_architecture(name, world_sizes, tmp_path, run_on):
     build(name).save_pretrained(tmp_path / "saved")

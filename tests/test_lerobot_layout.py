@@ -19,6 +19,7 @@ from helpers.crashes import dies_at, kill_within_a_save, removals_at_once
 from helpers.models import build
 from helpers.reference import full, full_parameters
 from helpers.training import assert_same, full_state, strategy_for, tags, take_steps
+from helpers.worlds import some
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
@@ -484,7 +485,8 @@ def test_an_async_save_is_the_moment_of_the_call(tmp_path, gather):
 
 
 @pytest.mark.parametrize(
-    "shard_size", [pytest.param(-1, marks=pytest.mark.ranks(3)), pytest.param(2, marks=pytest.mark.ranks(4))]
+    "shard_size",
+    [pytest.param(-1, marks=pytest.mark.ranks(3)), pytest.param(2, marks=[pytest.mark.ranks(4), pytest.mark.full])],
 )
 def test_a_policy_that_insists_writes_itself_from_all_values_on_rank_0(tmp_path, shard_size):
     run = start(shard_size=shard_size)
@@ -553,7 +555,7 @@ def with_adapters(kind, base):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["around", "injected"])
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", some([False, True], [True]))
 def test_a_policy_with_adapters_is_saved_as_peft_does_and_resumes_to_the_bit(tmp_path, kind, async_save):
     def begin(seed):
         torch.manual_seed(0)

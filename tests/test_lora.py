@@ -107,13 +107,13 @@ def train_beside_reference(model, *, name="llama", dtype, tolerances, shard_size
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3, 4), ["llama", "llama_tied"]))
+@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3, 4), ["llama", "llama_tied"], usual=["llama_tied"]))
 def test_float64_training_equals_peft_unsharded(world, name):
     model = adapted(name, torch.float64, target_modules="all-linear").double()
     train_beside_reference(model, name=name, dtype=torch.float64, tolerances=(1e-10, 1e-10))
 
 
-@pytest.mark.parametrize(("world", "name"), matrix((2, 3), ["qwen2_vl", "qwen3_moe"]))
+@pytest.mark.parametrize(("world", "name"), matrix((2, 3), ["qwen2_vl", "qwen3_moe"], usual=["qwen2_vl"]))
 def test_float32_training_equals_peft_unsharded(world, name):
     model = adapted(name, target_modules=["q_proj", "qkv", "v_proj"])
     train_beside_reference(model, name=name, dtype=torch.float32, tolerances=(1e-5, 2e-4))
@@ -158,11 +158,16 @@ def test_how_a_peft_model_is_sharded_changes_no_number(config):
     "options",
     [
         {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
-        {"use_rslora": True, "bias": "lora_only"},
         {"use_dora": True},
-        {"use_dora": True, "target_modules": ["embed_tokens", "lm_head"]},
         {"trainable_token_indices": [1, 2, 5]},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (
+                {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+                {"use_rslora": True, "bias": "lora_only"},
+                {"use_dora": True, "target_modules": ["embed_tokens", "lm_head"]},
+            )
+        ),
     ],
     ids=str,
 )
@@ -351,7 +356,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("world", worlds(2, 3, usual=(2,)))
+@pytest.mark.parametrize("world", worlds(2, 3))
 def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_path):
     for kind in KINDS if dist.get_world_size() == 2 else ("all", "embeddings", "transposed", "experts"):
         options = KINDS[kind]
@@ -366,7 +371,7 @@ def test_an_export_is_what_peft_merges_and_the_model_stays_as_it_is(world, tmp_p
         assert not any(getattr(module, "merged", False) for module in model.modules())
 
 
-@pytest.mark.parametrize("world", worlds(2, 3))
+@pytest.mark.parametrize("world", worlds(2, 3, usual=(2,)))
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     for kind in ("all", "modules", "experts"):
         name = KINDS[kind].get("name", "llama")
@@ -548,7 +553,7 @@ def test_a_wrapper_with_a_head_of_its_own_is_written_with_merged_weights(tmp_pat
 # --- out: adapters alone -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", worlds(2, 3))
+@pytest.mark.parametrize("world", worlds(2, 3, usual=(2,)))
 def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path):
     for kind in ("all", "biases", "embeddings", "modules", "dora", "half", "experts"):
         options = KINDS[kind]
@@ -651,7 +656,7 @@ def train(strategy, actor, optimizer, steps):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bf16", some([False, True], [True]))
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+@pytest.mark.parametrize("options", some([{}, {"modules_to_save": ["lm_head"]}], [{}]), ids=str)
 def test_a_checkpoint_of_adapters_alone_resumes_to_the_bit(bf16, options, tmp_path):
     folder = folder_with(tmp_path / "base")
     run = start(folder, bf16=bf16, **options)
@@ -738,7 +743,9 @@ def test_the_base_weights_of_a_folder_load_into_a_model_with_adapters(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bf16", some([False, True], [True]))
 @pytest.mark.parametrize(
-    "options", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}], ids=str
+    "options",
+    some([{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}], [{}]),
+    ids=str,
 )
 def test_adapters_on_meta_are_those_that_peft_makes_and_the_base_comes_from_the_folder(options, bf16, tmp_path):
     folder = folder_with(tmp_path / "base")
@@ -760,7 +767,7 @@ def test_adapters_on_meta_that_need_the_base_weights_are_an_error(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", some([False, True], [True]))
 def test_adapters_of_a_folder_load_on_meta(bf16, tmp_path):
     folder = folder_with(tmp_path / "base")
     run = start(folder, bf16=bf16)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from helpers.models import CASES, VOCAB, batch_of, build
 from helpers.pool import processes
 from helpers.reference import CountCollectives, assert_close, full_parameters
+from helpers.worlds import some
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM
@@ -205,7 +206,7 @@ def test_a_mesh_of_all_ranks_takes_no_other_group_and_no_more_collectives():
 # --- a strategy of some of the ranks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard_size", [-1, 1])
+@pytest.mark.parametrize("shard_size", some([-1, 1], [-1]))
 @pytest.mark.ranks(3)
 def test_a_strategy_of_two_ranks_of_three_trains_and_goes_on_as_one_of_two(shard_size, tmp_path):
     name = "llama"

@@ -141,9 +141,7 @@ def assert_resumes_to_the_bit(strategy, name, model, optimizer, other, other_opt
     assert all(torch.equal(expected[n], found[n]) for n in expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), matrix((1, 2, 3), CASES, usual=("pi0_mixed", "smolvla", "act", "xvla", "backbone"))
-)
+@pytest.mark.parametrize(("world", "name"), matrix((1, 2, 3), CASES, usual=("smolvla", "act", "xvla")))
 def test_a_policy_trains_with_parity_comes_out_as_its_own_class_and_resumes_to_the_bit(world, name, tmp_path):
     """Parity on one rank, two and three; the rest, which other tests hold on any number of ranks, on three."""
     model = build(name)
@@ -182,7 +180,7 @@ def test_recomputed_decoders_of_which_one_reads_the_others_cache_change_no_numbe
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "name", some(["pi0", "smolvla", "act", "diffusion", "groot", "xvla", "multi_task_dit"], ["pi0", "act", "xvla"])
+    "name", some(["pi0", "smolvla", "act", "diffusion", "groot", "xvla", "multi_task_dit"], ["pi0", "xvla"])
 )
 def test_under_autocast_a_policy_that_makes_fp32_of_its_own_computes_in_bf16(name):
     """Noise, tables of times and fp32 buffers would meet bf16 weights; LeRobot's loop runs under autocast as well."""
@@ -324,9 +322,10 @@ def test_images_on_some_ranks_only_change_no_number(policy):
     train_on("backbone", lambda step: backbone_batches(step, images=True), mixed_mm_data=policy)
 
 
-@pytest.mark.parametrize(
-    "blocks", [(), ("FlowBlock", "GemmaDecoderLayer", "SiglipEncoderLayer")], ids=["root", "units"]
-)
+FLOW_BLOCKS = ("FlowBlock", "GemmaDecoderLayer", "SiglipEncoderLayer")
+
+
+@pytest.mark.parametrize("blocks", some([(), FLOW_BLOCKS], [FLOW_BLOCKS]), ids=["root", "units"])
 @pytest.mark.parametrize("world", worlds(2, 3))
 def test_a_head_that_runs_without_labels_too_and_counts_for_nothing_keeps_ranks_in_step(world, blocks):
     def batches(step):
@@ -364,7 +363,7 @@ def test_a_head_that_some_ranks_skip_is_named(blocks, expected):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", some(["pi0", "smolvla", "act", "diffusion"], ["pi0", "act"]))
+@pytest.mark.parametrize("name", some(["pi0", "smolvla", "act", "diffusion"], ["act"]))
 def test_actions_that_are_all_padding_on_a_rank_keep_it_in_step(name):
     def batches(step):
         made = [batch_of(name, step, rank) for rank in range(2)]

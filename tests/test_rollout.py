@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.folders import tensors_in
-from helpers.models import CASES, HUGGING_FACE, batch_of, build
-from helpers.worlds import worlds
+from helpers.models import CASES, FILED, HUGGING_FACE, batch_of, build
+from helpers.worlds import some, worlds
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import MarianConfig, MarianMTModel, PretrainedConfig
@@ -51,7 +51,7 @@ def collectives_of(monkeypatch):
 # --- the stream ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", worlds(1, 2, 3, 4))
+@pytest.mark.parametrize("world", worlds(1, 2, 3, 4, usual=(2,)))
 def test_a_stream_gives_what_an_export_writes(world, tmp_path):
     cases = [*HUGGING_FACE[world::4], "mlp", "unet"]
     for name, (dtype, bucket_bytes) in itertools.product(cases, [(torch.bfloat16, 512 << 20), (None, 6000)]):
@@ -236,7 +236,7 @@ def test_a_sharded_model_within_a_wrapper_of_any_kind_streams_what_it_is_now():
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", some(GENERATING, FILED))
 @pytest.mark.ranks(2)
 def test_the_engine_generates_with_exactly_the_models_weights(name, tmp_path):
     model = sharded(name)

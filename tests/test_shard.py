@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers.models import (
+    FAMILIES,
     HUGGING_FACE,
     Actor,
     Critic,
@@ -28,6 +29,7 @@ from helpers.reference import (
     full_grads,
     full_parameters,
 )
+from helpers.worlds import some
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -110,7 +112,7 @@ def test_tied_weights_stay_one_parameter(name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize("name", some(HUGGING_FACE, FAMILIES))
 def test_bf16_training_has_the_gradients_of_the_same_arithmetic_unsharded(name):
     model = build(name)
     reference = MixedPrecision(model)

@@ -16,6 +16,7 @@ from helpers.folders import contents
 from helpers.reference import full_parameters
 from helpers.shrunk import SHRUNK
 from helpers.training import assert_same, full_state, prepared, strategy_for, train
+from helpers.worlds import some, some_rows
 
 import fsdp2_strategy
 import fsdp2_strategy.hf.write as write_module
@@ -97,7 +98,10 @@ def load_what_was_saved_in_blocks(path, size, expected):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("saved", "loaded"), [(2048, 1 << 24), (1 << 24, 2048), (2048, 1000), (5000, 512)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    some_rows([(2048, 1 << 24), (1 << 24, 2048), (2048, 1000), (5000, 512)], [(1 << 24, 2048), (5000, 512)]),
+)
 def test_the_size_of_a_block_is_that_of_the_checkpoint(saved, loaded, tmp_path):
     expected = save_in_blocks(tmp_path, saved)
     load_what_was_saved_in_blocks(tmp_path, loaded, expected)
@@ -135,7 +139,7 @@ def test_a_checkpoint_that_does_not_say_its_block_is_of_the_first_size(tmp_path)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["gpt_oss", "llama_tied"])  # one has tensors that need a gather
-@pytest.mark.parametrize("staging", [1000, 9000, 50_001])
+@pytest.mark.parametrize("staging", some([1000, 9000, 50_001], [9000]))
 def test_an_async_save_has_the_bytes_of_a_synchronous_one_wherever_the_copy_is_cut(name, staging, tmp_path):
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy, name)

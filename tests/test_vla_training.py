@@ -207,9 +207,9 @@ def run(run_dir, loader, *, stop_after=None, seed=0, save_interval=2, **options)
 @pytest.mark.parametrize(
     ("micro_batches", "loader"),
     [
-        *((1, loader) for loader in LOADERS if loader != "in workers"),
+        (1, "resumable"),
+        *(pytest.param(1, loader, marks=pytest.mark.full) for loader in LOADERS if loader != "resumable"),
         *(pytest.param(2, loader, marks=pytest.mark.full) for loader in LOADERS if loader != "in workers"),
-        pytest.param(1, "in workers", marks=pytest.mark.full),  # they take long to start
     ],
 )
 def test_a_run_that_is_killed_goes_on_with_the_same_losses(tmp_path, loader, micro_batches):
@@ -418,7 +418,7 @@ def flow_vla(folder, *, frozen):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("sharding_strategy", ["shard-grad-op", "full-shard"])
+@pytest.mark.parametrize("sharding_strategy", some(["shard-grad-op", "full-shard"], ["full-shard"]))
 @pytest.mark.parametrize("by_node", some([False, True], [True]))
 def test_both_strengths_shard_within_a_node_and_replicate_across(tmp_path, sharding_strategy, by_node):
     model = Policy(noise=False)
@@ -469,10 +469,10 @@ def test_micro_batches_are_never_summed_in_half_precision(tmp_path, full):
 @pytest.mark.parametrize(
     ("options", "computed", "reduced"),
     [
-        ({}, torch.bfloat16, torch.bfloat16),
+        pytest.param({}, torch.bfloat16, torch.bfloat16, marks=pytest.mark.full),
         ({"reduce_in_full_precision": True}, torch.bfloat16, torch.float32),
         ({"enable_mixed_precision_training": False}, torch.float32, torch.float32),
-        ({"mixed_precision_dtype": torch.float32}, torch.float32, torch.float32),
+        pytest.param({"mixed_precision_dtype": torch.float32}, torch.float32, torch.float32, marks=pytest.mark.full),
     ],
 )
 def test_precision_is_as_asked(tmp_path, options, computed, reduced):

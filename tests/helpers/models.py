@@ -342,6 +342,9 @@ FAMILIES = (
 )  # fmt: skip
 """One of each kind: decoders, experts, state spaces, encoders, images. The others run in `make test-full`."""
 
+FILED = ("llama_tied", "gpt_oss", "deepseek_v3", "t5", "qwen2_vl")
+"""One of each way in which files differ from models: tied, with fused experts, converted, renamed."""
+
 HUGGING_FACE = [
     name for name in CASES if name not in ("mlp", "plain_transformer", "unet", "recurrent", "shared_blocks")
 ]

@@ -41,6 +41,11 @@ def some(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
     return [value if value in chosen else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
+def some_rows(rows: Iterable[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Return the values of several parameters, as `some` does of one."""
+    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.full) for row in rows]
+
+
 def _case(ranks: int, values: Any, parts: list[str], *, everywhere: bool) -> Any:
     marks = [pytest.mark.ranks(ranks), *([] if everywhere else [pytest.mark.full])]
     return pytest.param(*(values if isinstance(values, tuple) else [values]), marks=marks, id="-".join(parts))
