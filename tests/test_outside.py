@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from contextlib import contextmanager
@@ -455,7 +456,7 @@ def connect_and_die(address):
 
 def knock_and_die(address):
     host, _, port = address.rpartition(":")
-    dist.TCPStore(host, int(port), is_master=False).add("knocks", 1)
+    socket.create_connection((host, int(port))).sendall(b"fsdp2 trainer 02")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -694,7 +695,7 @@ def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_o
 
 
 def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
-    monkeypatch.setattr(link_module, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(link_module, "_HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(sizes, "PACK_BYTES", 2000)
 
     class Slow(Keeper):
@@ -716,45 +717,50 @@ def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
         assert len(engine.held) == 9 and all((tensor == int(name)).all() for name, tensor in engine.held.items())
 
 
+def be_stopped(address, serves, told):
+    """Serve, or connect to a server, and stop as a host does that is switched off."""
+    link_module._HEARTBEAT_SECONDS = 0.1
+    if serves:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        serve(Keeper(), address)
+    engine = RemoteEngine(address)
+    assert engine.generate() == [(), {}]
+    told.send("generated")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 @pytest.mark.parametrize("silent", ["server", "trainer"])
 def test_silence_of_the_other_end_is_heard_of_also_between_calls(silent, monkeypatch, caplog):
-    monkeypatch.setattr(link_module, "_BEAT_SECONDS", 0.1)
-    address = free_address()
-    thread = threading.Thread(target=serve, args=(Keeper(), address), kwargs={"timeout_seconds": 0.3})
-    thread.start()
-    stops = threading.Event()
-    beat = link_module.Link._beat
-
-    def until_it_stops(link):
-        if link._other == (1 if silent == "trainer" else 0):
-            stops.wait()  # as if its host were gone
+    monkeypatch.setattr(link_module, "_HEARTBEAT_SECONDS", 0.1)
+    address, (ours, theirs) = free_address(), processes.Pipe()
+    stopped = processes.Process(target=be_stopped, args=(address, silent == "server", theirs), daemon=True)
+    stopped.start()
+    began = time.monotonic()
+    try:
+        if silent == "trainer":
+            serve(Keeper(), address, timeout_seconds=1)
+            assert ours.recv() == "generated" and "is gone: no heartbeat for 1 s" in caplog.text
         else:
-            beat(link)
-
-    monkeypatch.setattr(link_module.Link, "_beat", until_it_stops)
-    end = RemoteEngine(address, timeout_seconds=0.3)
-    time.sleep(0.6)
-    stops.set()
-    with pytest.raises(RolloutError, match="is gone"):
-        end.generate()
-    thread.join(5)
-    assert not thread.is_alive()
-    if silent == "trainer":
-        assert "is gone: it has said nothing for 0.3 s" in caplog.text
-
-
-def raw(text):
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            end = RemoteEngine(address, timeout_seconds=10)
+            end._link._seconds = 1
+            assert end.generate() == [(), {}]
+            time.sleep(3)  # nobody asks while it falls silent
+            for _ in range(2):
+                with pytest.raises(RolloutError, match=r"is gone \(no heartbeat for 1 s\)"):
+                    end.generate()
+        assert time.monotonic() - began < 60
+    finally:
+        stopped.kill()
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        [torch.tensor([-5])],
-        [torch.tensor([1 << 50])],
-        [torch.tensor([4]), raw(b"\xff\xfe{}")],
-        [torch.tensor([4]), raw(b"{{{{")],
-        [torch.tensor([2]), raw(b"[1")],
+        [struct.pack("<q", -5)],
+        [struct.pack("<q", 1 << 50)],
+        [struct.pack("<q", 4), b"\xff\xfe{}"],
+        [struct.pack("<q", 4), b"{{{{"],
+        [struct.pack("<q", 2), b"[1"],
         {"x": 1},
         {"call": "generate", "args": [], "kwargs": {}, "tensors": [["load", [3]]]},
         {"call": "generate", "args": [], "kwargs": {}, "tensors": [["qint8", [3]]]},
@@ -776,7 +782,7 @@ def test_what_cannot_be_understood_ends_the_session_and_not_the_server(said, cap
             if isinstance(part, dict):
                 link.send(part)
             else:
-                link.end(link.begin(part))
+                link.send_bytes(part)
         with pytest.raises(RolloutError, match="is gone"):
             end.generate()
     assert "it does not keep to the protocol" in caplog.text or "in the middle of an update" in caplog.text
@@ -813,9 +819,9 @@ def test_weights_that_are_more_than_their_bytes_are_refused_and_the_next_update_
         end.update_weights(iter([("fine", torch.nn.Parameter(torch.ones(2)))]))
 
 
-def test_a_large_weight_arrives_while_the_one_before_is_used(monkeypatch):
+def test_a_large_weight_arrives_while_the_one_before_is_used_and_no_more_are_on_their_way(monkeypatch):
     monkeypatch.setattr(sizes, "LARGE_BYTES", 1000)
-    asked, seen = [], []
+    asked, seen, count = [], [], 10
 
     class Watching(Keeper):
         def update_weights(self, weights):
@@ -824,13 +830,14 @@ def test_a_large_weight_arrives_while_the_one_before_is_used(monkeypatch):
                 seen.append(len(asked))
 
     def stream():
-        for i in range(4):
+        for i in range(count):
             asked.append(i)
-            yield f"{i}", torch.zeros(500)
+            yield f"{i}", torch.zeros(6 << 20)  # more than sockets hold
 
     with served(Watching()) as end:
         end.update_weights(stream())
-    assert seen == [3, 4, 4, 4]  # one more is on its way, and the next has been asked for
+    # While weight i is used, i + 1 has arrived, i + 2 is on its way, and i + 3 waits.
+    assert seen == [min(i + 4, count) for i in range(count)]
 
 
 def test_what_serves_at_an_address_listens_there_alone():

@@ -1,25 +1,27 @@
-"""A connection of two processes, one that trains and one that serves: how they meet, and what travels.
+"""The TCP connection between a trainer and an inference engine in another process: handshake, messages, heartbeats.
 
 Input: an address, or a rank of the default group; headers and tensors. Output: the same at the other end.
 
-[Note: a session] The two are the ranks of a gloo group of their own, made for one session over a store that both reach:
-that of the default group, or one that stands at an address. Nothing is pickled: headers are JSON. A process that dies
-closes its connection, which the other end hears of at once. Sessions are numbered in the store: a server takes one
-after the other, and skips those whose trainer has left meanwhile.
+[Note: sessions] A trainer opens two connections to the server: one for requests and answers, one for heartbeats. The
+server serves one trainer at a time. Others wait in the queue of its listening socket until it takes them, and give up
+after their time-out; the server skips those that have given up. Nothing is pickled: headers are JSON, tensors are their
+bytes. The sockets of a process that dies are closed, which the other end notices at once.
 
-[Note: beats] From beginning to end of a session, a thread of each end says every second, under a tag of its own, that
-its process lives, and hears that the other does. So silence means trouble, whatever an end waits for and however long:
-it breaks the connection off, and what waits on it fails. Nothing else has a time-out.
+[Note: heartbeats] A thread at each end sends a byte every second, and expects one. If none arrives for the time-out of
+that end, the other process is stopped or its host is unreachable: the thread shuts both connections down, which wakes
+whatever waits on them. Requests and answers have no time-out of their own.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
+import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
@@ -33,10 +35,14 @@ from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import default_store
 from fsdp2_strategy.errors import RolloutError
 
-_FOREVER = timedelta(days=3650)
-_BEAT_SECONDS = 1.0
-_LAST_SECONDS = 5.0
-_TALK, _BEATS, _NOTHING = range(3)  # tags
+_HEARTBEAT_SECONDS = 1.0
+_HANDSHAKE_SECONDS = 5.0
+_RETRY_SECONDS = 0.1
+_ID_BYTES = 16
+_TAKEN = b"fsdp2 engine v02"
+_REQUESTS, _HEARTBEATS = b"r", b"h"
+_OPEN_TO_ALL = b"fsdp2 trainer 02"
+"""The key of a server at an address; that of a server by rank is random, and known to the default group alone."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -44,14 +50,18 @@ _DTYPES = {
 }
 
 
-# --- how the two find each other -------------------------------------------------------------------------------------
+class GoneError(Exception):
+    """The other end is gone, or violates the protocol."""
 
 
-def place_of(address: str | None, peer: int | None) -> str:
-    """Return what names the other process.
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def name_of_end(address: str | None, peer: int | None) -> str:
+    """Check which process is meant, and return its name for messages.
 
     Raises:
-        RolloutError: both address and peer are given, or none, or they are none.
+        RolloutError: both address and peer are given, or neither is, or one is malformed.
     """
     if (address is None) == (peer is None):
         raise RolloutError(
@@ -73,120 +83,216 @@ def place_of(address: str | None, peer: int | None) -> str:
     return f"rank {peer}"
 
 
-_stores: dict[str, Any] = {}
-"""Those that stand in this process, by address: the next trainer finds the server where the last one did."""
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
-def store_at(address: str | None, peer: int | None, *, serves: bool, seconds: float) -> Any:
-    """Return the store over which the two ends find each other.
+def _own_hosts(store: Any) -> list[str]:
+    """Return the names under which other ranks may reach this host: its address towards the store first."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return ["127.0.0.1"]  # a file or a table in memory: all ranks run on this host
+    hosts = [socket.gethostname()]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store.host, store.port))  # sends nothing, and chooses the interface
+        hosts.insert(0, probe.getsockname()[0])
+    return hosts
+
+
+# --- the server's end ------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """The listening socket of a server, and the trainers that wait at it; see [Note: sessions]."""
+
+    def __init__(self, listening: socket.socket, key: bytes) -> None:
+        self.key = key
+        self._socket = listening
+        self._halves: dict[bytes, dict[bytes, socket.socket]] = {}
+        self._waiting: deque[tuple[socket.socket, socket.socket]] = deque()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        return int(self._socket.getsockname()[1])
+
+    def accept(self, seconds: float) -> Connection:
+        """Wait for a trainer, however long it takes, and return the connection to it."""
+        while True:
+            while not self._waiting:
+                self._greet()
+            requests, heartbeats = self._waiting.popleft()
+            try:
+                requests.sendall(_TAKEN)
+                if _read(requests, len(_TAKEN)) == _TAKEN:
+                    return Connection(requests, heartbeats, seconds)
+            except OSError:  # it has given up
+                pass
+            requests.close()
+            heartbeats.close()
+
+    def _greet(self) -> None:
+        """Accept one connection; with the second one of a trainer, put it into the queue."""
+        other, _ = self._socket.accept()
+        other.settimeout(_HANDSHAKE_SECONDS)
+        try:
+            key, trainer, purpose = (_read(other, n) for n in (_ID_BYTES, _ID_BYTES, len(_REQUESTS)))
+        except OSError:
+            key = b""
+        if key != self.key:
+            other.close()
+            return
+        self._halves.setdefault(trainer, {})[purpose] = other
+        if len(self._halves[trainer]) == 2:
+            both = self._halves.pop(trainer)
+            self._waiting.append((both[_REQUESTS], both[_HEARTBEATS]))
+
+
+_listeners: dict[str, Listener] = {}
+"""Of this process, by name: a trainer that is started again finds the server where it was."""
+
+
+def listen(address: str | None, peer: int | None) -> Listener:
+    """Return the listener of a server; the one of the last session, if there was one.
 
     Raises:
-        RolloutError: there is none at the address.
+        RolloutError: the address is taken, or is none of this host's.
     """
+    where = name_of_end(address, peer)
+    if where not in _listeners:
+        try:
+            if address is None:
+                _listeners[where] = Listener(_listen_on_all_interfaces(), secrets.token_bytes(_ID_BYTES))
+            else:
+                _listeners[where] = Listener(_listen_at(*_split(address)), _OPEN_TO_ALL)
+        except (OSError, OverflowError) as error:
+            raise RolloutError(
+                f"cannot serve at {where} ({_first_line(error)}), expected a free port of this host. Check the address."
+            ) from error
+    listener = _listeners[where]
     if address is None:
-        pair = (peer, dist.get_rank()) if serves else (dist.get_rank(), peer)
-        return dist.PrefixStore(f"fsdp2_strategy/engine/{pair[0]}-{pair[1]}", default_store())  # type: ignore[attr-defined]
-    if serves and address in _stores:
-        return _stores[address]
-    host, _, port = address.rpartition(":")
-    options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "timeout": timedelta(seconds=seconds)}
-    try:
-        if serves:  # a store that listens by itself does so on every interface
-            options["master_listen_fd"] = _listening(host.strip("[]"), int(port)).detach()
-        store = dist.TCPStore(host.strip("[]"), int(port), **options)  # type: ignore[attr-defined]
-    except (RuntimeError, ValueError, OSError) as error:
-        action = "serve at" if serves else "reach an engine: nobody serves at"
-        raise RolloutError(
-            f"cannot {action} {address} ({_first_line(error)}), expected a server of that name and port. Check the "
-            "address, and whether the server has started."
-        ) from error
-    if serves:
-        _stores[address] = store
-    return store
+        store = default_store()
+        told = {"hosts": _own_hosts(store), "port": listener.port, "key": listener.key.hex()}
+        store.set(_entry(dist.get_rank(), peer), json.dumps(told))
+    return listener
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listen_at(host: str, port: int) -> socket.socket:
     [(family, _, _, _, place), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(place[:2], family=family, backlog=128)
 
 
-def knock(store: Any, where: str, seconds: float) -> Link:
-    """Open a session with a server; see [Note: a session]."""
-    with _store_lives(where):
-        number = store.add("knocks", 1)
-        deadline = time.monotonic() + seconds
-        while not store.check([f"{number}/taken"]):
-            if time.monotonic() > deadline:
-                store.set(f"{number}/left", "")
-                raise RolloutError(
-                    f"cannot reach an engine: {where} has not answered in {seconds:g} s, expected a server that has no "
-                    "trainer. Call serve there, and end the trainer before."
-                )
-            time.sleep(0.01)
-        store.set(f"{number}/stays", "")
-        return Link(dist.PrefixStore(str(number), store), 0, seconds)  # type: ignore[attr-defined]
+def _listen_on_all_interfaces() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    return socket.create_server(("", 0), backlog=128)
 
 
-def next_session(store: Any, where: str, seconds: float) -> Link:
-    """Wait for a trainer; see [Note: a session]."""
-    while True:
-        with _store_lives(where):
-            number = store.add("served", 0) + 1
-            while store.add("knocks", 0) < number:
-                time.sleep(0.05)
-            store.add("served", 1)
-            store.set(f"{number}/taken", "")
-            deadline = time.monotonic() + min(seconds, 5)
-            while not store.check([f"{number}/stays"]):
-                if time.monotonic() > deadline or store.check([f"{number}/left"]):
-                    break
-                time.sleep(0.01)
-            else:
-                with suppress(GoneError):  # it left in this moment
-                    return Link(dist.PrefixStore(str(number), store), 1, seconds)  # type: ignore[attr-defined]
+def _entry(server: int, trainer: int | None) -> str:
+    """Return the key of the default store under which a server says where it listens."""
+    return f"fsdp2_strategy/engine/{server}-{trainer}"
 
 
-@contextmanager
-def _store_lives(where: str) -> Iterator[None]:
+# --- the trainer's end -----------------------------------------------------------------------------------------------
+
+
+def connect(address: str | None, peer: int | None, seconds: float) -> Connection:
+    """Connect to a server, once it has no other trainer.
+
+    Raises:
+        RolloutError: nobody serves there, or the server does not take this trainer in time.
+    """
+    where = name_of_end(address, peer)
+    deadline = time.monotonic() + seconds
+    if address is not None:
+        hosts, port, key = [_split(address)[0]], _split(address)[1], _OPEN_TO_ALL
+    else:
+        hosts, port, key = _told_by(peer, where, seconds)
+    sockets: list[socket.socket] = []
     try:
-        yield
-    except (dist.DistError, GoneError) as error:
+        trainer = secrets.token_bytes(_ID_BYTES)
+        for purpose in (_REQUESTS, _HEARTBEATS):
+            sockets.append(_connect_to(hosts, port, where, deadline))
+            sockets[-1].sendall(key + trainer + purpose)
+        sockets[0].settimeout(max(deadline - time.monotonic(), 0.01))
+        if _read(sockets[0], len(_TAKEN)) != _TAKEN:
+            raise OSError("another program listens there")
+        sockets[0].sendall(_TAKEN)
+    except BaseException as error:
+        for each in sockets:
+            each.close()
+        if isinstance(error, TimeoutError):
+            raise RolloutError(
+                f"cannot reach an engine: {where} has not answered in {seconds:g} s, expected a server that has no "
+                "trainer. Call serve there, and end the trainer before."
+            ) from error
+        if isinstance(error, OSError):
+            raise RolloutError(
+                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server. "
+                "Start it again."
+            ) from error
+        raise
+    requests, heartbeats = sockets
+    return Connection(requests, heartbeats, seconds)
+
+
+def _told_by(peer: int | None, where: str, seconds: float) -> tuple[list[str], int, bytes]:
+    """Read from the default store where a rank serves."""
+    store, entry = default_store(), _entry(peer or 0, dist.get_rank())
+    try:
+        store.wait([entry], timedelta(seconds=seconds))
+        told = json.loads(store.get(entry))
+    except (RuntimeError, ValueError) as error:
         raise RolloutError(
-            f"cannot meet {where}: the other end is gone ({_first_line(error)}), expected both to stay. Start it again."
+            f"cannot reach an engine: {where} has not answered in {seconds:g} s ({_first_line(error)}), expected a "
+            "server. Call serve there."
         ) from error
+    return told["hosts"], told["port"], bytes.fromhex(told["key"])
 
 
-# --- what travels ----------------------------------------------------------------------------------------------------
+def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) -> socket.socket:
+    """Connect to the first host that accepts; try again until the deadline, for the server may still be starting."""
+    while True:
+        failure: Exception | None = None
+        for host in hosts:
+            try:
+                return socket.create_connection((host, port), max(deadline - time.monotonic(), 0.01))
+            except (OSError, OverflowError) as error:
+                failure = failure or error
+        if time.monotonic() + _RETRY_SECONDS >= deadline or isinstance(failure, OverflowError):
+            raise RolloutError(
+                f"cannot reach an engine: nobody serves at {where} ({_first_line(failure)}), expected a server of that "
+                "name and port. Check the address, and whether the server has started."
+            ) from failure
+        time.sleep(_RETRY_SECONDS)
 
 
-class GoneError(Exception):
-    """The other end is, or says what cannot be understood."""
+# --- a session -------------------------------------------------------------------------------------------------------
 
 
-class Link:
-    """A connection of two processes: JSON headers and tensors; see [Note: a session] and [Note: beats].
+class Connection:
+    """JSON headers and tensors between two processes; see [Note: sessions] and [Note: heartbeats].
 
     Args:
-        store: at which the two meet.
-        rank: 0 or 1.
-        seconds: of silence, after which the other end counts as gone; two beats at least.
+        requests: the connected socket on which they travel.
+        heartbeats: the other one.
+        seconds: without a heartbeat, after which the other end counts as gone; at least the time of two.
     """
 
-    def __init__(self, store: Any, rank: int, seconds: float) -> None:
-        self._other = 1 - rank
-        self._seconds = max(seconds, 2 * _BEAT_SECONDS)
-        self._over = threading.Event()
-        self._silence: str | None = None
-        self._waits: set[Future[None]] = set()
-        self._beating = threading.Thread(target=self._beat, daemon=True)
-        try:
-            self._group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise GoneError(_first_line(error)) from error
-        self._beating.start()
+    def __init__(self, requests: socket.socket, heartbeats: socket.socket, seconds: float) -> None:
+        self._requests, self._heartbeats = requests, heartbeats
+        self._seconds = max(seconds, 2 * _HEARTBEAT_SECONDS)
+        self._closed = threading.Event()
+        self._in_use = threading.RLock()
+        self._reason = ""
+        requests.settimeout(None)
+        requests.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a header and tensors; return when the other end has them.
+        """Send a header and tensors.
 
         Raises:
             RolloutError: the header is too large. Nothing has been sent then.
@@ -198,39 +304,32 @@ class Link:
                 f"cannot send a header: it is {len(text)} bytes long, expected at most {sizes.HEADER_BYTES}. "
                 "Send numbers as tensors."
             )
-        length = torch.tensor([len(text)], device="cpu")
-        for flat in [length, torch.frombuffer(bytearray(text), dtype=torch.uint8), *map(bytes_of, tensors)]:
-            self.end(self.begin(flat))
+        self.send_bytes(struct.pack("<q", len(text)) + text)
+        for tensor in tensors:
+            self.send_bytes(bytes_of(tensor).numpy().data)
 
-    def begin(self, flat: torch.Tensor) -> dist.Work | None:
-        """Begin to send a tensor in host memory; one without elements does not travel."""
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send bytes, of which a header has told the length; return once the buffer can be written to again."""
         with self._or_gone():
-            return self._group.send([flat], self._other, _TALK) if flat.numel() else None
-
-    def end(self, work: dist.Work | None) -> None:
-        """Return when it has been sent."""
-        if work is not None:
-            with self._or_gone():
-                self._wait(work)
+            self._requests.sendall(data)
 
     def receive(self) -> dict[str, Any]:
         """Return a header, whenever it comes."""
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.receive_into(length)
+        with self._or_gone():
+            [length] = struct.unpack("<q", _read(self._requests, 8))
         with understood():
-            if not 0 < int(length) <= sizes.HEADER_BYTES:
-                raise ValueError(f"a header of {int(length)} bytes")
-            text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        self.receive_into(text)
+            if not 0 < length <= sizes.HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+        with self._or_gone():
+            text = _read(self._requests, length)
         with understood():
-            header: dict[str, Any] = dict(json.loads(text.numpy().tobytes()))
+            header: dict[str, Any] = dict(json.loads(text))
         return header
 
     def receive_into(self, flat: torch.Tensor) -> None:
-        """Fill a tensor in host memory."""
-        if flat.numel():
-            with self._or_gone():
-                self._wait(self._group.recv([flat], self._other, _TALK))
+        """Fill a flat tensor of bytes in host memory."""
+        with self._or_gone():
+            _read_into(self._requests, flat.numpy().data)
 
     def receive_tensors(self, header: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors behind a header, on the device of this process."""
@@ -242,78 +341,66 @@ class Link:
                 self.receive_into(flat)
         return [tensor.to(current_device()) for tensor in tensors]
 
-    def drop(self) -> None:
-        """Close the connection: what waits at either end hears that the other is gone; harmless when called again."""
-        self._over.set()
-        nothing = torch.zeros(1, device="cpu")
-        with suppress(RuntimeError):  # gloo closes a connection on which somebody has waited in vain
-            self._group.recv([nothing], self._other, _NOTHING).wait(timedelta(milliseconds=1))
-        if threading.current_thread() is not self._beating:
-            self._beating.join(_LAST_SECONDS)  # where gloo tells it nothing, it ends by itself, after the time-out
-        self._end_waits()
+    def close(self) -> None:
+        """Close the connection, which wakes whatever waits at either end; harmless when called again."""
+        self._closed.set()
+        for each in (self._requests, self._heartbeats):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        with self._in_use:  # the descriptor is free for others once nobody reads or writes
+            self._requests.close()
 
-    def _beat(self) -> None:
-        """Say that this process lives, and hear that the other does; see [Note: beats]."""
-        said, heard = torch.zeros(2, 1, device="cpu").unbind()
-        while not self._over.wait(_BEAT_SECONDS):
-            began = time.monotonic()
-            try:
-                work = self._group.send([said], self._other, _BEATS)
-                self._group.recv([heard], self._other, _BEATS).wait(timedelta(seconds=self._seconds))
-                work.wait(_FOREVER)
-            except RuntimeError:
-                if time.monotonic() - began >= self._seconds:
-                    self._silence = f"it has said nothing for {self._seconds:g} s"
-                break
-        self._end_waits()
-
-    def _end_waits(self) -> None:
-        """Let nothing wait any more: what was travelling when a connection closed, gloo would wait for in vain."""
-        self._over.set()
-        for ended in tuple(self._waits):
-            with suppress(InvalidStateError):
-                ended.set_exception(RuntimeError("the connection is closed"))
-
-    def _wait(self, work: dist.Work) -> None:
-        """Wait on another thread: this one is to hear of signals, and of the end; see `_end_waits`."""
-        if not threading.main_thread().is_alive():  # no thread starts while the program ends
-            work.wait(timedelta(seconds=self._seconds))
-            return
-        ended: Future[None] = Future()
-
-        def wait() -> None:
-            with suppress(InvalidStateError):
-                try:
-                    work.wait(_FOREVER)
-                    ended.set_result(None)
-                except RuntimeError as error:
-                    ended.set_exception(error)
-
-        self._waits.add(ended)
-        if self._over.is_set():
-            self._end_waits()
-        threading.Thread(target=wait, daemon=True).start()
-        try:
-            ended.result()
-        finally:
-            self._waits.discard(ended)
+    def _watch(self) -> None:
+        """Send heartbeats and expect them; see [Note: heartbeats]."""
+        heard = time.monotonic()
+        self._heartbeats.setblocking(False)
+        with self._heartbeats, suppress(OSError):
+            while not self._closed.wait(_HEARTBEAT_SECONDS):
+                with suppress(BlockingIOError):
+                    self._heartbeats.send(b".")
+                with suppress(BlockingIOError):
+                    if not self._heartbeats.recv(1 << 12):
+                        break
+                    heard = time.monotonic()
+                if time.monotonic() - heard >= self._seconds:
+                    self._reason = f"no heartbeat for {self._seconds:g} s"
+                    break
+        self.close()
 
     @contextmanager
     def _or_gone(self) -> Iterator[None]:
         try:
-            yield
-        except RuntimeError as error:
-            self.drop()
-            raise GoneError(self._silence or _first_line(error)) from error
+            with self._in_use:
+                yield
+        except OSError as error:
+            self.close()
+            raise GoneError(self._reason or _first_line(error)) from error
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    _read_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(connection: socket.socket, view: memoryview) -> None:
+    while view:
+        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("the connection is closed")
+        view = view[count:]
 
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Take what the other end has said, and cannot be understood, for the end of the session."""
+    """End the session over something that the other end has said, and that violates the protocol."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise GoneError(f"it does not keep to the protocol: {type(error).__name__}: {_first_line(error)}") from error
+
+
+# --- values as headers and tensors -----------------------------------------------------------------------------------
 
 
 def entry_of(name: str, tensor: torch.Tensor, begin: int) -> tuple[str, str, list[int], int]:
@@ -380,5 +467,5 @@ def unpacked(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return (list if kind == "list" else tuple)(unpacked(v, tensors) for v in inner)
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,7 +2,7 @@
 
 Input, at the trainer's end: weights and calls, as for any engine. Output: what the engine in the other process says.
 
-A request is a header with tensors behind it, and so is its answer. Both may take their time; see [Note: beats].
+A request is a header with tensors behind it, and so is its answer. Both may take their time; see [Note: heartbeats].
 
 [Note: packs] Weights travel in packs: small tensors together in one buffer, a large one alone, as it is. A pack travels
 while the next is filled, and arrives while the one before is used. Each end holds two.
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import finalize
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import sizes
@@ -27,16 +26,15 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
 from fsdp2_strategy.rollout.bucket import is_looked_into
 from fsdp2_strategy.rollout.connection import (
+    Connection,
     GoneError,
-    Link,
     bytes_of,
+    connect,
     entry_of,
     is_plain,
-    knock,
-    next_session,
+    listen,
+    name_of_end,
     packed,
-    place_of,
-    store_at,
     understood,
     unpacked,
     view_of,
@@ -67,8 +65,8 @@ class RemoteEngine:
     """
 
     def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
-        self._where = place_of(address, peer)
-        self._link = knock(store_at(address, peer, serves=False, seconds=timeout_seconds), self._where, timeout_seconds)
+        self._where = name_of_end(address, peer)
+        self._link = connect(address, peer, timeout_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
@@ -85,15 +83,15 @@ class RemoteEngine:
         failure: Exception | None = None
         with self._talking("update weights"):
             self._link.send({"call": "update_weights"})
-            packing = _Packing(self._link)
-            try:
-                for name, tensor in weights:
-                    packing.put(name, tensor)
-            except GoneError:
-                raise
-            except Exception as error:  # noqa: BLE001  raised below, once the engine has heard of it
-                failure = error
-            packing.end(failure)
+            with closing(_Packing(self._link)) as packing:
+                try:
+                    for name, tensor in weights:
+                        packing.put(name, tensor)
+                except GoneError:
+                    raise
+                except Exception as error:  # noqa: BLE001  raised below, once the engine has heard of it
+                    failure = error
+                packing.end(failure)
             with suppress(RolloutError) if failure else nullcontext():
                 self._answer("update weights")
         if failure is not None:
@@ -151,7 +149,7 @@ class RemoteEngine:
                 raise
             except BaseException as failure:
                 self._lost = self._lost or str(failure) or type(failure).__name__
-                self._link.drop()  # whatever is said now would be taken for what was to come
+                self._link.close()  # whatever is said now would be taken for what was to come
                 self._goodbye.detach()
                 if not isinstance(failure, GoneError):
                     raise
@@ -172,8 +170,7 @@ def serve(
             serve(engine, "0.0.0.0:29600")
 
     Weights come in host memory, arguments on the device of this process. Whoever reaches the address can use the
-    engine, so it belongs into a private network. What is listened to at the address is its interface alone;
-    tensors take that of the host's name, or the one that ``GLOO_SOCKET_IFNAME`` names at either end.
+    engine, so it belongs into a private network.
 
     Args:
         engine: any `RolloutEngine`.
@@ -185,8 +182,8 @@ def serve(
     Raises:
         RolloutError: the address cannot be had, or the store of the default group is gone.
     """
-    where = place_of(address, peer)
-    link = next_session(store_at(address, peer, serves=True, seconds=timeout_seconds), where, timeout_seconds)
+    where = name_of_end(address, peer)
+    link = listen(address, peer).accept(timeout_seconds)
     logger.info("serving the trainer at %s", where)
     try:
         while (request := link.receive()).get("call") != "goodbye":
@@ -196,13 +193,13 @@ def serve(
     except GoneError as gone:
         logger.warning("the trainer at %s is gone: %s", where, gone)
     finally:
-        link.drop()
+        link.close()
 
 
 # --- the server's end ------------------------------------------------------------------------------------------------
 
 
-def _carry_out(engine: RolloutEngine, link: Link, request: Mapping[str, Any]) -> None:
+def _carry_out(engine: RolloutEngine, link: Connection, request: Mapping[str, Any]) -> None:
     """Do what a request asks for, and answer."""
     try:
         arguments = link.receive_tensors(request)
@@ -231,7 +228,7 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
     return method(*args, **kwargs)
 
 
-def _update(engine: RolloutEngine, link: Link) -> None:
+def _update(engine: RolloutEngine, link: Connection) -> None:
     """Give an engine what comes in packs; what it does not take arrives all the same."""
     with ThreadPoolExecutor(1) as receiver:
         sent = Sent(_arriving(link, receiver), hashed=False)
@@ -242,7 +239,7 @@ def _update(engine: RolloutEngine, link: Link) -> None:
         sent.check_arrival(engine)
 
 
-def _arriving(link: Link, receiver: ThreadPoolExecutor) -> Weights:
+def _arriving(link: Connection, receiver: ThreadPoolExecutor) -> Weights:
     """Give out the tensors of each pack, while the next is on its way; see [Note: packs].
 
     The next takes the memory of the one before, of which a loop lets go once it has the first tensor of this one.
@@ -296,15 +293,15 @@ class _Rooms:
 # --- the trainer's end -----------------------------------------------------------------------------------------------
 
 
-def _leave(link: Link, turn: threading.Lock) -> None:
+def _leave(link: Connection, turn: threading.Lock) -> None:
     """Say goodbye; in the middle of another thread's call break off, and give that thread time to hear of it."""
     if turn.acquire(blocking=False):
         with suppress(GoneError):
             link.send({"call": "goodbye"})
             link.receive()
-        link.drop()
+        link.close()
     else:
-        link.drop()
+        link.close()
         if not turn.acquire(timeout=_LEAVE_SECONDS):
             return
     turn.release()
@@ -313,12 +310,13 @@ def _leave(link: Link, turn: threading.Lock) -> None:
 class _Packing:
     """Put tensors into packs, of which one travels while the next is filled; see [Note: packs]."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
         self._buffers: list[torch.Tensor] = []
         self._entries: list[tuple[str, str, list[int], int]] = []
         self._filled = 0
-        self._travelling: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._sender = ThreadPoolExecutor(1)
+        self._sending: Future[None] | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Send a tensor, sooner or later; a large one is held while it travels, and read.
@@ -348,8 +346,12 @@ class _Packing:
         """Send what is left, and say that all has been sent, or that it will not be."""
         if failure is None:
             self._send_filled()
-        self._arrive()
+        self._wait()
         self._link.send({"end": None if failure is None else _text(failure)})
+
+    def close(self) -> None:
+        """End the thread that sends; what it waits on ends with the connection."""
+        self._sender.shutdown(wait=False)
 
     def _send_filled(self) -> None:
         if self._entries:
@@ -358,14 +360,15 @@ class _Packing:
             self._entries, self._filled = [], 0
 
     def _send(self, entries: Sequence[object], flat: torch.Tensor) -> None:
-        self._arrive()
+        self._wait()
         self._link.send({"pack": entries, "bytes": flat.numel()})
-        self._travelling = (self._link.begin(flat), flat)
+        self._sending = self._sender.submit(self._link.send_bytes, flat.numpy().data)
 
-    def _arrive(self) -> None:
-        if self._travelling is not None:
-            self._link.end(self._travelling[0])
-        self._travelling = None
+    def _wait(self) -> None:
+        """Return when the last pack has been sent."""
+        if self._sending is not None:
+            self._sending.result()
+        self._sending = None
 
 
 def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
@@ -374,7 +377,7 @@ def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | No
         return default if given is None else given
 
     address, peer = option("remote_engine_address"), option("remote_engine_rank")
-    place_of(address, peer)  # what is wrong is wrong on all ranks
+    name_of_end(address, peer)  # what is wrong is wrong on all ranks
     seconds = float(option("remote_engine_timeout_seconds", 60.0))
     return RemoteEngine(address, peer=peer, timeout_seconds=seconds) if is_rank_0() else None
 
