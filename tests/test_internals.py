@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import gc
+import re
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,26 @@ def test_importing_the_package_hooks_nothing_into_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0", "0"]
+
+
+def test_torchs_modules_that_are_used_by_name_are_imported_by_name():
+    """In this process other libraries have imported them all."""
+    import subprocess
+    import sys
+
+    names = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        chains = [ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)]
+        names |= {name for name in chains if re.fullmatch(r"torch(\.\w+)+", name) and not name.startswith("torch._C.")}
+    assert "torch.float32" in names
+    code = (
+        "import torch; from fsdp2_strategy import init_on_meta\n"
+        "import fsdp2_strategy.distributed.torch_internals\n"
+        "with init_on_meta(): torch.nn.Linear(2, 2)\n"
+        f"for name in {sorted(names)}:\n    eval(name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- the hooks of units ---------------------------------------------------------------------------------------------

@@ -484,11 +484,14 @@ class Dependent(nn.Module):
             weight.data.mul_(0.5)
         elif how == "replaced":
             self.model.lm_head.weight = nn.Parameter(torch.zeros(weight.shape))
+        elif how == "replaced by a constant":
+            norm = self.model.model.norm
+            norm.weight = nn.Parameter(torch.tensor([3.0] * len(norm.weight)))
         elif how == "indexed":
             self.head.weight.data[:, [0, 2]] = 0
 
 
-@pytest.mark.parametrize("how", ["copied", "computed", "changed", "replaced", "indexed"])
+@pytest.mark.parametrize("how", ["copied", "computed", "changed", "replaced", "replaced by a constant", "indexed"])
 @pytest.mark.ranks(1)
 def test_what_depends_on_values_that_are_not_there_yet_is_an_error(folder, how):
     with init_on_meta():

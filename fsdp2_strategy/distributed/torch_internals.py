@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cas
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _device, _python_dispatch, _pytree
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map
@@ -401,7 +401,7 @@ def past_modes() -> Iterator[None]:
 
 def remember_device_constructors() -> None:
     """Fill torch's cache of the functions that ``torch.device`` redirects, before any of them is replaced."""
-    torch.utils._device._device_constructors()
+    _device._device_constructors()
 
 
 def schema_of(operator: Any) -> Any:

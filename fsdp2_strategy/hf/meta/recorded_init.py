@@ -181,7 +181,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             aliases = tuple(tensor.detach() for tensor in made)
             operation = _Operation(function, kept_args, kept_kwargs, aliases, changes, frozenset(known))
             self._add(operation)
-            if operation.name in _COPIES and all(self.is_settled(storage) for storage in known):
+            if operation.name in _COPIES and known and all(self.is_settled(storage) for storage in known):
                 self.settled |= dict.fromkeys(changes, len(self.operations))
         return result
 
