@@ -1,6 +1,6 @@
-"""The FSDP2 layer that an RLHF or VLA trainer drops in: shard, train with right numbers, save, resume.
+"""FSDP2 for RLHF and VLA trainers: shard models, train, save and resume.
 
-Every public name loads when it is first used, so importing this package imports no torch.
+Each public name is imported when it is first used, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

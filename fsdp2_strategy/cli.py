@@ -1,6 +1,6 @@
-"""The command line: ``fsdp2-strategy ls | verify | export``; one process, no process group.
+"""The command line ``fsdp2-strategy ls | verify | export``; it runs in one process, without a process group.
 
-Input: directories of checkpoints. Output: tables, reports, Hugging Face folders.
+Input: checkpoint directories. Output: tables, reports, Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fsdp2_strategy.errors import FSDP2StrategyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status: 0, 1 where a checkpoint is damaged, 2 where a command cannot be done."""
+    """Run one command; return the exit status: 0, 1 if a checkpoint is corrupt, 2 if the command fails."""
     parser = argparse.ArgumentParser(prog="fsdp2-strategy", description="Look at, check and export checkpoints.")
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("ls", help="list the committed checkpoints of a directory, oldest first")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--beside", type=Path, help="folder whose configuration and tokenizer go beside such weights")
     command.set_defaults(run="export")
     parsed = parser.parse_args(arguments)
-    from fsdp2_strategy.checkpoint import cli_commands as carry_out  # noqa: PLC0415  torch is not loaded to show a usage
+    from fsdp2_strategy.checkpoint import cli_commands as carry_out  # noqa: PLC0415  ``--help`` need not import torch
 
     try:
         status: int = getattr(carry_out, parsed.run)(parsed)

@@ -1,21 +1,21 @@
-"""Everything this package raises on purpose, one small tree.
+"""The exceptions of this package.
 
     FSDP2StrategyError
     ├── ConfigError      (ValueError)    a field, argument or file of the configuration
     ├── MeshError        (ValueError)    process group, device mesh, shard sizes
     ├── ShardError       (ValueError)    which modules become units, and how
     ├── OptimizerError   (ValueError)    parameter groups, schedules
-    ├── DataError        (ValueError)    the order of samples, how far a loader is in it, and where samples come from
+    ├── DataError        (ValueError)    data order, data positions, access to data sets
     │   └── CorruptDataError             files of a data set that cannot be parsed or decoded
     ├── StepError        (RuntimeError)  backward and optimizer steps
-    ├── OffloadError     (RuntimeError)  what is in host memory while it is needed on the device
+    ├── OffloadError     (RuntimeError)  offloaded models and optimizers that are needed on the device
     ├── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
-    │   └── DamageError                  files that are not what was written
-    ├── RolloutError     (RuntimeError)  weights on their way to an inference engine, and the engine
+    │   └── DamageError                  corrupt checkpoint files
+    ├── RolloutError     (RuntimeError)  inference engines, and the transfer of weights to them
     └── LogProbError     (ValueError)    log-probabilities that cannot be computed in chunks
 
-Each message says what cannot be done, what the subject is, what it should be, and what to do. An error that one
-rank alone meets inside a collective call is raised on every rank, naming that rank.
+Each message names the operation that failed, the actual value, the expected value and a fix. If one rank fails inside a
+collective call, every rank raises an error that names that rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FSDP2StrategyError(Exception):
     """Base class of every error that this package raises on purpose."""
 
     is_agreed = False
-    """Whether every rank raises it at this point."""
+    """Whether every rank raises this error at the same point."""
 
 
 class ConfigError(FSDP2StrategyError, ValueError):
@@ -48,14 +48,14 @@ class OptimizerError(FSDP2StrategyError, ValueError):
 
 
 class DataError(FSDP2StrategyError, ValueError):
-    """An order of samples that cannot be made, a loader that cannot go on in it, or samples that cannot be had."""
+    """A data order that cannot be made, a data position that cannot be loaded, or samples that cannot be read."""
 
 
 class CorruptDataError(DataError):
     """A file of a data set whose content cannot be parsed or decoded.
 
     Attributes:
-        location: where the file is; empty where several are at odds.
+        location: path or address of the file; empty if the error is that several files contradict each other.
     """
 
     def __init__(self, message: str, location: str = "") -> None:
@@ -68,7 +68,7 @@ class StepError(FSDP2StrategyError, RuntimeError):
 
 
 class OffloadError(FSDP2StrategyError, RuntimeError):
-    """A model or optimizer that is in host memory while it is needed on the device, or cannot go there."""
+    """A model or optimizer that is offloaded while it is needed on the device, or that cannot be offloaded."""
 
 
 class CheckpointError(FSDP2StrategyError, RuntimeError):
@@ -76,24 +76,24 @@ class CheckpointError(FSDP2StrategyError, RuntimeError):
 
 
 class DamageError(CheckpointError):
-    """A checkpoint whose files are not what was written."""
+    """A checkpoint whose files are corrupt."""
 
 
 class RolloutError(FSDP2StrategyError, RuntimeError):
-    """Weights that cannot reach an inference engine, or an engine that cannot do what it is asked to."""
+    """Weights that cannot be transferred to an inference engine, or a request that an engine cannot serve."""
 
 
 class LogProbError(FSDP2StrategyError, ValueError):
-    """A model or an argument of which no log-probabilities can be computed."""
+    """A model or an argument for which log-probabilities cannot be computed."""
 
 
 def some(names: Sequence[str], what: str = "name") -> str:
-    """Return how many names there are, and the first of them."""
+    """Return the number of names and the first three of them, as text."""
     shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
     return f"{len(names)} {what}s ({shown})" if names else f"no {what}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the known name nearest to ``name``, or nothing."""
+    """Return `` Did you mean 'x'?`` for the known name most similar to ``name``; empty if none is similar."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

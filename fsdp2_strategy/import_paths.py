@@ -1,8 +1,8 @@
-"""Import paths: public names that load when they are first used, and old module paths that lead to the new ones.
+"""Import public names when they are first used, and redirect old module paths to the new ones.
 
 Input: the names that a package lists. Output: its ``__getattr__`` and ``__dir__`` (PEP 562), so that importing the
-package, or a light module in it, imports neither torch nor pyarrow. `MOVED` is the one table of old paths; each works
-for one release, with a `DeprecationWarning`.
+package, or a module that needs neither torch nor pyarrow, imports neither. `MOVED` lists the old module paths; each
+works for one release, with a `DeprecationWarning`.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ MOVED = {
     "vla.shortage": "vla.shortages",
     "walk": "sharding.bypassed_blocks",
 }
-"""Old module path -> new one, both below the package. A path below an old one moves with it."""
+"""Old module path -> new one, relative to the package. Paths below an old one are redirected as well."""
 
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names load when they are first used.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports its names when they are first used.
 
-    The names are those that it imports ``if TYPE_CHECKING`` by ``from a.module import Name as Name``: one list, which
-    type checkers read as well.
+    The names are read from the package's own ``if TYPE_CHECKING`` block, where each is imported by
+    ``from a.module import Name as Name``. So type checkers use the same list.
 
     Args:
-        package: its ``__name__``.
+        package: ``__name__`` of the package.
     """
     source = ast.parse(inspect.getsource(sys.modules[package]))
     module_of = {
@@ -123,14 +123,14 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], Iterable[st
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Import a module by its old path: the very module that the new path gives."""
+    """The finder and loader of old module paths; it returns the module object of the new path."""
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        """Return how to import an old path; None for any other."""
+        """Return a module spec for an old path; None for other paths."""
         return ModuleSpec(fullname, self) if _new_path(fullname) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of the new path in the place of the fresh one."""
+        """Replace the new, empty module in ``sys.modules`` by the module of the new path, and warn."""
         old = module.__name__
         new = _new_path(old)
         assert new is not None
@@ -150,6 +150,6 @@ def _new_path(fullname: str) -> str | None:
 
 
 def keep_old_paths() -> None:
-    """Install the finder of `MOVED` ahead of Python's own, which would load a second copy of a submodule."""
+    """Install the finder of `MOVED` before Python's own, which would import submodules a second time."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())

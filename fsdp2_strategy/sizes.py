@@ -1,9 +1,9 @@
-"""All sizes at which the code takes another way, so that a test can shrink them and cross each one with small tensors.
+"""All size thresholds of the package, so that tests can lower them and cross each one with small tensors.
 
-They are read as ``sizes.X`` at the time of use; a ``from … import`` or a default argument would keep an old value.
-Files do not depend on them: a list of checksums says how large its blocks are, and a list of weights that were left out
-says how large the blocks of its fingerprints are. Two have bounds: ``PACK_BYTES`` is at least ``LARGE_BYTES``, and both
-ends of a remote link have the same ``HEADER_BYTES``.
+Read them as ``sizes.X`` at the time of use; a ``from … import`` or a default argument would keep an old value. Files do
+not depend on them: checksum manifests record their block size, and so do the fingerprints of weights that a checkpoint
+leaves out. Two values have constraints: ``PACK_BYTES`` must be at least ``LARGE_BYTES``, and both ends of a remote
+connection need the same ``HEADER_BYTES``.
 """
 
 from __future__ import annotations
@@ -11,63 +11,63 @@ from __future__ import annotations
 # --- files -----------------------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 16 << 20
-"""Of a file, that one checksum is for, and that one thread writes or reads at a time."""
+"""Maximum size of a block of a file: a block has one checksum, and one thread reads or writes it at a time."""
 CACHED_BYTES = 256 << 10
-"""Hashed at once, while they are still in the processor's cache from being copied, or will be."""
+"""Bytes that are hashed and then written, or read and then hashed, while they are in the processor's cache."""
 SMALL_WRITE_BYTES = 256 << 10
-"""Of a tensor, up to which it is copied to its neighbours and written with them."""
+"""Tensors up to this size are copied into one buffer with their neighbours and written together."""
 SCRATCH_BYTES = 8 << 20
-"""Of a file, read at once to pick a strided view out of them."""
+"""Maximum file range that is read at once to extract a strided view from it."""
 SMALL_READ_BYTES = 64 << 10
-"""Of a file, read at once even where less than half of them are wanted."""
+"""Maximum file range that is read at once if less than half of its bytes are needed."""
 SHORT_READ_BYTES = 4 << 10
-"""Of one range of a file; shorter ones with gaps between them are read with what lies between."""
+"""File ranges shorter than this are read together with the gaps between them."""
 SHORTEST_RUN_BYTES = 4 << 10
-"""Of one range of a file; a tensor whose shards would be written in shorter ones is gathered."""
+"""Minimum file range to write; a tensor whose shards would be written in shorter ranges is gathered instead."""
 COMPUTED_BYTES = 256 << 20
-"""Of values that are computed to be written, and let go of together."""
+"""Maximum size of computed values that are kept at a time during a write, unless one tensor is larger."""
 FILE_BYTES = 5 * 10**9
-"""Of the tensors in one file at most, where nobody names a size."""
+"""Default maximum size of the tensors in one file."""
 FILES = 32
-"""Files that a checkpoint's model is spread over, and its optimizer, so that ranks write to different ones."""
+"""The size limit of a checkpoint's files is the size of the model (or optimizer) divided by this number."""
 LEAST_FILE_BYTES = 64 << 20
-"""Of the tensors in one file of a checkpoint up to which no other is begun."""
+"""Lower bound of that limit: a model or optimizer up to this size is one file."""
 COPY_BYTES = 64 << 20
-"""Of a tensor, copied at once from one folder to another."""
+"""Bytes of a tensor that are copied at a time from one folder to another."""
 CONVERSION_BYTES = 256 << 20
-"""Of tensors of another system's checkpoint, converted at once."""
+"""Bytes of another system's checkpoint that are converted at a time."""
 BROADCAST_BYTES = 32 << 20
-"""Of tensors that one replica has read, handed to the others at once."""
+"""Bucket size for broadcasting the tensors that one replica has read to the other replicas."""
 
 # --- host memory -----------------------------------------------------------------------------------------------------
 
 STAGING_BYTES = 256 << 20
-"""Of one slab of the copy that an asynchronous save writes; a power of two, since pinned memory is given in those."""
+"""Size of a host buffer of an asynchronous save; a power of two, because pinned memory is allocated in those."""
 OFFLOAD_BYTES = 128 << 20
-"""Of one slab of what travels between host and device."""
+"""Size of a pinned buffer for offloading."""
 
-# --- weights that travel ---------------------------------------------------------------------------------------------
+# --- weights sent to an engine ---------------------------------------------------------------------------------------
 
 BUCKET_BYTES = 512 << 20
-"""Of a bucket of weights on their way to an engine, where nobody names a size."""
+"""Default size of a bucket of weights that is sent to an engine."""
 LARGE_BYTES = 16 << 20
-"""Of a tensor, from which on it travels by itself: a collective costs little beside it, and nothing is copied out."""
+"""Tensors of at least this size are sent alone: the cost of one more collective is small, and packing needs a copy."""
 PACK_BYTES = 64 << 20
-"""Of small tensors that travel to a remote engine together."""
+"""Size of the buffer in which small tensors are sent together to a remote engine."""
 HEADER_BYTES = 64 << 20
-"""Of a message's header, at most."""
+"""Maximum size of a message's header."""
 GATHER_BYTES = 256 << 20
-"""Of adapters' parameters that are gathered together."""
+"""Bytes of adapter parameters that are gathered together."""
 MERGED_ROWS = 1024
-"""Rows of a weight that adapters are merged into at once."""
+"""Rows of a weight that adapters are merged into at a time."""
 MERGED_EXPERTS = 8
-"""Experts of a weight that adapters are merged into at once."""
+"""Experts of a weight that adapters are merged into at a time."""
 
 # --- values ----------------------------------------------------------------------------------------------------------
 
 LOGITS_BYTES = 256 << 20
-"""Of the fp32 logits that exist at a time, where nobody names a size."""
+"""Default size of the fp32 logits that exist at a time."""
 FINGERPRINT_ELEMENTS = 1 << 16
 """Elements of one block of a fingerprint."""
 FINGERPRINT_BLOCKS = 8
-"""Blocks of a fingerprint summed at once."""
+"""Blocks of a fingerprint that are summed at a time."""

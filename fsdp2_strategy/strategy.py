@@ -1,6 +1,6 @@
-"""The facade that an RLHF trainer holds: `TrainingStrategy`, and the rest of the trainer's vocabulary.
+"""The strategy class for RLHF trainers: `TrainingStrategy`, with the other methods that such trainers call.
 
-Input: a configuration and the trainer's models. Output: what the free functions return.
+Input: a configuration and the trainer's models. Output: the results of the free functions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ModelOrModelOptimPair = nn.Module | ModelOptimPair
 
 T = TypeVar("T")
 
-# What RLHF trainers set where their arguments say nothing.
+# Defaults of RLHF trainers, for arguments that are not given.
 _DEFAULTS: dict[str, Any] = {
     "actor_learning_rate": 1e-6,
     "critic_learning_rate": 9e-6,
@@ -53,26 +53,28 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class FSDPV2Strategy(TrainingStrategy):
-    """Shard, train, save and resume models with FSDP2; one object a process, the same on every rank.
+    """Shard, train, save and resume models with FSDP2; construct one per process, with equal arguments on every rank.
 
-    Constructing it is collective: it starts the process group where there is none (under torchrun from its variables,
-    else one rank), and seeds every rank alike. ``close`` or the end of a ``with`` block ends what it started.
+    The constructor is collective. It starts the process group if there is none (under torchrun from its variables, else
+    with one rank), and seeds every rank with the same seed. ``close`` or the end of a ``with`` block ends that group.
 
     Args:
         seed: seed of all generators.
-        max_norm: global gradient norm to clip to; 0 clips nothing.
+        max_norm: global gradient norm to clip to; 0 disables clipping.
         micro_train_batch_size: samples of one forward pass of one rank.
         train_batch_size: samples of one optimizer step over all ranks.
         bf16: compute in bfloat16.
-        args: a trainer's namespace or mapping, whose names of ours count, or a StrategyConfig.
+        args: a trainer's namespace or mapping, of which only the fields of StrategyConfig are used, or a
+            StrategyConfig.
         config: a StrategyConfig, instead of ``args``.
-        process_group: the ranks that train, where other ranks of the default group do something else; by default all.
-            Until `close`, that is what everything here, and each free function, takes for all ranks.
+        process_group: the ranks that train; by default all ranks of the default group. Until `close`, "all ranks" means
+            the ranks of this group, for all methods and free functions.
 
-    Arguments that are given beat ``args`` and ``config``; what nobody gives has StrategyConfig's default.
+    Explicit arguments take precedence over ``args`` and ``config``, which take precedence over StrategyConfig's
+    defaults.
 
     Raises:
-        ConfigError: a value is not valid, or ``train_batch_size`` is no multiple of micro batch size x ranks.
+        ConfigError: a value is not valid, or ``train_batch_size`` is not a multiple of micro batch size x ranks.
         MeshError: this rank is not in ``process_group``, or an open strategy of this process trains on other ranks.
 
     Example:
@@ -89,11 +91,11 @@ class FSDPV2Strategy(TrainingStrategy):
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
-        """Have nothing left to start: constructing the strategy did; collective where it sets a time-out.
+        """No-op kept for compatibility; set the collective time-out if one is given; collective in that case.
 
         Args:
-            timeout: after which collectives of all ranks that train are given up.
-            **kwargs: accepted for trainers that pass more.
+            timeout: time-out of collectives of the ranks that train.
+            **kwargs: ignored; trainers may pass other arguments.
         """
         if timeout is not None:
             set_timeout(group_in_use(), timeout)
@@ -111,7 +113,7 @@ class FSDPV2Strategy(TrainingStrategy):
         return memory.report_memory(prefix)
 
     def sync_and_clear_cache(self) -> None:
-        """Wait for all ranks and their devices, and give unused device memory back; collective."""
+        """Collect garbage, wait for all ranks and for the device, and release unused device memory; collective."""
         gc.collect()
         dist.barrier(group=group_in_use())
         memory.clear_cache()
@@ -129,20 +131,20 @@ class FSDPV2Strategy(TrainingStrategy):
         sampler: Sampler[int] | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader[Any]:
-        """Build a loader of this rank's part of a data set; not collective.
+        """Build a DataLoader for this rank's part of a data set; not collective.
 
         Args:
             replay_buffer: a data set with a length.
             batch_size: samples of one batch of one rank.
             pin_memory: copy batches to pinned memory.
-            shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins another epoch.
-            collate_fn: makes a batch of samples.
-            drop_last: leave out what does not give every rank a sample, and the last batch if it is not full.
-            sampler: draws the samples instead.
-            consumed_samples: samples of this epoch that all ranks together have drawn already; it goes on there.
+            shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins epoch n.
+            collate_fn: makes a batch of a list of samples.
+            drop_last: drop the last samples if there is not one for every rank, and the last batch if it is not full.
+            sampler: replaces the default `ResumableSampler`.
+            consumed_samples: samples of this epoch that all ranks together have drawn already; the loader skips them.
 
         Raises:
-            ConfigError: ``consumed_samples`` is more than an epoch, or no multiple of the ranks.
+            ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
         """
         if sampler is None:
             sampler = ResumableSampler(
@@ -164,17 +166,18 @@ class FSDPV2Strategy(TrainingStrategy):
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepare models for inference, and (model, optimizer, ...) tuples for training; collective.
 
-        An optimizer that was made before its model was sharded steps the sharded parameters from then on.
+        The parameters of an optimizer that was made before its model was sharded are replaced by the sharded ones.
 
         Args:
-            *models_or_pairs: models, or tuples of a model, its optimizer and, if you like, its schedule.
-            is_rlhf: accepted for its place in the trainer's call.
+            *models_or_pairs: models, or tuples of a model, its optimizer and, optionally, its schedule.
+            is_rlhf: ignored; accepted for compatibility.
 
         Returns:
-            What was given: one of them, or a list of all.
+            The arguments with prepared models: the only one, or a list of all.
 
         Raises:
-            MeshError, ShardError, OptimizerError: see `prepare_model` and `rebind_optimizer`.
+            MeshError, ShardError: see `prepare_model`.
+            OptimizerError: see `rebind_optimizer`; or ``use_mp_opt`` is set and an optimizer keeps no master weights.
         """
         prepared = [self._prepare_one(given) for given in models_or_pairs]
         return prepared[0] if len(prepared) == 1 else prepared
@@ -207,20 +210,21 @@ class FSDPV2Strategy(TrainingStrategy):
         args: object = None,
         max_steps: int = int(1e8),
     ) -> tuple[Any, Any, Any, Any]:
-        """Prepare an RLHF trainer's models, with optimizers and schedules of actor and critic; collective.
+        """Prepare an RLHF trainer's models, and create optimizers and schedules of actor and critic; collective.
 
         Args:
-            actor: the policy; it is marked as an actor.
+            actor: the policy; its attribute ``is_actor`` is set.
             critic: the value model, or None.
-            reward_models: one, several or None; left alone where ``args.remote_rm_url`` says that they run elsewhere.
-            initial_model: the reference, or None.
+            reward_models: one model, several or None; not prepared if ``args.remote_rm_url`` is set.
+            initial_model: the reference model, or None.
             args: ``actor_learning_rate``, ``critic_learning_rate``, ``adam_betas``, ``l2`` (weight decay) and
-                ``lr_warmup_ratio``; by default the strategy's.
+                ``lr_warmup_ratio``; by default those of the strategy's ``args``.
             max_steps: optimizer steps of the run.
 
         Returns:
-            (actor, optimizer, schedule), (critic, optimizer, schedule), reward models, reference; Nones for a critic
-            that is None. Schedules are cosines to a tenth of the peak.
+            (actor, optimizer, schedule), (critic, optimizer, schedule), reward models, reference model; the critic's
+            tuple is three times None if there is no critic. The schedules decay by a cosine to a tenth of the peak
+            learning rate.
 
         Raises:
             MeshError, ShardError, OptimizerError: see `prepare_model`, `create_optimizer` and `create_scheduler`.
@@ -236,7 +240,7 @@ class FSDPV2Strategy(TrainingStrategy):
     def prepare_reward_model(
         self, reward_model: nn.Module, args: object = None, max_steps: int = int(1e8)
     ) -> tuple[nn.Module, Optimizer, LRScheduler]:
-        """Prepare a reward model to be trained, as `prepare_models_and_optimizers` prepares the actor; collective."""
+        """Prepare a reward model for training as `prepare_models_and_optimizers` prepares the actor; collective."""
         prepared: tuple[nn.Module, Optimizer, LRScheduler]
         prepared = self._prepare_trained(reward_model, "actor_learning_rate", args, max_steps)
         return prepared
@@ -258,27 +262,27 @@ class FSDPV2Strategy(TrainingStrategy):
         return model, optimizer, scheduler
 
     def _option(self, name: str, args: object) -> Any:
-        """Return what the trainer's arguments say, else what trainers do."""
+        """Return an option of ``args``, else of the strategy's ``args``, else its default."""
         for source in (args, self.args):
             value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
             if value is not None:
                 return value
         return _DEFAULTS[name]
 
-    # --- memory that moves --------------------------------------------------------------------------------------------
+    # --- offloading ---------------------------------------------------------------------------------------------------
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
-        """Move models' parameters to host memory until `reload_model`; not collective; see `offload`.
+        """Move models' parameters and gradients to host memory until `reload_model`; not collective; see `offload`.
 
         Args:
             models: a prepared model, a wrapper, a list of them, or None.
-            empty_cache: give the device's memory to other programs, not only to other tensors of this one.
+            empty_cache: release the allocator's unused memory, so that other processes can use it.
 
         Returns:
-            What was given.
+            ``models``.
 
         Raises:
-            OffloadError: a model is between two micro-batches.
+            OffloadError: a model has gradients of a micro-batch that are not reduced yet, or the host is out of memory.
         """
         for model in _each(models):
             offload(model)
@@ -287,7 +291,7 @@ class FSDPV2Strategy(TrainingStrategy):
         return models
 
     def reload_model(self, models: T) -> T:
-        """Bring models back to the device, bit for bit; not collective. Returns what was given."""
+        """Copy models back to the device, with bitwise equal values, and return ``models``; not collective."""
         for model in _each(models):
             reload(model)
         return models
@@ -295,7 +299,8 @@ class FSDPV2Strategy(TrainingStrategy):
     def maybe_offload_optimizer(self, optimizer: T) -> T:
         """Move an optimizer's state to host memory, unless ``adam_offload`` is false; not collective.
 
-        Returns what was given.
+        Returns:
+            ``optimizer``.
         """
         if self.config.adam_offload and isinstance(optimizer, Optimizer):
             offload(optimizer)
@@ -303,11 +308,11 @@ class FSDPV2Strategy(TrainingStrategy):
         return optimizer
 
     def maybe_load_optimizer(self, optimizer: T, device: object = None) -> T:
-        """Bring an optimizer's state back to where it was; not collective. Returns what was given.
+        """Copy an optimizer's state back to the device where it was, and return ``optimizer``; not collective.
 
         Args:
             optimizer: the optimizer.
-            device: accepted for its place in the trainer's call.
+            device: ignored; accepted for compatibility.
         """
         if isinstance(optimizer, Optimizer):
             reload(optimizer)
@@ -318,21 +323,22 @@ class FSDPV2Strategy(TrainingStrategy):
     def moving_average(
         self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
     ) -> None:
-        """Average a model's trainable parameters into a second model: beta x second + (1 - beta) x model.
+        """Average a model's trainable parameters into a second model: second = beta x second + (1 - beta) x model.
 
-        Acts once per optimizer step: call it after every ``optimizer_step``; calls between the boundaries of
-        accumulation do nothing. A model that ``optimizer_step`` never stepped is averaged at every call. The fp32
-        average is kept with the second model, whatever its dtype, and saved in the first model's checkpoints.
-        Collective, unless both models are sharded the same way; then it does not communicate.
+        Call it after every ``optimizer_step``. It averages once per step; calls after micro-batches without a step have
+        no effect. If the model was never stepped by ``optimizer_step``, every call averages. The average is kept in
+        fp32 in any case, and is saved in checkpoints of ``model``. Collective, unless both models are sharded the same
+        way; then it does not communicate.
 
         Args:
-            model: the model that trains.
-            model_ema: a prepared model that holds the average, or an `EMA`.
+            model: the model that is trained.
+            model_ema: a prepared model that receives the average, or an `EMA`.
             beta: weight of the old average.
-            device: "cpu" keeps the fp32 average of a second model in host memory; anything else beside its parameters.
+            device: "cpu" keeps the fp32 average in host memory; any other value keeps it on the device of
+                ``model_ema``. Ignored for an `EMA`.
 
         Raises:
-            ShardError: the two do not have the same parameters.
+            ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
         """
         ema, run = self._ema(model, model_ema, device), self._run(model)
         steps, is_stepped_here = run.accumulation.steps, run.accumulation.checked is not None
@@ -352,33 +358,33 @@ class FSDPV2Strategy(TrainingStrategy):
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
-        """The engine that `setup_inference_engine` made; None before, and on a rank that has none."""
+        """The engine that `setup_inference_engine` returned; None before that call, and on ranks without an engine."""
         return self._rollout.engine
 
     @property
     def inference_engine_type(self) -> str | None:
-        """The name under which it was asked for."""
+        """The ``engine_type`` that `setup_inference_engine` was called with, or the class name of a given engine."""
         return self._rollout.engine_type
 
     def setup_inference_engine(
         self, args: object = None, engine_type: str | RolloutEngine = "vllm", actor: nn.Module | None = None
     ) -> RolloutEngine | None:
-        """Build the engine that generates sequences, bring an actor's weights into it, and let it sleep; collective.
+        """Build the engine that generates sequences, load an actor's weights into it, and put it to sleep; collective.
 
         Args:
-            args: the trainer's, which what builds the engine may read, by default the strategy's;
-                ``enable_engine_sleep`` lets it sleep.
-            engine_type: "transformers"; "remote" for one that serves at ``args.remote_engine_address`` or as rank
-                ``args.remote_engine_rank``, and whose trainer's end rank 0 has, which gives it up after
-                ``args.remote_engine_timeout_seconds`` of silence (60); a name that was added to
-                `rollout.ENGINES`; or an engine.
-            actor: whose weights it gets.
+            args: the trainer's arguments, which are passed to the engine's builder; by default those of the strategy.
+                The engine is put to sleep only if ``enable_engine_sleep`` is true.
+            engine_type: "transformers"; "remote"; a name that was added to `rollout.ENGINES`; or an engine. "remote" is
+                an engine in another process, at ``args.remote_engine_address`` or rank ``args.remote_engine_rank``.
+                Rank 0 connects to it, and raises if it is silent for ``args.remote_engine_timeout_seconds`` (default
+                60).
+            actor: the model whose weights are loaded; None loads no weights.
 
         Returns:
-            The engine; None on a rank that has none.
+            The engine; None on ranks without one.
 
         Raises:
-            RolloutError: on every rank: nothing is known under that name, or it cannot be built.
+            RolloutError: on every rank, if ``engine_type`` is unknown or the engine cannot be built.
         """
         self._rollout.set_up(self.args if args is None else args, engine_type, actor)
         if actor is not None:
@@ -387,19 +393,21 @@ class FSDPV2Strategy(TrainingStrategy):
         return self.inference_engine
 
     def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
-        """Bring a model's weights, in the compute dtype, into the engine; collective. One that sleeps sleeps again.
+        """Load a model's weights into the engine, in the compute dtype; collective.
+
+        A sleeping engine is woken for the update and put to sleep again.
 
         Args:
-            actor: the model, or its wrapper; it may be away in host memory.
-            verify: compare the checksums of what was sent with those of what the engine holds.
+            actor: the model, or its wrapper; it may be offloaded.
+            verify: compare the checksums of the weights that were sent with those of the engine's weights.
 
         Raises:
-            RolloutError: on every rank: there is no engine, or it did not get all of them.
+            RolloutError: on every rank, if there is no engine, or the engine did not receive all weights.
         """
         self._rollout.update(actor, verify=verify)
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Let the engine give its memory away, where ``enable_engine_sleep`` says so; not collective."""
+        """Put the engine to sleep (it frees its device memory) if ``enable_engine_sleep`` is true; not collective."""
         if self._option("enable_engine_sleep", self._rollout.args):
             self._rollout.sleep()
 
@@ -408,14 +416,14 @@ class FSDPV2Strategy(TrainingStrategy):
         self._rollout.wake_up()
 
     def close(self) -> None:
-        """End the process group if this strategy started it; collective, and harmless when called again."""
-        if (rollout := self.__dict__.pop("_rollout", None)) is not None:  # an engine's memory goes with it
+        """Close the engine, and close the strategy as `TrainingStrategy.close` does; collective; can be repeated."""
+        if (rollout := self.__dict__.pop("_rollout", None)) is not None:
             rollout.close()
         super().close()
 
 
 def _each(models: Any) -> Iterator[nn.Module]:
-    """Return the models of what a trainer passes: one, several or none."""
+    """Yield the modules of a trainer's argument: one module, a list of them, or None."""
     for model in models if isinstance(models, list | tuple) else [models]:
         if isinstance(model, nn.Module):
             yield model

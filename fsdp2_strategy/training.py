@@ -1,7 +1,7 @@
-"""What every trainer calls: models, optimizers, steps and checkpoints, over the free functions.
+"""The strategy methods that every trainer needs: models, optimizers, steps and checkpoints.
 
-Input: a configuration and the trainer's models. Output: what the free functions return. What is added is memory of what
-belongs together: for each model its optimizer, its schedule and how far its accumulation is.
+Input: a configuration and the trainer's models. Output: the results of the free functions. The class adds only state:
+for each model its optimizer, schedule, averages and accumulation.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
 
 class _Unset:
-    """Stands for an argument that was not given, so that the configuration's value holds."""
+    """The default of arguments whose default value is taken from the configuration."""
 
     def __repr__(self) -> str:
         return "<from the configuration>"
@@ -68,21 +68,21 @@ _UNSET: Any = _Unset()
 
 @dataclass
 class _Run:
-    """What belongs to one model."""
+    """The training state of one model."""
 
     accumulation: Accumulation
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
     ema: EMA | None = None
-    """Averages of its parameters that `moving_average` keeps."""
+    """Averages of the parameters, last used with this model."""
     loaded_steps: int = 0
-    """Optimizer steps that the last loaded checkpoint had taken."""
+    """Optimizer steps of the checkpoint that was loaded last."""
     averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
-    """Optimizer steps taken when each of its averages was last updated."""
+    """Optimizer steps at the last update of each average."""
 
 
 class TrainingStrategy:
-    """What every trainer needs: models that are sharded, stepped, saved and resumed; see `FSDPV2Strategy`."""
+    """Shard, step, save and resume models; `FSDPV2Strategy` documents the arguments."""
 
     def __init__(
         self,
@@ -125,31 +125,32 @@ class TrainingStrategy:
         return ranks.current_device()
 
     def get_rank(self) -> int:
-        """Return the number of this rank among those that train."""
+        """Return this process's rank among the ranks that train."""
         return ranks.rank()
 
     def is_rank_0(self) -> bool:
-        """Say whether this is rank 0."""
+        """Return whether this is rank 0."""
         return ranks.is_rank_0()
 
     def print(self, *message: object) -> None:
-        """Log a message once for all ranks."""
+        """Log a message on rank 0 only."""
         log("%s", " ".join(map(str, message)))
 
     def set_seed(self, seed: int, *, per_rank: bool = False) -> None:
         """Seed all generators; not collective.
 
-        Build models under one seed for all ranks; ``per_rank`` then lets dropout and noise differ between the ranks.
+        Build models under the same seed on all ranks. Then use ``per_rank`` so that dropout and noise differ between
+        ranks.
         """
         seed_everything(seed + ranks.rank() if per_rank else seed)
 
     def close(self) -> None:
-        """Wait for a save, and end the process group if this strategy started it; collective, harmless when repeated.
+        """Wait for a save, and end the process group if this strategy started it; collective; can be repeated.
 
-        Directories that this process saved into are free for other runs from then on.
+        The locks on the directories that this process saved into are released.
 
         Raises:
-            CheckpointError: on every rank: the save that was in flight has failed. Everything is ended all the same.
+            CheckpointError: on every rank, if an asynchronous save has failed. The strategy is closed nevertheless.
         """
         self._runs.clear()
         try:
@@ -176,7 +177,7 @@ class TrainingStrategy:
 
     @contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Build models inside; with ``meta_init`` without memory, as `init_on_meta` does; not collective."""
+        """Build models within this context; with ``meta_init`` on the meta device (`init_on_meta`); not collective."""
         with init_on_meta() if meta_init else nullcontext():
             yield
 
@@ -187,21 +188,26 @@ class TrainingStrategy:
         shard_size: ShardSize = _UNSET,
         reshard_after_forward: bool | int = _UNSET,
     ) -> ModelT:
-        """Shard a model in place, as the configuration says; collective. Prepared models and None pass through.
+        """Shard a model in place by the settings of the configuration; collective.
+
+        None, prepared models, and wrappers of an engine or of prepared models are returned unchanged. A model that was
+        built on the meta device is loaded as well.
 
         Args:
-            model: any module, or a wrapper around one; every rank must hold the same weights.
-            is_training: keep fp32 masters; else hold the compute dtype alone.
-            shard_size: ranks that a parameter is split over, a divisor of the world size; -1 for all; "auto" for all
-                in training, else the fewest that a model of its size needs; by default what the configuration says.
-            reshard_after_forward: free gathered parameters after a block's forward; or the number of ranks to keep them
-                split over until backward; by default what the configuration says.
+            model: any module, or a wrapper around one; every rank must have the same weights.
+            is_training: keep fp32 master weights; else keep the compute dtype only.
+            shard_size: number of ranks that a parameter is split over, a divisor of the world size; -1 for all; "auto"
+                for all in training, else the fewest that a model of its size needs; by default that of the
+                configuration.
+            reshard_after_forward: free gathered parameters after a block's forward; an int reshards them over that many
+                ranks until backward instead; by default that of the configuration.
 
         Returns:
             ``model`` itself.
 
         Raises:
             MeshError, ShardError: on every rank; see `build_mesh` and `shard_model`.
+            CheckpointError: on every rank; see `load_weights`.
         """
         if model is None or not _is_ours_to_shard(model):
             return model
@@ -249,16 +255,16 @@ class TrainingStrategy:
         weight_decay: float | None = None,
         **kwargs: Any,
     ) -> Optimizer:
-        """Build the optimizer of a prepared model, and remember it as this model's; not collective.
+        """Build the optimizer of a prepared model, and use it for this model's checkpoints; not collective.
 
         Args:
             model: the model, or its wrapper.
-            lr: learning rate; like the next three by default that of the optimizer class.
+            lr: learning rate; like the next three arguments, by default that of the optimizer class.
             betas: Adam's decay rates.
             eps: Adam's denominator term.
             weight_decay: decay of all parameters but biases and norms.
-            **kwargs: no_decay, optimizer_cls, param_groups, masters (by default what ``use_mp_opt`` says) and options
-                of the class, as in `build_optimizer`.
+            **kwargs: no_decay, optimizer_cls, param_groups, masters (by default ``use_mp_opt``) and options of the
+                class; see `build_optimizer`.
 
         Raises:
             OptimizerError: see `build_optimizer`.
@@ -269,7 +275,7 @@ class TrainingStrategy:
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
-        """Build a schedule, and remember it beside its optimizer; not collective; see `build_scheduler`."""
+        """Build a schedule, and use it for checkpoints with its optimizer; not collective; see `build_scheduler`."""
         scheduler = build_scheduler(optimizer, name, **kwargs)
         for run in self._runs.values():
             if run.optimizer is optimizer:
@@ -277,7 +283,7 @@ class TrainingStrategy:
         return scheduler
 
     def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
-        """Return the averages behind a second model, and remember them beside the first."""
+        """Return the averages of the second model, created on first use, and store them with the first model."""
         run = self._run(model)
         if isinstance(model_ema, EMA):
             run.ema = model_ema
@@ -300,17 +306,17 @@ class TrainingStrategy:
         num_items_in_batch: float | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the gradient of one micro-batch; collective.
+        """Run the backward pass of one micro-batch; collective.
 
-        The loss is divided by ``accumulated_gradient`` here: a caller that divides already must not.
+        It divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given. The caller must not.
 
         Args:
             loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
-            model: the model, or its wrapper, that made the loss.
-            optimizer: accepted for its place in the trainer's call.
-            num_items_in_batch: items (tokens, say) of all micro-batches of all ranks in this step; the gradient is that
-                of (sum of all losses) / num_items_in_batch.
-            **kwargs: accepted for trainers that pass more.
+            model: the model that computed the loss, or its wrapper.
+            optimizer: ignored; accepted for compatibility.
+            num_items_in_batch: number of items (for example tokens) in all micro-batches of all ranks in this step; the
+                gradient is that of (sum of all losses) / num_items_in_batch.
+            **kwargs: ignored; trainers may pass other arguments.
 
         Raises:
             StepError: ``num_items_in_batch`` is not positive.
@@ -332,23 +338,24 @@ class TrainingStrategy:
         name: str = "model",
         **kwargs: Any,
     ) -> StepResult:
-        """Step once the micro-batches of a step are through; call it after each ``backward``; collective.
+        """Step the optimizer if this was the last micro-batch; call it after each ``backward``; collective.
 
-        At the boundary gradients are clipped to ``max_norm``, optimizer and schedule step, gradients are cleared. A
-        norm that is not finite skips optimizer and schedule on every rank.
+        After the last micro-batch it clips the gradients to ``max_norm``, steps optimizer and schedule, and clears the
+        gradients. If the norm is not finite, all ranks skip the optimizer and the schedule, and clear the gradients.
 
         Args:
             optimizer: the model's optimizer.
             model: the model, or its wrapper.
-            scheduler: stepped with the optimizer; None is fine.
-            name: labels the log, nothing else.
-            **kwargs: accepted for trainers that pass more.
+            scheduler: learning-rate schedule, stepped with the optimizer.
+            name: name of the model in log and error messages.
+            **kwargs: ignored; trainers may pass other arguments.
 
         Returns:
-            What happened; between boundaries nothing did.
+            Whether the optimizer stepped, and the gradient norm.
 
         Raises:
-            StepError: there was no ``backward``, or the optimizer is not this model's.
+            StepError: ``backward`` was not called since the last step, or the optimizer belongs to another model.
+            OffloadError: the model or the optimizer is offloaded.
         """
         run = self._run(model)
         result = optimizer_step(
@@ -364,24 +371,29 @@ class TrainingStrategy:
         return result
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
-        """Clip a model's gradients to one global norm, by default the configured one; collective."""
+        """Clip a model's gradients to a global norm, and return the norm before clipping; collective.
+
+        Args:
+            model: the model, or its wrapper.
+            max_norm: largest norm that is not scaled down; by default that of the configuration; 0 disables clipping.
+        """
         scale = own.scale.value if (own := self._run(model).accumulation).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
 
     def preempted(self) -> bool:
-        """Say whether the run was told to stop by SIGTERM, on any rank; collective, the same on every rank.
+        """Return whether any rank has received SIGTERM; collective, the same on every rank.
 
-        Ask between steps: then save, and leave with a status that is not 0 (143 is what the signal itself leaves), for
-        the run is not through. From the first call on, SIGTERM no longer ends the process by itself; `close` puts that
-        back. See docs/checkpoints.md for how long there is.
+        Call it between steps. If it returns True, save, and exit with a status other than 0, because the run is not
+        complete (143 is the status of a process that SIGTERM ends). From the first call on, SIGTERM no longer ends the
+        process; `close` restores the previous handler. docs/checkpoints.md says how much time there is to save.
 
         Raises:
-            StepError: the first call is not in the main thread.
+            StepError: the first call is not in the main thread, or the strategy is closed.
         """
         return self._preemption.said()
 
     def global_step(self, model: nn.Module) -> int:
-        """Return how many optimizer steps a model has taken, those before a resume included."""
+        """Return the number of optimizer steps of a model, including those before a resume; not collective."""
         return self._run(model).accumulation.steps
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
@@ -409,32 +421,33 @@ class TrainingStrategy:
         meta: Mapping[str, Any] | None = None,
         layout: LeRobotLayout | None = None,
     ) -> str:
-        """Save a model with its optimizer, schedule and random state, then rotate; collective.
+        """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
         Args:
             model: a prepared model, or its wrapper.
-            save_dir: directory of the run's checkpoints, seen by every rank.
-            tag: name of this checkpoint, by default ``global_step<step>``, or what the layout says.
+            save_dir: directory of the run's checkpoints, on a file system that all ranks share.
+            tag: name of this checkpoint; by default ``global_step<step>``, or the layout's name for the step.
             max_num: checkpoints to keep, at least 1; None for no limit.
-            max_mem: GB (10^9 bytes) that all checkpoints may take; None for no limit.
-            client_state: anything that JSON holds.
-            save_latest: let the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
-            optimizer: by default the one that ``create_optimizer`` made for this model.
-            scheduler: by default the one last used with it.
+            max_mem: total GB (10^9 bytes) of all checkpoints in ``save_dir``; None for no limit.
+            client_state: any JSON content; rank 0's is saved.
+            save_latest: make the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
+            optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
+            scheduler: by default the one that was created for that optimizer or stepped with it.
             dataloader: a ResumableLoader, or another loader with ``state_dict``; see `save_checkpoint`.
-            tokenizer: tokenizer or processor to save beside the model, by default that of the model's own folder.
+            tokenizer: tokenizer or processor to save in the model's folder; by default the tokenizer files are copied
+                from the folder that the model was loaded from, if it is known.
             ema: averages, or the second model of `moving_average`; by default those last used with this model.
-            protect: never let rotation remove it.
-            metric: how good it is; rotation never removes the best.
-            higher_is_better: what is good of ``metric``.
-            async_save: return once this rank's part is copied; the rest happens behind the trainer.
-            only_trainable: leave frozen weights out; loading checks that the model has the same ones, or reads them
-                from the folder that they came from.
-            meta: JSON for a file ``meta.json`` in the checkpoint.
-            layout: LeRobot's, for checkpoints that its tools open; by default our own.
+            protect: exclude it from rotation.
+            metric: quality of the checkpoint; rotation never deletes the best one that has a metric.
+            higher_is_better: whether a higher ``metric`` is better.
+            async_save: return after this rank's shards are copied to host memory; write, commit and rotate in the
+                background.
+            only_trainable: omit frozen weights; see `save_checkpoint`.
+            meta: JSON content of ``meta.json``, for other programs.
+            layout: LeRobot's layout, for checkpoints that its tools can load; by default our own layout.
 
         Returns:
-            The checkpoint's directory; in an async save it is there once that has ended.
+            The checkpoint's directory; an asynchronous save creates it when it commits.
 
         Raises:
             CheckpointError: on every rank; see `save_checkpoint`.
@@ -471,10 +484,10 @@ class TrainingStrategy:
         return str(path)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no async save is in flight; call it alike on every rank.
+        """Wait until no asynchronous save is in flight; call it on every rank, so that all of them raise its error.
 
         Raises:
-            CheckpointError: on every rank: it has failed. It is raised once.
+            CheckpointError: on every rank, if the save has failed. The error is raised only once.
         """
         wait_for_save()
 
@@ -497,27 +510,27 @@ class TrainingStrategy:
         trust: bool = False,
         **kwargs: Any,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the newest checkpoint of a directory, one by tag, or one directory; collective.
+        """Load the newest checkpoint of a directory, or the one named by ``tag``, or a single checkpoint; collective.
 
         Args:
             model: a prepared model, or its wrapper.
             load_dir: directory of a run's checkpoints, or one checkpoint, or LeRobot's link ``last``.
-            optimizer: by default the one that ``create_optimizer`` made for this model, if any.
-            scheduler: by default the one made for it.
-            load_module_strict: names in checkpoint and model must agree in both directions.
-            load_optimizer_states: load them, where there is an optimizer.
-            load_lr_scheduler_states: load them, where there is a schedule.
-            tag: the checkpoint to load instead of the newest.
-            dataloader: goes on where it was; it must not have begun.
-            ema: averages that get their values back, or the second model of `moving_average`.
-            load_module: load the model; without it, the optimizer's state alone.
-            verify: compare what is read with its checksums.
-            fallback: where the newest is damaged, load the newest that is not, and say so.
-            trust: load what other systems wrote, whose pickles run code.
-            **kwargs: accepted for trainers that pass more.
+            optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
+            scheduler: by default the one that was created for that optimizer or stepped with it.
+            load_module_strict: raise if the checkpoint and the model have different names.
+            load_optimizer_states: restore the optimizer's state, if there is an optimizer.
+            load_lr_scheduler_states: restore the schedule's state, if there is a schedule.
+            tag: name of the checkpoint in ``load_dir``; by default the newest.
+            dataloader: restore its position; the loader must not have started.
+            ema: restore these averages, or those of the second model of `moving_average`.
+            load_module: load the model's parameters and buffers; if false, load all other state only.
+            verify: verify the checksums of the bytes that are read.
+            fallback: if the checkpoint is corrupted, load the newest intact one that is older, and log a warning.
+            trust: allow checkpoints of other systems (``.distcp``, ``.pt``, ``.bin``): unpickling them can run code.
+            **kwargs: ignored; trainers may pass other arguments.
 
         Returns:
-            The directory that was loaded, and its client state; (None, {}) where there is no checkpoint.
+            The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.
 
         Raises:
             CheckpointError: on every rank; see `load_checkpoint`.
@@ -551,10 +564,10 @@ class TrainingStrategy:
         return str(loaded.path), loaded.client_state
 
     def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
-        """Write a Hugging Face folder that ``from_pretrained`` loads; collective; see `save_model`."""
+        """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
 
-    # --- memory of what belongs together ---------------------------------------------------------------------------
+    # --- state of each model ---------------------------------------------------------------------------------------
 
     def _run(self, model: nn.Module) -> _Run:
         if not isinstance(model, nn.Module):
@@ -569,7 +582,7 @@ class TrainingStrategy:
 
 
 def _is_ours_to_shard(model: object) -> bool:
-    """Say whether a model is one to shard: no wrapper around an engine, and none whose parameters all are sharded."""
+    """Return whether to call `shard_model`; false for wrappers of an engine or of sharded models."""
     if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False
     return is_sharded(model) or has_unsharded_parameters(model)

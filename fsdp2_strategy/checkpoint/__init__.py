@@ -1,9 +1,8 @@
-"""Checkpoints: `layout` and `paths` (names, manifest), `directory` (commit, `lock`), `components` and `training_state`
-(what is saved, with `random_state` and `data_position`, and for LeRobot `gathered_policy`), `storage` (tensors in
-files, under torch's driver), `reader`, `trainable_only`, `rotation`, `background_save` (saves behind the trainer), and
-`verify`.
+"""Save, load, list and verify sharded checkpoints.
 
-`save` and `load` tie them together; both are collective, and end alike on every rank.
+Files on disk: `layout`, `paths`, `directory` (commit), `lock`, `rotation`. Content: `components`, `training_state`,
+`random_state`, `data_position`, `trainable_only`, `gathered_policy`. Tensor I/O with `torch.distributed.checkpoint`:
+`storage`, `reader`. `save` and `load` combine these; both are collective, and succeed or raise on all ranks.
 """
 
 from fsdp2_strategy.checkpoint.data_position import Loader

@@ -1,12 +1,11 @@
-"""Saves behind the trainer's back: one copy of what this rank writes, and a thread that does the rest.
+"""Asynchronous saves: copy the tensors that this rank writes to host memory, and write them in a background thread.
 
-Input: what to write, as tensors that go on changing; and the work that follows. Output: the same in host memory of our
-own, the work done on a thread, and its failure at the next call.
+Input: tensors that the trainer keeps changing, and a function that writes. Output: copies in reused host buffers, and
+the function's error, which the next call raises.
 
-[Note: behind the trainer] The thread talks to those of the other ranks on a process group of its own, so that their
-collectives never mix with the trainer's. One save is in flight at a time. What fails there fails on every rank alike
-([Note: one decision] in `agreement`), and is raised where the trainer next comes by: at a save, a load, `wait` or
-`close`.
+[Note: behind the trainer] The background threads of all ranks use a separate process group, so that their collectives
+cannot mix with the trainer's. One save is in flight at a time. A save fails on all ranks or on none
+([Note: one decision] in `agreement`). The next save, load, `wait` or `close` raises its error.
 """
 
 from __future__ import annotations
@@ -38,41 +37,41 @@ _ALIGNMENT = 64
 
 
 class _End(NamedTuple):
-    """Where the last copy ends."""
+    """The end of the last copy: an index of `Staging._slabs`, and the number of bytes used in that buffer."""
 
     slab: int
     filled: int
 
 
 class Staging:
-    """Host memory for one copy of what a rank writes, kept from one save to the next, whichever model it is of."""
+    """Host buffers for the copies of one save, reused by the next save of any model."""
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
         self._end = _End(0, 0)
         self._buffers: list[tuple[torch.Tensor, _End]] = []
-        """Of this save, and from `_given` on those of the save before; each with where it ends."""
+        """Buffers and their ends: the first `_given` are in use by this save, the rest are from the previous save."""
         self._given = 0
 
     def begin(self) -> None:
-        """Overwrite the copies of the save before."""
+        """Start a save: allow the copies of the previous save to be overwritten."""
         self._end, self._given = _End(0, 0), 0
 
     def copies_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of tensors as they are now, whatever becomes of these."""
+        """Copy tensors to host memory, wait for the copies, and return them."""
         copies = [self._buffer_for(tensor) for tensor in tensors]
         with CopyQueue() as queue:
             queue.copy_all(copies, tensors)
         return copies
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the host memory."""
         self._slabs.clear()
         self._buffers.clear()
         self.begin()
 
     def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for a copy: the view of the save before, as long as shapes and dtypes are in the same order."""
+        """Return a buffer for a copy: the previous save's, as long as shapes and dtypes come in the same order."""
         if self._given < len(self._buffers):
             buffer, end = self._buffers[self._given]
             if buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
@@ -85,7 +84,7 @@ class Staging:
         return buffer
 
     def _new_buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory in the slab that is being filled, or the next one that has room."""
+        """Return unused bytes of the current or a later entry of `_slabs`; append an entry if none has enough."""
         (slab, begin), nbytes = self._end, tensor.nbytes
         while slab < len(self._slabs) and begin + nbytes > self._slabs[slab].numel():
             slab, begin = slab + 1, 0
@@ -103,7 +102,7 @@ class _Save:
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
         self._name, self._group, self._device = name, group, current_device()
-        self._ended = threading.Event()  # a `Thread.join` that is interrupted takes its thread for ended (Python 3.11)
+        self._ended = threading.Event()  # after an interrupted `Thread.join`, Python 3.11 reports the thread as ended
         threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
@@ -112,24 +111,24 @@ class _Save:
             adopt_device(self._device)
             with on_group(self._group):
                 self._work()
-        except BaseException as error:  # noqa: BLE001  torch's report of failing ranks is one; all are raised by `result`
+        except BaseException as error:  # noqa: BLE001  torch raises a BaseException (CheckpointException)
             self._error = error
-            if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # else all ranks have the same
+            if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # these are the same on all ranks
                 message = "saving %s failed, which the next save, load, wait or close raises: %s"
                 logger.error(message, self._name, error)
         finally:
-            self._work = None  # it holds what was saved
+            self._work = None  # free the copies that it refers to
             self._ended.set()
 
     def join(self) -> None:
-        """Return when it has ended."""
+        """Wait until the save has ended."""
         self._ended.wait()
 
     def result(self) -> None:
-        """Raise its failure.
+        """Raise the error of the save, if it failed.
 
         Raises:
-            CheckpointError: it has failed; also where another rank is gone.
+            CheckpointError: the save failed, for example because another rank ended.
         """
         if isinstance(self._error, Exception) and not isinstance(self._error, FSDP2StrategyError):
             raise CheckpointError(f"cannot save {self._name}: {self._error}") from self._error
@@ -138,47 +137,47 @@ class _Save:
 
 
 def _at_exit() -> None:
-    """Wait before the interpreter ends its thread pools: a program that ends by itself gets what it asked for."""
-    with contextlib.suppress(Exception):  # it is in the log
+    """Wait for the save in flight before the interpreter shuts down its thread pools."""
+    with contextlib.suppress(Exception):  # already logged
         wait()
 
 
-# Ahead of that of concurrent.futures, which was registered before; atexit comes after both.
+# These functions run in reverse order, so ours runs before that of concurrent.futures. `atexit` functions run later.
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
 _groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 _default_groups: list[Any] = []
-"""The default group that they belong to."""
+"""The default process group that existed when `_groups` were made."""
 
 
 def staging() -> Staging:
-    """Return this process's memory for copies; free once `wait` has returned."""
+    """Return this process's host buffers for copies; after `wait` they may be overwritten."""
     return _staging
 
 
 def behind(name: str, work: Callable[[], None]) -> None:
-    """Do work on a thread, on a process group of its own; collective the first time. See [Note: behind the trainer]."""
+    """Run `work` in a background thread; the first call is collective. See [Note: behind the trainer]."""
     wait()
     _in_flight.append(_Save(name, work, _own_group()))
 
 
 def wait() -> None:
-    """Return when no save is in flight; not collective, but the same on every rank.
+    """Wait until no save is in flight; not collective, but either all ranks raise or none.
 
     Raises:
-        CheckpointError: the one that was has failed; it is raised once.
+        CheckpointError: the save failed. Its error is raised once.
     """
     while _in_flight:
         save = _in_flight[0]
-        save.join()  # one that is interrupted here is still in flight
+        save.join()  # if this is interrupted, the save stays in flight
         _in_flight.remove(save)
         save.result()
 
 
 def end() -> None:
-    """Wait, and give the memory back.
+    """Wait until no save is in flight, and free the host memory; not collective.
 
     Raises:
         CheckpointError: see `wait`.
@@ -191,13 +190,13 @@ def end() -> None:
 
 
 def forget_groups() -> None:
-    """Drop the groups of these threads, which end with the default one, before that does; not collective."""
+    """Drop the background process groups, before the default group is destroyed; not collective."""
     _groups.clear()
     _default_groups.clear()
 
 
 def _own_group() -> dist.ProcessGroup:
-    """Return the group of these threads: the ranks of the group in use, and its time-out."""
+    """Return the background group with the ranks and time-out of the group in use; create it if needed (collective)."""
     if any(group is not dist.group.WORLD for group in _default_groups):
         forget_groups()
     _default_groups[:] = [dist.group.WORLD]

@@ -1,6 +1,6 @@
-"""What the commands of the command line do with checkpoints: list, verify, export.
+"""Implement the commands of the command line: list, verify and export checkpoints.
 
-Input: parsed arguments. Output: tables, reports, Hugging Face folders; an exit status.
+Input: parsed arguments. Output: tables, reports and Hugging Face folders; an exit status.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 
 def ls(parsed: argparse.Namespace) -> int:
-    """Print the committed checkpoints of a directory, one a line; return 0."""
+    """Print the committed checkpoints of a directory, one per line; return 0."""
     for checkpoint in list_checkpoints(parsed.directory):
         places = Places.found_in(checkpoint.path)
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(places.manifest.stat().st_mtime))
@@ -40,7 +40,7 @@ def ls(parsed: argparse.Namespace) -> int:
 
 
 def verify(parsed: argparse.Namespace) -> int:
-    """Read every byte of a checkpoint, or of all in a directory; return 1 where a checksum differs, else 0.
+    """Verify a checkpoint, or all checkpoints in a directory; return 1 if any has a problem, else 0.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -60,10 +60,10 @@ def verify(parsed: argparse.Namespace) -> int:
 
 
 def export(parsed: argparse.Namespace) -> int:
-    """Write the Hugging Face folder of a checkpoint; return 0.
+    """Export a checkpoint to a Hugging Face folder; return 0.
 
     Raises:
-        CheckpointError: it cannot be exported by itself, or is damaged.
+        CheckpointError: the checkpoint holds trainable weights only, has adapters, is corrupt, or is not trusted.
     """
     path, dtype = parsed.checkpoint, DTYPES.get(parsed.dtype)
     places = Places.found_in(path)

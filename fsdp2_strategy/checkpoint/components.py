@@ -1,10 +1,11 @@
-"""What of a model lies in which folder: `model/` opens with ``from_pretrained``, `wrapper/` holds the rest.
+"""Assign a model's tensors to the components of a checkpoint.
 
-The rest is what a wrapper has beside its model, and the model's adapters. Or `trainable/` holds all that is trained,
-and nothing else is there. In LeRobot's layout the whole policy, wrapper or not, is one file in `pretrained_model/`; one
-with adapters has these there, and `trainable/` beside its state.
+`model/` is a folder for ``from_pretrained``. `wrapper/` contains the other tensors: those of a wrapper around the
+model, and the model's adapters. If only trainable weights are saved, `trainable/` replaces both. In LeRobot's layout
+the full policy, wrapper included, is one file in `pretrained_model/`. If the policy has adapters, that folder contains
+the adapters instead, and all trainable weights are in `training_state/trainable/`.
 
-Input: a sharded model. Output: the parts to write; or, for a folder on disk, where each of the model's tensors is.
+Input: a sharded model. Output: the components to write; or the location in files of each of the model's tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy, LeRobotLayout
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
 
-# What a tokenizer or processor is made of, in the folder that a model came from.
+# The files of a tokenizer or processor, in the folder that a model was loaded from.
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -56,14 +57,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ModelOnDisk:
-    """What a model is on disk: its tensors, and what lies beside them."""
+    """A model as a checkpoint contains it: its components, and the sidecar files."""
 
     parts: list[Part]
     beside: Beside
 
     @classmethod
     def of(cls, root: nn.Module, places: Places) -> ModelOnDisk:
-        """Lay it out: its folder, and where it is a wrapper, one for what else it has."""
+        """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own."""
         inner = inner_model(root)
         base = base_of(inner)
         tensors = tensors_to_write(base)
@@ -79,7 +80,7 @@ class ModelOnDisk:
 
     @classmethod
     def of_trainable(cls, root: nn.Module, places: Places, left_out: Container[str]) -> ModelOnDisk:
-        """Lay out all but what is left out; buffers are there, for they change as well."""
+        """Lay out ``trainable/``: the parameters that are not in ``left_out``, and all buffers."""
         tensors = {**named_parameters(root), **persistent_buffers(root)}
         kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
         return cls([Part.of(places.state / TRAINABLE, kept)], Beside(places.model))
@@ -88,10 +89,10 @@ class ModelOnDisk:
     def of_policy(
         cls, root: nn.Module, places: Places, lerobot: LeRobotLayout, left_out: Container[str] | None
     ) -> ModelOnDisk:
-        """Lay it out as LeRobot does: one file, or what is trained alone with adapters as peft has them; collective.
+        """Lay out a policy as LeRobot does; collective.
 
         Raises:
-            CheckpointError: on every rank: adapters cannot be saved alone, or the policy cannot write itself.
+            CheckpointError: on every rank: adapters cannot be saved alone, or the policy cannot write its own files.
         """
         adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
         whole = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
@@ -121,23 +122,23 @@ class ModelOnDisk:
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside the weights that others open, as it is now, whatever becomes of the model behind a save."""
+    """Snapshot of the model folder's sidecar files: the trainer may change the model during an asynchronous save."""
 
     folder: Path
     copied: nn.Module | None = None
-    """Twin of the model in the folder, without its tensors."""
+    """Copy of the top-level module, without parameters, buffers and children; for transformers models."""
     regions: Mapping[str, Region] = field(default_factory=dict)
-    """What the files hold."""
+    """The tensors of the weight files, by their names there."""
     source: Path | None = None
-    """Folder whose tokenizer goes along where none is given."""
+    """Folder whose tokenizer files are copied if no tokenizer is given."""
     adapters: AdapterFiles | None = None
     policy: BesidePolicy | None = None
     whole: nn.Module | None = None
-    """The policy unsharded, on rank 0, where it writes its weights and its configuration itself."""
+    """The unsharded policy on rank 0, if it writes its weights and its configuration itself."""
 
     @classmethod
     def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> Beside:
-        """Keep what a model without adapters says of itself."""
+        """Copy the configurations of a model without adapters."""
         copied = None
         if is_transformers_model(model):
             copied = twin_alone(model)
@@ -148,11 +149,11 @@ class Beside:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the weights that the policy writes itself."""
+        """Size of the weights that the policy writes itself."""
         return sum(parameter.nbytes for parameter in self.whole.parameters()) if self.whole is not None else 0
 
     def write(self, tokenizer: Any) -> None:
-        """Write what ``from_pretrained`` reads: configuration, and tokenizer where there is one; one rank calls it."""
+        """Write the files that ``from_pretrained`` reads: configuration, and tokenizer if any; one rank calls it."""
         if self.copied is not None:
             write_configuration(self.folder, self.copied, self.regions)
         if self.adapters is not None:
@@ -160,7 +161,7 @@ class Beside:
                 self.adapters.write_configuration(adapter, self.adapters.folder_of(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
-        if self.whole is not None:  # after ours, for its own configuration is to stand
+        if self.whole is not None:  # last, so that its own configuration overwrites ours
             save_by_itself(self.whole, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
@@ -171,16 +172,16 @@ class Beside:
 
 
 _ARRANGEMENT = Slot[tuple[object, Arrangement]]("arrangement in checkpoints")
-"""Of which names, shapes, dtypes and placements, and what was chosen."""
+"""The names, shapes, dtypes and placements of the tensors, and the arrangement that was chosen for them."""
 
 
 def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
-    """Return names and arrangement in the files of ``model/``; chosen again only when the model has changed.
+    """Return the arrangement of ``model/``, cached until a name, shape, dtype or placement of the model changes.
 
     Args:
-        inner: a model.
-        base: the same without adapters.
-        tensors: those of its base.
+        inner: the model; it keeps the cached value.
+        base: the model without its adapters.
+        tensors: the base model's tensors by name.
     """
     shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     known = model_state(inner).get(_ARRANGEMENT)
@@ -192,16 +193,16 @@ def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[
 def match_model(
     root: nn.Module, places: Places, left_out: Container[str], *, strict: bool
 ) -> tuple[Wanted, LoadReport]:
-    """Find each of a model's tensors in a checkpoint; headers are read, and nothing else.
+    """Locate each of a model's tensors in a checkpoint; reads only headers.
 
     Args:
         root: the model.
-        places: of the checkpoint.
-        left_out: names of the weights that the checkpoint was saved without.
-        strict: names must agree in both directions.
+        places: the checkpoint's paths.
+        left_out: names of the frozen weights that the checkpoint omits.
+        strict: raise if one side has a name that the other does not have.
 
     Raises:
-        CheckpointError: shapes do not agree; or strict, and names do not.
+        CheckpointError: shapes differ; or ``strict`` is True and names differ.
     """
     trainable_alone = (places.state / TRAINABLE).is_dir()
     found, report = _match_trainable(root, places, left_out) if trainable_alone else _match_whole(root, places)

@@ -1,7 +1,7 @@
-"""How far a run is in its data: one position for all ranks, or a state for each.
+"""Save and restore the state of a data loader: one state for all ranks, or one per rank.
 
-Input: a loader. Output: JSON in ``trainer_state.json`` where the loader's state is the same on every rank
-(``ResumableLoader``); else a safetensors file a rank, its header the tree and its tensors the leaves. And the way back.
+Input: a loader. Output: JSON in ``trainer_state.json`` if the loader's state is the same on every rank
+(``ResumableLoader``); else one safetensors file per rank, with the nesting of the state as JSON in its header.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _TREE = "tree"
 
 
 class Loader(Protocol):
-    """What knows how far it is. One that has ``check_state``, too, has the same state on every rank, as JSON."""
+    """A loader that can be resumed. If it also has ``check_state``, its state is JSON and the same on every rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return how far it is."""
+        """Return the position in the data."""
 
     def load_state_dict(self, state: Any) -> object:
-        """Go on there."""
+        """Continue from a position."""
 
 
 class Later(Enum):
-    """Stands for a loader that another load brings to its place."""
+    """Passed to a load as ``dataloader`` if a later load restores the data position."""
 
     LATER = "later"
 
@@ -46,19 +46,19 @@ LATER = Later.LATER
 
 @dataclass(frozen=True, kw_only=True)
 class DataPosition:
-    """How far a loader is."""
+    """The state of a loader, as a checkpoint stores it."""
 
     facts: dict[str, Any]
-    """What is the same on every rank."""
+    """The entry in ``trainer_state.json``, the same on every rank."""
     of_rank: bytes | None
-    """Content of this rank's file, where it has one."""
+    """The content of this rank's safetensors file, if it has one."""
 
     @classmethod
     def of(cls, loader: Any) -> DataPosition:
-        """Ask a loader.
+        """Read the state of a loader.
 
         Raises:
-            CheckpointError: it cannot say, or its state holds what is no data.
+            CheckpointError: the loader lacks ``state_dict`` or ``load_state_dict``, or only pickle can store its state.
         """
         if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
             raise CheckpointError(
@@ -73,11 +73,12 @@ class DataPosition:
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> None:
-    """Raise where a loader cannot go on from what a checkpoint holds.
+    """Check that a loader can continue from the data position in a checkpoint.
 
     Raises:
-        CheckpointError: it holds nothing, or was saved by another kind of loader, or on another number of ranks.
-        DataError: the position is one in another order.
+        CheckpointError: there is no position, it is from another kind of loader, or it is per rank and the number of
+            ranks has changed.
+        DataError: the position is for another order of samples, or the loader has already delivered batches.
     """
     require(saved, "data position", "dataloader=None", path)
     saved = saved or {}
@@ -97,7 +98,7 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
 
 
 def restore_position(loader: Any, saved: Mapping[str, Any], of_rank: bytes | None) -> None:
-    """Let a loader go on where it was."""
+    """Load a saved position into a loader."""
     loader.load_state_dict(saved["state"] if of_rank is None else _unpacked(of_rank))
 
 
@@ -132,7 +133,7 @@ def _packed(state: Any) -> bytes:
 
 
 def _kept(value: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """Put a plain array, a dense tensor or bytes among the tensors; return its name there."""
+    """Add a numeric array, dense tensor or bytes to `tensors`; return its name there."""
     if isinstance(value, bytes):
         value = np.frombuffer(value, dtype=np.uint8)
     tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value.detach().cpu().clone()

@@ -1,10 +1,11 @@
-"""What a save does in the directory of all checkpoints: begin, commit, sweep what crashes left, remove.
+"""Commit a checkpoint, delete checkpoints, and clean up after a crash, in the directory of all checkpoints.
 
-Input: files that ranks wrote into a ``.partial`` directory. Output: a committed checkpoint, the others as they were.
+Input: files that ranks wrote into a ``.partial`` directory. Output: a committed checkpoint; others are not modified.
 
-[Note: commit] A save writes into ``.partial``, forces every file to disk, then the manifest, then the directories, and
-only then renames. A checkpoint is therefore whole or absent whenever the machine stops. Where the tag exists, the old
-directory steps aside first and comes back if the new one never arrives. Order is the manifest's sequence number.
+[Note: commit] A save writes into ``.partial``, and fsyncs all files, then the manifest, then the directories. Renaming
+``.partial`` commits it, so a crash at any time leaves a complete checkpoint or none. If the tag exists, its directory
+is first renamed to ``.replaced``; `recover` renames it back if the new one was not committed. Checkpoints are ordered
+by the sequence number in the manifest.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _REMOVED = ".removed"
 
 
 def partial_path(save_dir: Path, tag: str) -> Path:
-    """Return where a save of ``tag`` is written before it is committed."""
+    """Return the directory that a save of ``tag`` writes to before the commit."""
     return save_dir / f".{tag}{_PARTIAL}"
 
 
 def check_replaceable(save_dir: Path, tag: str, partial: Places) -> None:
-    """Raise where ``tag``, or the link to it, would take the place of what this package did not make; rank 0 calls it.
+    """Raise if the save would replace a file or directory that this package did not create; rank 0 calls it.
 
     Raises:
-        CheckpointError: it exists, and is no checkpoint of ours, or no link.
+        CheckpointError: ``tag`` exists and is not a checkpoint of ours, or ``last`` exists and is not a link.
     """
     path = save_dir / tag
     if is_last(path) or (path.exists() and not holds_parts_alone(path)):
@@ -65,16 +66,16 @@ def check_replaceable(save_dir: Path, tag: str, partial: Places) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory with its parents, so that it outlives a power loss as the checkpoints in it do."""
+    """Create a directory and its missing parents, and fsync them, so that they survive a power loss."""
     if not path.is_dir():
         make_directory(path.absolute().parent)
         path.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # one may make directories where one may not look
+        with contextlib.suppress(PermissionError):  # write permission without read permission
             _fsync(path.absolute().parent)
 
 
 def recover(save_dir: Path) -> None:
-    """Put back checkpoints that stepped aside for one that never arrived; rank 0 calls it, with no save in flight."""
+    """Rename ``.replaced`` checkpoints back if the new one was not committed; rank 0 calls it between saves."""
     for aside in _left_behind(save_dir, _REPLACED):
         final = save_dir / aside.name[1 : -len(_REPLACED)]
         if not final.exists():
@@ -82,7 +83,7 @@ def recover(save_dir: Path) -> None:
 
 
 def sweep(save_dir: Path) -> None:
-    """Recover, and remove what a crash left half-done; rank 0 calls it, with no save in flight."""
+    """Recover, and delete the leftovers of crashed saves and deletions; rank 0 calls it between saves."""
     recover(save_dir)
     for suffix in (_REPLACED, _PARTIAL, _REMOVED):
         for path in _left_behind(save_dir, suffix):
@@ -94,10 +95,10 @@ def _left_behind(save_dir: Path, suffix: str) -> list[Path]:
 
 
 def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
-    """Write one rank's list of what it wrote under ``.partial``, and force it to disk.
+    """Write one rank's checksum manifest of the files under ``.partial``, and fsync it.
 
     Returns:
-        The list's digest.
+        The digest of the checksum manifest.
     """
     content = {
         "algorithm": ALGORITHM,
@@ -113,24 +114,25 @@ def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[B
 
 
 def not_of_ranks(partial: Places) -> list[Path]:
-    """Return the files under ``.partial`` but those that each rank has of its own."""
+    """Return the files under ``.partial``, except those in the folders with one file per rank."""
     top = {*partial.root.iterdir(), *partial.state.iterdir()} - {partial.state, *partial.of_ranks}
     return [path for entry in top for path in [entry, *entry.rglob("*")] if path.is_file()]
 
 
 def commit(partial: Places, tag: str, facts: Mapping[str, Any], digests: Sequence[str]) -> None:
-    """Turn the files under ``.partial`` into a checkpoint; rank 0 calls it once all ranks have written.
-
-    See [Note: commit].
+    """Commit the files under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
     Args:
-        partial: what was written.
+        partial: paths of the files.
         tag: name of the checkpoint.
-        facts: what else the manifest says.
-        digests: of the ranks' lists of checksums.
+        facts: further entries of the manifest.
+        digests: of the checksum manifests, in the order of ranks.
+
+    Raises:
+        CheckpointError: rank 0 does not see a checksum manifest of another rank.
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
-    for path in not_of_ranks(partial):  # those their writers force to disk
+    for path in not_of_ranks(partial):  # their ranks have fsynced the other files
         _fsync(path)
     files = sorted(path for path in partial.root.rglob("*") if path.is_file())
     lists = [partial.of_rank(CHECKSUMS, rank) for rank in range(len(digests))]
@@ -162,9 +164,9 @@ def commit(partial: Places, tag: str, facts: Mapping[str, Any], digests: Sequenc
 
 
 def point_latest(newest: Places) -> None:
-    """Let ``latest`` name a checkpoint, replacing the file in one step; or ``last``, where it is in LeRobot's layout.
+    """Make ``latest``, or the link ``last`` in LeRobot's layout, name a checkpoint, by an atomic rename.
 
-    The other one, which would go on naming an older checkpoint, goes.
+    Delete the other of the two, because it would name an older checkpoint.
     """
     save_dir, tag = newest.root.parent, newest.root.name
     name, other = (LAST, LATEST) if newest.is_lerobot else (LATEST, LAST)
@@ -182,7 +184,7 @@ def point_latest(newest: Places) -> None:
 
 
 def remove(checkpoints: Sequence[Checkpoint]) -> None:
-    """Delete checkpoints: renamed at once, so that nothing looks whole, and removed on a thread of their own."""
+    """Delete checkpoints: rename them, so that none is listed while it is incomplete, then delete them on a thread."""
     aside = []
     for checkpoint in checkpoints:
         aside.append(checkpoint.path.with_name(f".{checkpoint.tag}{_REMOVED}"))
@@ -205,13 +207,13 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint's directory, what others would open first: half of it is still known to be ours."""
+    """Delete a checkpoint, ``pretrained_model/`` first: `holds_parts_alone` then recognises a partly deleted one."""
     if (path / PRETRAINED_MODEL).is_dir():
         shutil.rmtree(path / PRETRAINED_MODEL)
     shutil.rmtree(path)
 
 
 def finish_removals() -> None:
-    """Wait until checkpoints that were deleted are gone."""
+    """Wait for the threads that delete checkpoints."""
     while _removals:
         _removals.pop().join()

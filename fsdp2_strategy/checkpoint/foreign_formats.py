@@ -1,9 +1,9 @@
-"""Checkpoints that others wrote: torch's sharded ``.distcp`` folders, and whole ``.pt`` or ``.bin`` files.
+"""Load and export checkpoints of other systems: sharded ``.distcp`` folders of torch, and ``.pt`` or ``.bin`` files.
 
-Input: a path. Output: a model and an optimizer, filled, or a Hugging Face folder. Both forms are pickles, which run
-code as they are read, so the user has to say that they are to be trusted; nothing is read before that.
+Input: a path. Output: a loaded model and optimizer, or a Hugging Face folder. Both formats contain pickles, and reading
+a pickle can run code. So the user must pass ``trust=True``; no pickle is read without it.
 
-Known are the folders of LightRFT (the model in the folder itself, ``optim_states``, ``client_state.pt``), of accelerate
+Supported are folders of LightRFT (the model in the folder itself, ``optim_states``, ``client_state.pt``), of accelerate
 and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``), and of VITRA (``weights.pt``, ``optimizer.pt``, ``meta.json``).
 """
 
@@ -66,32 +66,32 @@ _WHOLE = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Foreign:
-    """Where another system's checkpoint lies."""
+    """The paths of another system's checkpoint."""
 
     path: Path
     model: Path
     """A folder with ``.metadata``, or a file."""
     optimizer: Path | None
-    """The same."""
+    """A folder with ``.metadata``, or a file; None if there is none."""
 
     @property
     def step(self) -> int:
-        """The step that it tells, or the number at the end of its name, as in ``global_step100`` or ``005000``."""
+        """The step in ``meta.json``, else the number at the end of the name (``global_step100``), else 0."""
         match = re.search(r"(\d+)$", self.path.stem)
         return self.told_step() or (int(match[1]) if match else 0)
 
     def told_step(self) -> int | None:
-        """Return the step that it tells beside the weights."""
+        """Return the step in ``meta.json``, or None."""
         told = self._facts().get("global_step")
         return told if isinstance(told, int) else None
 
     def schedule(self) -> dict[str, Any] | None:
-        """Return the state of the schedule, where there is one."""
+        """Unpickle the state of the schedule; None if there is none."""
         found = [self.path / name for name in _SCHEDULES if (self.path / name).is_file()]
         return torch.load(found[0], map_location="cpu", weights_only=False) if found else None
 
     def client_state(self) -> dict[str, Any]:
-        """Return what the trainer kept beside it."""
+        """Unpickle the trainer's ``client_state.pt``; without that file, return the content of ``meta.json``."""
         path = self.path / "client_state.pt"
         state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else self._facts()
         return dict(state) if isinstance(state, Mapping) else {}
@@ -109,10 +109,10 @@ class Foreign:
 
 
 def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
-    """Return the foreign checkpoint at a path, or the newest by number of those within; None where there is none.
+    """Return the foreign checkpoint at a path, else that of the highest step in its subfolders, else None.
 
     Raises:
-        CheckpointError: there is one, and it is not trusted.
+        CheckpointError: a checkpoint was found, and ``trust`` is False.
     """
     foreign = _look_for(path)
     if foreign is not None and not trust:
@@ -124,7 +124,7 @@ def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Say whether there is a foreign checkpoint; nothing of it is read."""
+    """Return whether a foreign checkpoint is at a path or in its subfolders; no pickle is read."""
     return _look_for(path) is not None
 
 
@@ -134,7 +134,7 @@ def _look_for(path: Path) -> Foreign | None:
     if not path.is_dir():
         return None
     found = [foreign for folder in (path, *path.iterdir()) if (foreign := _in_folder(folder))]
-    # Of two of one step, the one of an epoch's end was written last.
+    # Of two checkpoints of the same step, the one from the end of the epoch is newer.
     return max(found, key=lambda f: (f.path == path, f.step, f.path.name.endswith(".end.ckpt")), default=None)
 
 
@@ -159,13 +159,13 @@ def load_foreign(
     load_model: bool,
     strict: bool,
 ) -> LoadedCheckpoint:
-    """Load what another system wrote: weights, optimizer state by parameter name, and client state; collective.
+    """Load a foreign checkpoint: weights, optimizer state by parameter name, schedule and client state; collective.
 
-    A schedule that was not saved is brought to the step that the checkpoint tells, if it does.
+    A schedule without saved state is advanced to the step in ``meta.json``.
 
     Raises:
-        CheckpointError: on every rank: names or shapes do not agree, or there is no state for optimizer or scheduler.
-        OffloadError: model or optimizer is in host memory, where torch's reader does not find it.
+        CheckpointError: on every rank: names or shapes differ, or there is no state for the optimizer or scheduler.
+        OffloadError: the model or optimizer is offloaded. Torch's reader cannot write to offloaded tensors.
     """
     path = foreign.path
     flat: dict[str, torch.Tensor] = {}
@@ -191,7 +191,7 @@ def load_foreign(
             state.read(flat)
             restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
         if load_model:
-            refresh_masters_of(root)  # nobody else writes them
+            refresh_masters_of(root)  # foreign checkpoints hold no master weights
         if scheduler is not None and schedule is not None:
             restore_scheduler(scheduler, schedule)
         elif scheduler is not None:
@@ -202,16 +202,16 @@ def load_foreign(
 
 
 def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, beside: Path | None) -> None:
-    """Make a Hugging Face folder of what another system wrote, a few tensors at a time; not collective.
+    """Export a foreign checkpoint to a Hugging Face folder, a few tensors at a time; not collective.
 
     Args:
         foreign: the checkpoint.
         output: a new folder, or an empty one.
-        dtype: of the floating tensors; by default as they are.
-        beside: folder whose configuration and tokenizer go beside the weights.
+        dtype: dtype of the floating-point tensors; by default they keep theirs.
+        beside: folder whose configuration and tokenizer are copied to the output.
 
     Raises:
-        CheckpointError: the output is not empty, or something cannot be read.
+        CheckpointError: the output is not empty, or the checkpoint has no tensors or cannot be read.
     """
     weights = ForeignTensors(foreign.model)
     if not weights.described:
@@ -234,15 +234,15 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, be
 class _Matched:
     source: ForeignTensors
     tensors: dict[str, torch.Tensor]
-    """Those of the model that are there."""
+    """The model's tensors that the checkpoint holds."""
     report: dict[str, Any]
 
 
 def _match_model(root: nn.Module, foreign: Foreign, *, strict: bool) -> _Matched:
-    """Find a model's tensors.
+    """Match a model's tensors with those in a checkpoint, by name.
 
     Raises:
-        CheckpointError: shapes do not agree; or strict, and names do not.
+        CheckpointError: shapes differ, or ``strict`` is set and names differ.
     """
     tensors: dict[str, torch.Tensor] = {**named_parameters(root), **persistent_buffers(root)}
     stored = ForeignTensors(foreign.model, tensors)
@@ -263,10 +263,10 @@ def _match_model(root: nn.Module, foreign: Foreign, *, strict: bool) -> _Matched
 def _match_optimizer(
     root: nn.Module, foreign: Foreign, optimizer: Optimizer, *, strict: bool
 ) -> tuple[ForeignTensors, dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return where an optimizer's state is, and room for it, by parameter and by stored name.
+    """Return the stored optimizer state and the tensors to load it into, by parameter name and by stored name.
 
     Raises:
-        CheckpointError: shapes do not agree; or strict, and there is state of other parameters.
+        CheckpointError: shapes differ, or ``strict`` is set and the parameters differ.
     """
     keys = ("exp_avg", "step", "momentum_buffer")
     wanted = [f"state.{name}.{key}" for name in named_parameters(root) for key in keys]
@@ -286,19 +286,19 @@ def _match_optimizer(
 
 
 class ForeignTensors:
-    """The tensors of one folder or file, by the names that a model or an optimizer gives them.
+    """The tensors of one folder or file, by their names without the checkpoint's prefix (``model.``, ``module.``).
 
     Args:
         path: a folder with ``.metadata``, or a file.
-        wanted: names that are looked for; what stands before them in the checkpoint (``model.``, ``module.``) is found
-            out. Without them, what stands before the names is what most tensors are nested in.
+        wanted: names to look for, from which the prefix is inferred. By default, the prefix is that of the
+            nested mapping that holds the most tensors.
     """
 
     def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
         self._path = path
         self._whole: dict[str, torch.Tensor] | None = None
         self.listed: frozenset[str] = frozenset()
-        """Parameters that an optimizer's file names, with state or without."""
+        """Names of parameters in an optimizer file's groups, whether or not they have state."""
         stored: Described = {}
         nests: dict[str, str] = {}
         if path.is_file():
@@ -317,7 +317,7 @@ class ForeignTensors:
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors, each rank its own part; collective."""
+        """Read values into tensors, each rank into its own shards; collective."""
         if self._whole is None:
             state = {self._prefix + name: tensor for name, tensor in tensors.items()}
             with one_error(), warnings.catch_warnings():
@@ -337,7 +337,7 @@ class ForeignTensors:
 
 
 def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:
-    """Return the tensors of a file, mapped and not read, by dotted names; what each is nested in; what groups list."""
+    """Return the memory-mapped tensors of a file by dotted name, their prefixes, and the parameter names in groups."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except (RuntimeError, ValueError, EOFError) as error:
@@ -358,7 +358,7 @@ def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str],
 
 
 def _prefix(stored: Iterable[str], wanted: set[str]) -> str:
-    """Return what stands before most of the wanted names."""
+    """Return the most frequent prefix of the wanted names."""
     prefixes: Counter[str] = Counter()
     for name in stored:
         for at in (0, *(match.end() for match in re.finditer(r"\.", name))):
@@ -369,7 +369,7 @@ def _prefix(stored: Iterable[str], wanted: set[str]) -> str:
 
 
 def _nest(nests: Mapping[str, str]) -> str:
-    """Return what most tensors are nested in, the state of an optimizer apart, and what wraps all of the model."""
+    """Return the prefix of most tensors that are not optimizer state; include ``module.`` if all have it."""
     counted = Counter(nest for nest in nests.values() if "optim" not in nest)
     nest = counted.most_common(1)[0][0] if counted else ""
     names = [name for name in nests if name.startswith(nest)]

@@ -1,6 +1,6 @@
-"""A whole policy in the host memory of rank 0, for one that insists on writing itself.
+"""Gather a policy into the host memory of rank 0, and save it with its own `save_pretrained`.
 
-Input: a sharded policy. Output: on rank 0 a twin of it that is not sharded, with all values; and what that writes.
+Input: a sharded policy. Output: an unsharded copy on rank 0, and the folder that the copy's `save_pretrained` writes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fsdp2_strategy.model.placeholders import values_of
 
 
 def gathered_policy(root: nn.Module) -> nn.Module | None:
-    """Return a policy unsharded, its values in host memory, on rank 0; None on the others; collective.
+    """Return an unsharded copy of a policy in host memory on rank 0, and None on other ranks; collective.
 
-    Tensors travel one after the other: beside the policy rank 0 holds one of them at a time, the others a shard of it.
+    Tensors are gathered one at a time: rank 0 needs memory for the copy and one full tensor, others for one shard.
 
     Raises:
-        CheckpointError: on every rank: it does not write itself, or there is no room for it.
+        CheckpointError: on every rank: the policy has adapters or no `save_pretrained`, or memory runs out.
     """
     with all_or_none("gather a policy", CheckpointError):
         name = original_class(root).__name__
@@ -46,18 +46,18 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
     whole: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors(root):
         if id(tensor) not in whole:
-            with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next one needs every rank
+            with all_or_none(f"gather {name}", CheckpointError):  # agree per tensor: each gather needs all ranks
                 whole[id(tensor)] = _whole_on_rank_0(tensor)
     if not is_rank_0():
         return None
     policy = twin(root, lambda tensor: whole[id(tensor)])
     if hasattr(policy, "config"):
-        policy.config = copy.deepcopy(policy.config)  # the sharded one's may change behind a save
+        policy.config = copy.deepcopy(policy.config)  # the original may change during an asynchronous save
     return policy
 
 
 def save_by_itself(policy: Any, folder: Path) -> None:
-    """Let a policy that is not sharded write its folder; one rank calls it."""
+    """Save an unsharded policy with its own `save_pretrained`; not collective: one rank calls it."""
     state = {clean(name): tensor for name, tensor in policy.state_dict().items()}
     policy.save_pretrained(folder, state_dict=state)
 
@@ -69,13 +69,13 @@ def _tensors(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _whole_on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole on rank 0, something empty elsewhere; collective where it is sharded."""
+    """Return the full tensor on rank 0, an empty tensor on other ranks; collective if the tensor is sharded."""
     nothing = torch.empty(0)
     if not isinstance(tensor, DTensor):
         return values_of(tensor).to("cpu", copy=True) if is_rank_0() else nothing
     *replica, index = tensor.device_mesh.get_coordinate() or [0]
     if any(replica):
-        return nothing  # the first replica is rank 0's
+        return nothing  # rank 0 is in the first replica
     [*_, placement] = tensor.placements
     dim: int = placement.dim  # type: ignore[attr-defined]
     count, length = tensor.device_mesh.size(-1), tensor.shape[dim]
@@ -84,12 +84,12 @@ def _whole_on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     sent = own.new_zeros([*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]])
     sent.narrow(dim, 0, own.shape[dim]).copy_(own)
     parts = [torch.empty_like(sent) for _ in range(count)] if index == 0 else None
-    in_bytes = [part.view(torch.uint8) for part in parts] if parts else None  # which every backend takes
+    in_bytes = [part.view(torch.uint8) for part in parts] if parts else None  # every backend can gather uint8
     dist.gather(sent.view(torch.uint8), in_bytes, group=tensor.device_mesh.get_group(-1), group_dst=0)
     if parts is None:
         return nothing
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for begin, part in zip(range(0, length, rows), parts, strict=False):  # the last ranks may hold nothing
+    for begin, part in zip(range(0, length, rows), parts, strict=False):  # shards of the last ranks may be empty
         held = min(rows, length - begin)
         whole.narrow(dim, begin, held).copy_(part.narrow(dim, 0, held))
     return whole

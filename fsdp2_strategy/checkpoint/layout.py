@@ -1,26 +1,27 @@
-"""What a checkpoint directory looks like, and when a checkpoint in it counts.
+"""List the committed checkpoints of a directory, and read their manifests.
 
     <save_dir>/
       global_step100/            committed: final name and a valid manifest
         model/                   a Hugging Face folder, or plain safetensors
-        wrapper/                 what a wrapper around that model has beside it, and adapters
-        trainable/               instead of both: the trainable weights alone, plain safetensors
-        optimizer/               the optimizer's state, in the same container
-        ema/                     averages of the parameters, where there are any
+        wrapper/                 other tensors of a wrapper around that model, and adapters
+        trainable/               instead of both: only the trainable weights, plain safetensors
+        optimizer/               the optimizer's state, safetensors
+        ema/                     averages of the parameters, if any
         trainer_state.json       step, schedule, hyper-parameters, client state
-        meta.json                a few facts under the trainer's own names, where it gives any
-        rng/                     generator states, one file a rank
-        checksums/               one list a rank of what it wrote, block by block
-        manifest.json            sequence number, every file with its bytes, digests of the lists; written last
+        meta.json                values for other programs, if the trainer passes any
+        rng/                     states of the random generators, one file per rank
+        data/                    states of a data loader that differ between ranks, one file per rank
+        checksums/               one checksum manifest per rank, with the blocks that it wrote
+        manifest.json            sequence number, size of every file, digests of the checksum manifests; written last
       005000/                    the same in LeRobot's layout: see `paths`
-      latest                     names the newest committed checkpoint: a hint for people and scripts
-      last                       a link to it instead, where it is in LeRobot's layout
-      .lock                      held by the run that saves here
-      .global_step110.partial/   a save in flight, or what a crash left of one
+      latest                     name of the newest checkpoint, for people and scripts; a load does not read it
+      last                       a link instead of ``latest``, in LeRobot's layout
+      .lock                      locked by the run that saves here
+      .global_step110.partial/   a save in flight, or the rest of one that crashed
       .global_step100.replaced/  the old checkpoint of a tag that is being saved again
       .global_step90.removed/    a checkpoint that rotation is deleting
 
-Input: a directory. Output: its committed checkpoints, and what their manifests say. `directory` works in it.
+Input: a directory. Output: its committed checkpoints and their manifests. `directory` writes and deletes them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _KEYS = {"sequence", "tag", "step", "protected", "metric", "higher_is_better", "
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Name a committed checkpoint on disk."""
+    """A committed checkpoint on disk."""
 
     path: Path
     tag: str
@@ -55,23 +56,23 @@ class Checkpoint:
     step: int
     total_bytes: int
     protected: bool = False
-    """Whether rotation leaves it alone."""
+    """Whether it is excluded from rotation."""
     metric: float | None = None
-    """What it was measured at, the best of which rotation leaves alone."""
+    """Quality of the checkpoint; rotation keeps the best one."""
     higher_is_better: bool = True
 
 
 def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
     """Return the committed checkpoints in a directory, oldest first; not collective.
 
-    Committed means: final name, and a manifest whose files are all there with their sizes. Directories that this
-    package did not make are never listed; a missing directory has none.
+    A checkpoint is committed if it has its final name and a valid manifest, and all files exist with the sizes in the
+    manifest. Other directories are ignored. The list is empty if the directory is missing.
     """
     return [checkpoint for checkpoint in with_manifest(Path(save_dir)) if _has_its_files(checkpoint.path)]
 
 
 def with_manifest(save_dir: Path) -> list[Checkpoint]:
-    """Return the checkpoints in a directory that were committed, also those that lost files since; oldest first."""
+    """Return all checkpoints with a valid manifest, also those with missing or truncated files; oldest first."""
     if not save_dir.is_dir():
         return []
     named = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
@@ -79,12 +80,12 @@ def with_manifest(save_dir: Path) -> list[Checkpoint]:
 
 
 def is_last(path: Path) -> bool:
-    """Say whether a path is the link to the newest checkpoint."""
+    """Return whether a path is the link ``last``."""
     return path.name == LAST and path.is_symlink()
 
 
 def named_latest(save_dir: Path) -> str | None:
-    """Return the checkpoint that ``last`` or ``latest`` names, None where there is neither."""
+    """Return the tag that ``last`` or ``latest`` names; None if neither exists."""
     try:
         if is_last(save_dir / LAST):
             return (save_dir / LAST).readlink().name
@@ -101,7 +102,7 @@ def _has_its_files(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return what the manifest at ``path`` says, or None where there is none, or none of ours."""
+    """Return the checkpoint at ``path``, or None if it has no valid manifest."""
     try:
         manifest = read_manifest(path)
     except DamageError:
@@ -119,10 +120,10 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at ``path``, whole and of our format.
+    """Return the manifest of the checkpoint at ``path``, and check its digest, format and keys.
 
     Raises:
-        DamageError: it is missing, damaged, or of another format.
+        DamageError: it is missing, corrupted, or of another format.
     """
     file = Places.found_in(path).manifest
     try:
@@ -148,20 +149,20 @@ def _bad_manifest(file: Path, what: str) -> DamageError:
 
 
 def digest_of_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest, of all but its own entry."""
+    """Return the digest of a manifest without its entry ``digest``."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
     return digest_of(json.dumps(content, sort_keys=True).encode())
 
 
 def check_tag(tag: str, *, reserved: str) -> None:
-    """Raise where ``tag`` cannot name a checkpoint.
+    """Check that ``tag`` can name a checkpoint.
 
     Args:
         tag: the name.
-        reserved: what names the newest checkpoint, ``latest`` or ``last``.
+        reserved: ``last`` in LeRobot's layout, else ``latest``. ``latest`` is always reserved.
 
     Raises:
-        CheckpointError: it is empty, hidden, reserved or a path.
+        CheckpointError: the tag is empty, reserved, a path, or begins with a dot.
     """
     if not isinstance(tag, str) or not tag or tag != Path(tag).name or tag.startswith(".") or tag in (LATEST, reserved):
         raise CheckpointError(

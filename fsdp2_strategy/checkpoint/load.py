@@ -1,7 +1,7 @@
-"""Load a checkpoint: find it, check its structure and compare it with the model's, then copy.
+"""Load a checkpoint: find it, check its structure, compare it with the model, then read it.
 
-Input: a directory, and optionally a tag. Output: a model, optimizer, schedule and generators as they were saved. Each
-phase ends alike on all ranks; see [Note: one decision] in `agreement`.
+Input: a directory, and optionally a tag. Output: the model, optimizer, schedule and random generators in their saved
+state. Each phase succeeds or raises on all ranks; see [Note: one decision] in `agreement`.
 """
 
 from __future__ import annotations
@@ -73,35 +73,35 @@ def load_checkpoint(
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint into a sharded model, saved on any number of ranks and at any shard size; collective.
 
-    One of the trainable weights alone (``only_trainable``) is loaded beside the frozen ones that it was saved with:
-    where the model has others, they are read again from the folder that they came from.
+    A checkpoint of only the trainable weights (``only_trainable``) needs the frozen weights of its save. Frozen weights
+    of the model that differ from those are read again from the folder that they came from.
 
     Args:
         model: a sharded model, or its wrapper.
-        load_dir: the directory of a run's checkpoints, of which the newest or ``tag`` is loaded; or one checkpoint, or
-            the link ``last``. Which layout a checkpoint has is found out.
+        load_dir: directory of a run's checkpoints, from which the newest or ``tag`` is loaded; or one checkpoint, or
+            the link ``last``. The layout is detected.
         tag: name of the checkpoint in ``load_dir``.
-        optimizer: gets its state and hyper-parameters back, by parameter name. With it the run goes on, so the random
-            state is restored too; a model that is loaded alone leaves it as it is.
-        scheduler: gets its state back.
-        ema: averages of parameters by name (``EMA.averages``), which get their values back.
-        dataloader: goes on where it was, a ResumableLoader on any number of ranks. It must not have begun. LATER says
-            that another load brings it there.
-        load_model: load parameters and buffers; without them, the optimizer's state alone.
-        strict: the checkpoint and the model must hold the same names; else what both have is loaded and the rest is
-            reported. Shapes must agree either way.
-        verify: compare what is read with its checksums.
-        fallback: where the newest checkpoint is damaged, load the newest that is not, and say so in the log.
-        trust: load what other systems wrote (``.distcp`` folders, ``.pt`` and ``.bin`` files), whose pickles run code.
+        optimizer: restore its state and hyper-parameters, by parameter name. The random state is restored only if an
+            optimizer is given, because then the run continues.
+        scheduler: restore its state.
+        ema: averages of parameters by name (``EMA.averages``); restore their values.
+        dataloader: restore its position, for a ResumableLoader on any number of ranks. The loader must not have
+            started. LATER means that a later load restores it.
+        load_model: load parameters and buffers.
+        strict: raise if the checkpoint and the model have different names. If False, load the names that both have and
+            report the others. Shapes must always match.
+        verify: verify the checksums of the bytes that are read.
+        fallback: if the checkpoint is corrupted, load the newest intact one that is older, and log a warning.
+        trust: allow checkpoints of other systems (``.distcp`` folders, ``.pt`` and ``.bin`` files): pickles run code.
 
     Returns:
-        What was loaded; None where the directory is missing or holds no committed checkpoint.
+        A report of the load; None if the directory is missing or contains no checkpoint.
 
     Raises:
-        CheckpointError: on every rank: no such tag, other names or shapes, no state for the optimizer or scheduler. It
-            is raised before the model is touched where the structure tells.
-        DamageError: on every rank: files are not what was written, or frozen weights no longer where they came from.
-            Where that shows only while they are read, model and optimizer refuse to be used until a load succeeds.
+        CheckpointError: on every rank: no such tag, other names or shapes, no state for the optimizer or scheduler. If
+            the headers show the error, it is raised before the model is modified.
+        DamageError: on every rank: files are corrupted, or the folder of the frozen weights has changed. If this is
+            found only during the read, model and optimizer raise when used, until a load succeeds.
     """
     background_save.wait()
     load_dir = Path(load_dir)
@@ -146,7 +146,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Into:
-    """What is loaded into."""
+    """The objects to restore."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -206,10 +206,10 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
 
 
 def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
-    """Open a checkpoint, and read what its trainer's state is; collective.
+    """Open a checkpoint, and read its ``trainer_state.json``; collective.
 
     Raises:
-        DamageError: on every rank: manifest, lengths, headers or the state are not what was written.
+        DamageError: on every rank: the manifest, a file's length, a header or the state is corrupted.
     """
     with all_or_none(f"load {path}", DamageError):
         found = check_structure(path) if is_rank_0() else {}
@@ -224,7 +224,7 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
 def _files_of_rank(
     opened: Opened, state: Mapping[str, Any], dataloader: Loader | None
 ) -> tuple[bytes | None, bytes | None]:
-    """Return this rank's random state, and its loader's; those of another number of ranks are nobody's."""
+    """Return this rank's random state and its loader's state; None if the number of ranks changed or no file exists."""
     if state["world_size"] != world_size():
         return None, None
     rng = opened.read(opened.places.of_rank(RNG, rank()))
@@ -242,7 +242,7 @@ def _tell_what_was_left(places: Places, state: Mapping[str, Any], *, averages: b
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is loaded, and from where."""
+    """What is read, and from where."""
 
     report: LoadReport
     optimizer: _OptimizerPlan | None
@@ -252,10 +252,10 @@ class _Plan:
 def _plan(
     into: _Into, root: nn.Module, places: Places, state: Mapping[str, Any], *, load_model: bool, strict: bool
 ) -> _Plan:
-    """Compare a checkpoint with what it is loaded into; headers are read, and nothing else.
+    """Compare a checkpoint with the objects to restore; reads only headers.
 
     Raises:
-        CheckpointError: they do not fit.
+        CheckpointError: names, shapes or kinds of state do not match.
     """
     wanted: list[tuple[str, Region, torch.Tensor]] = []
     report, optimizer = LoadReport(), None
@@ -278,20 +278,20 @@ def _plan(
 @dataclass(frozen=True)
 class _OptimizerPlan:
     slots: dict[str, dict[str, torch.Tensor]]
-    """State to be filled, by parameter name and key."""
+    """State tensors to fill, by parameter name and key."""
     settings: list[dict[str, Any]]
     """Hyper-parameters of each group."""
     wanted: Wanted
-    """Where the state is stored."""
+    """The same tensors, with their location in files."""
 
 
 def _plan_optimizer(
     model: nn.Module, optimizer: Optimizer, hyper: dict[str, Any] | None, places: Places, *, strict: bool
 ) -> _OptimizerPlan:
-    """Find an optimizer's state in a checkpoint, and make room for it; headers are read, and nothing else.
+    """Find an optimizer's state in a checkpoint, and allocate it; reads only headers.
 
     Raises:
-        CheckpointError: there is none, or it does not fit.
+        CheckpointError: the checkpoint has no optimizer state, or it does not match.
     """
     require(hyper, "optimizer", "load_optimizer_states=False", places.root)
     hyper = hyper or {}
@@ -304,24 +304,24 @@ def _plan_optimizer(
 
 
 def _plan_ema(ema: Mapping[str, torch.Tensor], places: Places) -> Wanted:
-    """Find averages in a checkpoint.
+    """Find the averages in a checkpoint; reads only headers.
 
     Raises:
-        CheckpointError: there are none, or of other names or shapes.
+        CheckpointError: it has none, or their names or shapes differ.
     """
     require((places.state / EMA).is_dir() or None, "ema", "ema=None", places.root)
     return by_name("ema", ema, stored_in(places.state / EMA))
 
 
 def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
-    """Return the checkpoint meant, and where to fall back on; none where there is none at all."""
+    """Return the checkpoint to load, followed by its fallbacks, newest first; empty if there is none."""
     if tag is None and is_last(load_dir):
-        load_dir, tag = load_dir.parent, load_dir.readlink().name  # what it names may be moving aside
+        load_dir, tag = load_dir.parent, load_dir.readlink().name  # its target may have been moved aside
     if tag is None and Places.found_in(load_dir).manifest.exists():
         return [load_dir]
     if not load_dir.is_dir():
         return []
-    if not is_held_elsewhere(load_dir):  # a run that saves there may be between two steps of a commit
+    if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
         recover(load_dir)
     committed = with_manifest(load_dir)[::-1]
     if tag is None:

@@ -1,7 +1,7 @@
-"""One run a directory: the lock that the run which saves there holds until it ends.
+"""Lock a directory of checkpoints for one run, from its first save until the run ends.
 
-Input: a directory. Output: the lock, or an error that names who holds it. The operating system gives the lock back when
-the process dies, however it dies.
+Input: a directory. Output: the lock, or an error that names the process that holds it. The operating system releases
+the lock when the process ends, also after SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ _held: dict[Path, int] = {}
 
 
 def hold(save_dir: Path) -> None:
-    """Take the lock of a directory, or keep it; rank 0 calls it.
+    """Acquire the lock of a directory, unless this process holds it; rank 0 calls it.
+
+    If the file system does not support locks, log a warning and continue.
 
     Raises:
-        CheckpointError: another run holds it.
+        CheckpointError: another run holds the lock.
     """
     path = save_dir.resolve() / LOCK
     if path in _held:
         if path.exists() and os.fstat(_held[path]).st_ino == path.stat().st_ino:
             return
-        os.close(_held.pop(path))  # the directory was removed, and made again
+        os.close(_held.pop(path))  # the lock file was deleted or created again
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,24 +56,24 @@ def hold(save_dir: Path) -> None:
 
 
 def is_held_elsewhere(save_dir: Path) -> bool:
-    """Say whether another process saves into a directory."""
+    """Return whether another process holds the lock of a directory."""
     path = save_dir.resolve() / LOCK
     if path in _held or not path.exists():
         return False
-    # Asked, not tried: a lock that is held for a moment would refuse a run that begins to save in it.
+    # F_GETLK does not acquire the lock: a run that begins to save at this moment must not fail.
     question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     fd = os.open(path, os.O_RDONLY)
     try:
         answer = fcntl.fcntl(fd, fcntl.F_GETLK, question)
     except OSError:
-        return False  # a file system without locks
+        return False  # the file system does not support locks
     finally:
         os.close(fd)
     return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)
 
 
 def let_go() -> None:
-    """Give back all locks that this process holds."""
+    """Release all locks that this process holds, and delete their files."""
     while _held:
         path, fd = _held.popitem()
         path.unlink(missing_ok=True)

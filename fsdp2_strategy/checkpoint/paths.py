@@ -1,13 +1,13 @@
-"""Where the parts of a checkpoint lie in its directory: by our own layout, or by LeRobot's.
+"""The paths of a checkpoint's components in its directory, in our own layout or in LeRobot's.
 
-Input: the directory. Output: the paths of its parts.
+Input: the directory. Output: the paths.
 
-    <tag>/ of ours                 <tag>/ of LeRobot's
+    <tag>/ in our own layout       <tag>/ in LeRobot's layout
       model/                         pretrained_model/
       wrapper/ ... manifest.json     training_state/
                                        wrapper/ ... manifest.json
                                        training_step.json
-                                       model/              where the policy itself wrote pretrained_model/
+                                       model/              only if the policy wrote pretrained_model/ itself
 """
 
 from __future__ import annotations
@@ -38,67 +38,67 @@ _PARTS = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_OF_RANKS, TRAINER_STATE, 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parts of one checkpoint lie."""
+    """The paths of one checkpoint's components."""
 
     root: Path
     """The checkpoint's directory."""
     model: Path
-    """The folder that others open."""
+    """The folder that other programs load the model from."""
     state: Path
-    """What holds all that a run goes on from."""
+    """The directory of the other components: the root in our layout, ``training_state/`` in LeRobot's."""
 
     @classmethod
     def of_ours(cls, root: Path) -> Self:
-        """Name the places of a checkpoint in our own layout."""
+        """Return the paths of a checkpoint in our own layout."""
         return cls(root, root / MODEL, root)
 
     @classmethod
     def of_lerobot(cls, root: Path) -> Self:
-        """Name the places of a checkpoint in LeRobot's layout."""
+        """Return the paths of a checkpoint in LeRobot's layout."""
         return cls(root, root / PRETRAINED_MODEL, root / TRAINING_STATE)
 
     @classmethod
     def found_in(cls, root: Path) -> Self:
-        """Name the places of a checkpoint on disk, by where its manifest is."""
+        """Return the paths of a checkpoint on disk; the location of its manifest decides the layout."""
         of_lerobot = cls.of_lerobot(root)
         return of_lerobot if of_lerobot.manifest.exists() else cls.of_ours(root)
 
     def moved_to(self, root: Path) -> Self:
-        """Name the places of the same checkpoint in another directory."""
+        """Return the paths of the same checkpoint in another directory."""
         return type(self).of_lerobot(root) if self.is_lerobot else type(self).of_ours(root)
 
     @property
     def is_lerobot(self) -> bool:
-        """Whether it is LeRobot's layout."""
+        """Whether the layout is LeRobot's."""
         return self.state != self.root
 
     @property
     def weights(self) -> Path:
-        """The folder that a run reads its weights from: where others wrote ``model``, one of our own."""
+        """The folder that a load reads the weights from: ``model``, unless the policy wrote that folder itself."""
         own = self.state / MODEL
         return own if own.is_dir() else self.model
 
     @property
     def manifest(self) -> Path:
-        """What makes it a checkpoint."""
+        """The manifest: it is written last, and a directory without it is not a checkpoint."""
         return self.state / MANIFEST
 
     @property
     def of_ranks(self) -> frozenset[Path]:
-        """Folders that every rank writes a file of its own into."""
+        """The folders that contain one file per rank."""
         return frozenset(self.state / name for name in _OF_RANKS)
 
     def of_rank(self, folder: str, rank: int) -> Path:
-        """Return a rank's file in one of the folders of all ranks."""
+        """Return a rank's file in one of the `of_ranks` folders."""
         return self.state / folder / f"rank{rank:05d}.{'json' if folder == CHECKSUMS else 'safetensors'}"
 
     def name_of(self, path: Path) -> str:
-        """Return what the manifest calls a file."""
+        """Return a file's name in the manifest."""
         return path.relative_to(self.root).as_posix()
 
 
 def holds_parts_alone(root: Path) -> bool:
-    """Say whether nothing is in a directory but what a checkpoint is made of: whole, half-written or half-removed."""
+    """Return whether a directory has only entries of a checkpoint, which may be partly written or partly deleted."""
     if not root.is_dir():
         return False
     top = {entry.name for entry in root.iterdir()}

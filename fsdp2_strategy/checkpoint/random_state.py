@@ -1,6 +1,6 @@
-"""Generators of a rank, seeded, saved and restored: torch's on the CPU and its device, Python's and NumPy's.
+"""Seed, save and restore a rank's random generators: torch's on the CPU and CUDA, Python's and NumPy's.
 
-Input: the generators. Output: one safetensors file a rank, and back.
+Input: the generators. Output: the content of one safetensors file per rank, and the generators restored from it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class RngState:
     python: tuple[Any, ...]
     numpy: Mapping[str, Any]
     torch: Mapping[str, torch.Tensor]
-    """By the kind of device."""
+    """States of torch's generators by device type, ``cpu`` or ``cuda``."""
 
     @classmethod
     def now(cls) -> RngState:
-        """Return them as they are now."""
+        """Return the current states of this rank's generators."""
         of_torch = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             of_torch["cuda"] = torch.cuda.get_rng_state()
-        return cls(random.getstate(), np.random.get_state(legacy=False), of_torch)  # noqa: NPY002  users draw from it
+        return cls(random.getstate(), np.random.get_state(legacy=False), of_torch)  # noqa: NPY002  user code draws
 
     def content(self) -> bytes:
-        """Return them as the content of a file."""
+        """Return the states as the content of a safetensors file."""
         version, words, gauss = self.python
         tensors = {
             "python.words": torch.tensor(words, dtype=torch.int64),
@@ -49,12 +49,12 @@ class RngState:
 
 
 def rng_content() -> bytes:
-    """Return the states of this rank's generators, as the content of a file."""
+    """Return the current states of this rank's generators as the content of a safetensors file."""
     return RngState.now().content()
 
 
 def load_rng(content: bytes) -> None:
-    """Put the generators of this rank into the states that were saved in a file of this content."""
+    """Restore this rank's generators from what `rng_content` returned."""
     tensors = load(content)
     torch.set_rng_state(tensors["torch.cpu"])
     if "torch.cuda" in tensors and torch.cuda.is_available():
@@ -68,7 +68,7 @@ def load_rng(content: bytes) -> None:
 
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
-    """Let generators draw from a seed inside, and go on afterwards as if nothing had been drawn."""
+    """Seed the generators inside the block, and restore their states afterwards."""
     before = rng_content()
     seed_everything(seed)
     try:
@@ -78,9 +78,9 @@ def forked_rng(seed: int) -> Iterator[None]:
 
 
 def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
-    """Seed this rank's generators for a run that goes on with another number of ranks.
+    """Seed this rank's generators for a run that is resumed on another number of ranks.
 
-    Saved states belong to ranks that no longer exist; the new ones follow from seed, step, rank and world size alone.
+    Saved states belong to the old ranks. The new seed depends on seed, step, rank and world size only.
     """
     text = f"{seed}/{step}/{rank}/{world_size}".encode()
     seed_everything(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))
@@ -89,5 +89,5 @@ def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch on every device of this rank."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  the legacy generator is the one that user code draws from
+    np.random.seed(seed % 2**32)  # noqa: NPY002  user code draws from the legacy generator
     torch.manual_seed(seed)

@@ -1,11 +1,11 @@
-"""A checkpoint that is opened for reading: its structure is checked, and its checksums are learnt as they are needed.
+"""Open a checkpoint for reading: check its structure, and read its checksum manifests when they are needed.
 
 Input: a checkpoint's directory. Output: its manifest, its small files, and checksums for any range of its files.
 
-[Note: lists] Each rank of a save leaves a list of the blocks that it wrote. All of them together grow with ranks times
-tensors, so a reader opens those that hold what it reads: rank 0's, which has the headers and what lies beside the
-tensors; its own, which is all that a run on the same ranks needs; those of the ranks that held the same rows; and, for
-what is arranged otherwise, all others. A list says how large its blocks are at most: the size belongs to the files.
+[Note: lists] In a save, each rank writes a checksum manifest of the blocks that it wrote. Their total size grows with
+ranks times tensors. So a reader opens them in this order, until they cover the range that it reads: that of rank 0,
+which has the headers and sidecar files; its own, which suffices for a run on the same ranks; those of ranks with the
+same shard; those of ranks whose shards hold the range; and all others. Each one records its maximum block size.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, check, dige
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 
 _BLOCK_BYTES_UNSAID = 16 << 20
-"""Of a block at most, where a list is older than what it says of itself."""
+"""Maximum block size of old checksum manifests that do not record it."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose manifest and file lengths fit each other."""
+    """A checkpoint whose files have the lengths that its manifest lists."""
 
     places: Places
     manifest: dict[str, Any]
     checksums: Checksums
 
     def read(self, path: Path) -> bytes:
-        """Return a small file, checked.
+        """Read a small file, and check its checksums.
 
         Raises:
-            DamageError: its bytes are not what was written.
+            DamageError: the file cannot be read, or a checksum differs.
         """
         try:
             content = path.read_bytes()
@@ -50,19 +50,19 @@ class Opened:
         return content
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Return the content of a JSON file, checked.
+        """Read a JSON file, and check its checksums.
 
         Raises:
-            DamageError: its bytes are not what was written.
+            DamageError: the file cannot be read, or a checksum differs.
         """
         content: dict[str, Any] = json.loads(self.read(path))
         return content
 
     def check_headers(self) -> None:
-        """Compare the files' headers with their checksums.
+        """Check the headers of the safetensors files against their checksums.
 
         Raises:
-            DamageError: one is not what was written.
+            DamageError: a checksum differs.
         """
         of_ranks = self.places.of_ranks
         for name, size in self.manifest["files"].items():
@@ -75,23 +75,23 @@ class Opened:
                         check(path, block, digest_of(file.read(block.end - block.begin)), "the header")
 
     def check_lists(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
-        """Read the lists of checksums of what is going to be read.
+        """Read the checksum manifests that cover the given byte ranges.
 
         Raises:
-            DamageError: one is damaged, or does not belong to these files.
+            DamageError: a checksum manifest is corrupt, or does not belong to these files.
         """
         for path, begin, end in ranges:
             self.checksums.covering(path, begin, end)
 
 
 def check_structure(path: Path) -> dict[str, Any]:
-    """Compare a checkpoint's manifest with the files that are there; not collective: one rank looks for all.
+    """Compare a checkpoint's manifest with its files; not collective: one rank calls it for all.
 
     Returns:
         The manifest.
 
     Raises:
-        DamageError: they do not fit.
+        DamageError: the manifest is invalid, a file is missing or has another length, or a tensor file is not listed.
     """
     manifest, places = read_manifest(path), Places.found_in(path)
     try:
@@ -121,11 +121,11 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
 
     Args:
         path: its directory.
-        manifest: what `check_structure` returned; by default that is called here.
-        rank: who reads, where a run on as many ranks as saved it does.
+        manifest: what `check_structure` returned; by default it is called here.
+        rank: this rank, if the checkpoint was saved on the same number of ranks.
 
     Raises:
-        DamageError: files are not there, or not in full.
+        DamageError: see `check_structure`.
     """
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
@@ -135,7 +135,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
 
 @dataclass
 class _Lists:
-    """Find the lists that hold a range; see [Note: lists]."""
+    """Find the checksum manifests that cover a range; see [Note: lists]."""
 
     places: Places
     digests: Mapping[str, str]
@@ -145,9 +145,9 @@ class _Lists:
     _headers: dict[Path, list[Entry]] = field(default_factory=dict)
 
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
-        """Return what is in lists that were not read before, those that may hold the range first."""
+        """Yield the blocks of checksum manifests not read before; those that probably cover the range come first."""
         for wanted in self._likely(path, begin, end):
-            unread = sorted(set(wanted) - self._read)  # a list that is read twice has every block twice
+            unread = sorted(set(wanted) - self._read)  # reading a manifest twice would duplicate its blocks
             if unread:
                 blocks = self._blocks(unread)
                 self._read.update(unread)
@@ -163,14 +163,14 @@ class _Lists:
         yield range(lists)
 
     def _holders(self, path: Path, begin: int, end: int) -> range:
-        """Return which shards of a tensor hold a range of it, as far as it lies in the file as it does in the model."""
+        """Return the shards that hold a byte range; this is a guess that the file has the layout of the model."""
         if path.suffix != ".safetensors":
             return range(0)
         if path not in self._headers:
             try:
                 self._headers[path] = sorted(read_header(path).values(), key=lambda entry: entry.offset)
             except CheckpointError:
-                self._headers[path] = []  # its header is damaged, which is not what was asked
+                self._headers[path] = []  # `check_headers` reports a corrupt header
         at = bisect.bisect_right(self._headers[path], begin, key=lambda entry: entry.offset) - 1
         entry = self._headers[path][at] if at >= 0 else None
         if entry is None or not entry.shape or end > entry.offset + entry.nbytes:
@@ -181,10 +181,10 @@ class _Lists:
         return range(first, last + 1)
 
     def _blocks(self, numbers: Iterable[int]) -> dict[Path, list[Block]]:
-        """Read lists.
+        """Read the checksum manifests of the given ranks.
 
         Raises:
-            DamageError: one is not what was written.
+            DamageError: a checksum manifest cannot be read, is corrupt, or uses another algorithm.
         """
         blocks: dict[Path, list[Block]] = {}
         for path in (self.places.of_rank(CHECKSUMS, number) for number in numbers):

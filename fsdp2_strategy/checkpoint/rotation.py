@@ -1,6 +1,6 @@
-"""Which checkpoints stay: counted on disk, so that a restart forgets nothing.
+"""Choose the checkpoints to delete from those on disk, so that limits also hold after a restart.
 
-Input: the committed checkpoints of a directory, and limits. Output: those to remove, never the newest.
+Input: the committed checkpoints of a directory, and limits. Output: the checkpoints to delete, never the newest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ GB = 10**9
 
 
 def surplus(checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None) -> list[Checkpoint]:
-    """Return the checkpoints that must go, oldest first, for the rest to fit both limits.
+    """Return the checkpoints to delete, oldest first, so that the others are within both limits if possible.
 
-    The newest, protected ones, and the best by metric stay. Protected ones do not count in ``max_num``; everything
-    counts in ``max_mem``.
+    The newest checkpoint, the best by metric, and protected ones are always kept. Protected ones do not count towards
+    ``max_num``. All checkpoints count towards ``max_mem``.
 
     Args:
         checkpoints: oldest first.
-        max_num: most checkpoints to keep, at least 1; None for no limit.
-        max_mem: most GB (10^9 bytes) that all checkpoints together may take; None for no limit.
+        max_num: maximum number of checkpoints, at least 1; None for no limit.
+        max_mem: maximum total size in GB (10^9 bytes); None for no limit.
     """
     best = _best(checkpoints)
     unprotected = [c for c in checkpoints if not c.protected]
@@ -40,7 +40,7 @@ def surplus(checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: 
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the best checkpoint of those with a metric, as the newest of them reads it; the later of equals."""
+    """Return the best checkpoint by metric. The newest with a metric decides the direction; ties go to the newer."""
     measured = [c for c in checkpoints if c.metric is not None]
     if not measured:
         return None
@@ -49,10 +49,10 @@ def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def check_limits(max_num: int | None, max_mem: float | None) -> None:
-    """Raise where the limits make no sense.
+    """Check that the limits are valid.
 
     Raises:
-        CheckpointError: ``max_num`` is under 1, or ``max_mem`` not above 0.
+        CheckpointError: ``max_num`` is not an integer of at least 1, or ``max_mem`` is not a number above 0.
     """
     if max_num is not None and (not isinstance(max_num, int) or isinstance(max_num, bool) or max_num < 1):
         raise CheckpointError(
@@ -65,10 +65,10 @@ def check_limits(max_num: int | None, max_mem: float | None) -> None:
 
 
 def check_room(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None:
-    """Refuse a checkpoint that does not fit, before anything is written; rank 0 calls it.
+    """Check that a checkpoint fits, before its files are written; rank 0 calls it.
 
     Raises:
-        CheckpointError: it is larger than ``max_mem``, or than the free disk.
+        CheckpointError: it is larger than ``max_mem``, or than the free disk space.
     """
     if max_mem is not None and needed_bytes > max_mem * GB:
         raise CheckpointError(

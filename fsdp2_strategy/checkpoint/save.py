@@ -1,7 +1,7 @@
 """Save a checkpoint: write, commit, then rotate.
 
 Input: a sharded model with optimizer and schedule. Output: a committed checkpoint; see [Note: commit] in `directory`.
-Each phase ends alike on all ranks; see [Note: one decision] in `agreement`.
+Each phase succeeds or raises on all ranks; see [Note: one decision] in `agreement`.
 """
 
 from __future__ import annotations
@@ -82,46 +82,46 @@ def save_checkpoint(
     meta: Mapping[str, Any] | None = None,
     layout: LeRobotLayout | None = None,
 ) -> Path:
-    """Save a sharded model and what belongs to it as one committed checkpoint; collective.
+    """Save a sharded model and its training state as one committed checkpoint; collective.
 
     Args:
         model: a sharded model, or its wrapper.
-        save_dir: directory of all checkpoints of the run, seen by every rank.
-        tag: name of this one; by default ``global_step<step>``, or what the layout says. An existing tag is replaced,
-            safely.
+        save_dir: directory of all checkpoints of the run, on a file system that all ranks share.
+        tag: name of the checkpoint; by default ``global_step<step>``, or the layout's name for the step. An existing
+            checkpoint of this name is deleted only after the new one is committed.
         step: optimizer steps taken.
         optimizer: saved by parameter name.
         scheduler: its state is saved as JSON.
-        client_state: anything that JSON holds; rank 0's is kept.
-        tokenizer: tokenizer or processor to save beside the model; by default the files of the folder that the model
-            came from, where that is known.
+        client_state: any JSON content; rank 0's is saved.
+        tokenizer: tokenizer or processor to save in the model's folder; by default the tokenizer files are copied from
+            the folder that the model was loaded from, if it is known.
         ema: averages of parameters by name (``EMA.averages``).
         loss_scale: state of a loss scale, as JSON.
-        dataloader: a ResumableLoader, whose position is one for all ranks; or another loader with ``state_dict``, whose
-            state is kept for each rank and loads on as many ranks alone.
-        seed: from which a run on another number of ranks derives its random state.
-        max_num: checkpoints to keep; older ones go once this one is committed. None for no limit.
-        max_mem: GB (10^9 bytes) that all checkpoints may take together; None for no limit.
-        save_latest: let the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
-        protect: never let rotation remove it.
-        metric: how good it is; rotation never removes the best of those that have one.
-        higher_is_better: what is good of ``metric``.
-        async_save: return once this rank's part is copied in host memory, and write, commit and rotate behind the
-            trainer. What the trainer changes from then on is not in the checkpoint. One save is in flight: the next
-            one, a load, `wait_for_save` and ``close`` wait for it, and raise its failure.
-        only_trainable: leave frozen weights out that can be had again: ``trainable/`` holds the others, and no folder
-            that ``from_pretrained`` opens. A load compares the frozen weights that it finds in the model with those
-            that were left out. See [Note: had again] in `trainable_only`.
-        meta: what other programs look for in ``meta.json``, as JSON.
-        layout: LeRobot's, and what it wants beside the weights; by default our own. A model of peft is then saved as
-            ``only_trainable`` does, with its adapters as peft has them for others to open.
+        dataloader: a ResumableLoader, whose position is the same on all ranks; or another loader with ``state_dict``,
+            whose state is saved per rank and can only be loaded on the same number of ranks.
+        seed: a run on another number of ranks derives its random state from it.
+        max_num: checkpoints to keep; older ones are deleted after this one is committed. None for no limit.
+        max_mem: total GB (10^9 bytes) of all checkpoints in ``save_dir``; None for no limit.
+        save_latest: make the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
+        protect: exclude it from rotation.
+        metric: quality of the checkpoint; rotation never deletes the best one that has a metric.
+        higher_is_better: whether a higher ``metric`` is better.
+        async_save: return after this rank's shards are copied to host memory; write, commit and rotate in the
+            background. Later changes by the trainer are not saved. Only one save is in flight: the next save, a load,
+            `wait_for_save` and ``close`` wait for it, and raise its error.
+        only_trainable: omit frozen weights that a load can restore from elsewhere. The others are saved in
+            ``trainable/``, and there is no folder for ``from_pretrained``. A load compares the model's frozen weights
+            with the omitted ones. See [Note: had again] in `trainable_only`.
+        meta: JSON content of ``meta.json``, for other programs.
+        layout: LeRobot's layout, with the objects that it saves with the weights; by default our own layout. A peft
+            model is then saved as with ``only_trainable``, and its adapters also in peft's format.
 
     Returns:
-        The checkpoint's directory; in an async save it is there once that has ended.
+        The checkpoint's directory; an asynchronous save creates it when it commits.
 
     Raises:
-        CheckpointError: on every rank; nothing that was committed before is lost. Another run that saves into the same
-            directory is one reason.
+        CheckpointError: on every rank, for example if another run saves into the same directory. Checkpoints that were
+            committed before are kept.
     """
     background_save.wait()
     request = SaveRequest(
@@ -144,7 +144,7 @@ def save_checkpoint(
         request.check(tokenizer)
         root = prepared(model)
         check_usable(root)
-        if async_save:  # what is written later is what it is now
+        if async_save:  # snapshot: the caller may change these during the background write
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
             request = request.copied()
     places = request.places()
@@ -186,7 +186,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """What is saved."""
+    """The content of a checkpoint."""
 
     parts: list[Part]
     beside: Beside
@@ -199,19 +199,19 @@ class _State:
 
 @dataclass(frozen=True)
 class _Order:
-    """A save that is checked, and whose state is collected."""
+    """A save plan: the request is checked, and the state is collected."""
 
     request: SaveRequest
     state: _State
     places: Places
-    """Of what is written before it is committed."""
+    """Paths under ``.partial``, where the files are written before the commit."""
     files_beside: dict[str, str]
-    """Files of JSON for other programs, by name."""
+    """JSON files for other programs: content by file name."""
     tokenizer: Any
 
 
 def _lay_out(root: nn.Module, places: Places, left_out: Mapping[str, Fingerprint] | None) -> ModelOnDisk:
-    """Lay out what a model is on disk in our own layout."""
+    """Return the model's components in our own layout."""
     if left_out is None:
         return ModelOnDisk.of(root, places)
     return ModelOnDisk.of_trainable(root, places, left_out)
@@ -229,10 +229,10 @@ def _collect(
     left_out: LeftOut | None,
     facts: dict[str, Any],
 ) -> _State:
-    """Collect what is saved, and check that it can be.
+    """Collect the content of the checkpoint, and check that it can be saved.
 
     Raises:
-        CheckpointError: something cannot.
+        CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
     """
     check_json(facts["client_state"], "client_state")
     parts = list(on_disk.parts)
@@ -268,7 +268,7 @@ def _collect(
 
 
 def _carry_out(order: _Order) -> None:
-    """Write, commit, rotate; collective, and in an async save behind the trainer."""
+    """Write, commit and rotate; collective. An asynchronous save runs it in the background."""
     request, save_dir = order.request, order.request.save_dir
     final = order.places.moved_to(request.path)
     with _removed_on_failure(order.places.root):
@@ -282,7 +282,7 @@ def _carry_out(order: _Order) -> None:
         if is_rank_0():
             max_num, max_mem = request.max_num, request.max_mem
             old = surplus(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            if named_latest(save_dir) in {o.tag for o in old}:  # left behind with save_latest=False
+            if named_latest(save_dir) in {o.tag for o in old}:  # stale, because of save_latest=False
                 directory.point_latest(final)
             directory.remove(old)
             for gone in old:
@@ -291,10 +291,10 @@ def _carry_out(order: _Order) -> None:
 
 
 def _write(order: _Order) -> list[str]:
-    """Write everything but the manifest; collective.
+    """Write all files except the manifest; collective.
 
     Returns:
-        On rank 0, the digests of all ranks' lists of checksums.
+        On rank 0, the digests of all ranks' checksum manifests; an empty list on other ranks.
     """
     state, places, request = order.state, order.places, order.request
     save_dir, tag = request.save_dir, request.tag
@@ -333,16 +333,16 @@ def _write(order: _Order) -> list[str]:
 
 
 def wait_for_save() -> None:
-    """Return when no save is in flight; call it alike on every rank.
+    """Wait until no save is in flight; not collective, but call it on every rank, so that all raise a failure.
 
     Raises:
-        CheckpointError: on every rank: the save that was in flight has failed. It is raised once.
+        CheckpointError: on every rank: the save that was in flight failed. Each failure is raised once.
     """
     background_save.wait()
 
 
 def end_saving() -> None:
-    """Wait for saves and removals, and let other runs save where this process did; call it alike on every rank.
+    """Wait for saves and deletions, and release this process's directory locks; call it on every rank.
 
     Raises:
         CheckpointError: see `wait_for_save`.
@@ -356,7 +356,7 @@ def end_saving() -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(partial: Path) -> Iterator[None]:
-    """Give the disk back at once when a save fails; what cannot be removed now the next save sweeps."""
+    """Delete the partial directory if the save fails; if that fails too, the next save sweeps it."""
     try:
         yield
     except CheckpointError:

@@ -1,6 +1,6 @@
-"""What a caller asks of a save, beside the objects to save: where, under which tag, and what rotation keeps.
+"""Check the options of a save: directory, tag, limits of rotation, layout.
 
-Input: the arguments of `save_checkpoint`. Output: the same on every rank, checked, and what of it goes to disk.
+Input: the arguments of `save_checkpoint`. Output: the same, checked, and values for the manifest and JSON files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """The arguments of a save that are no objects to save; see `save_checkpoint` for what they mean."""
+    """The arguments of `save_checkpoint`, except the objects to save; see there."""
 
     save_dir: Path
     tag: str
@@ -43,18 +43,18 @@ class SaveRequest:
 
     @property
     def path(self) -> Path:
-        """The checkpoint's directory, once it is committed."""
+        """The checkpoint's directory after the commit."""
         return self.save_dir / self.tag
 
     def agree_between_ranks(self, loss_scale: object, objects: Sequence[object]) -> None:
-        """Raise on every rank where the ranks ask for different saves; collective.
+        """Raise if the ranks request different saves; collective.
 
         Args:
-            loss_scale: saved as it is, so it must be the same.
-            objects: what is saved, or None; each is given on every rank or on none.
+            loss_scale: must be the same on all ranks.
+            objects: the objects to save, or None. Each must be given on all ranks or on none.
 
         Raises:
-            CheckpointError: they do.
+            CheckpointError: on every rank: the requests differ.
         """
         layout = self.layout and (self.layout.batch_size, self.layout.gather_for_save_pretrained)
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
@@ -63,10 +63,10 @@ class SaveRequest:
         agree("save", asked, CheckpointError, expected)
 
     def check(self, tokenizer: object) -> None:
-        """Raise where this cannot be saved, whatever the model is; not collective.
+        """Check the options that do not depend on the model; not collective.
 
         Raises:
-            CheckpointError: it cannot.
+            CheckpointError: the tag, a limit, the metric, the tokenizer or ``meta`` is invalid.
         """
         check_tag(self.tag, reserved=LAST if self.layout else LATEST)
         check_limits(self.max_num, self.max_mem)
@@ -80,16 +80,16 @@ class SaveRequest:
         check_json(self.meta, "meta")
 
     def copied(self) -> Self:
-        """Return the request with a copy of what the trainer may change meanwhile, on the rank that writes it."""
+        """Copy the layout's objects on rank 0, which writes them later, while the trainer may change them."""
         return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
 
     def places(self) -> Places:
-        """Return where the files lie before they are committed."""
+        """Return the paths of the files before the commit."""
         partial = directory.partial_path(self.save_dir, self.tag)
         return Places.of_lerobot(partial) if self.layout else Places.of_ours(partial)
 
     def facts(self, shard_size: int) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return the request's values for the manifest."""
         return {
             "step": self.step,
             "protected": self.protect,
@@ -99,7 +99,7 @@ class SaveRequest:
         }
 
     def files_beside(self) -> dict[str, str]:
-        """Return the files of JSON for other programs, by name."""
+        """Return the JSON files for other programs: content by file name."""
         training_step = None
         if self.layout:
             processes = world_size()

@@ -1,15 +1,15 @@
-"""Tensors by name -> safetensors files at their final places, and back, driven by `torch.distributed.checkpoint`.
+"""Write tensors to safetensors files in their final location, and read them, with `torch.distributed.checkpoint`.
 
-Input: `Part`s, each a folder of files with the tensors that fill it, or a state dict. Output: the files, the checksums
-of what this rank wrote; or filled memory.
+Input: `Part`s, each a folder of files and the tensors to write to it; or a state dict. Output: the files, and the
+checksums of the bytes that this rank wrote; for a load, filled tensors.
 
-[Note: local plans] torch's planners gather every rank's plan on one rank, which grows with ranks times tensors. Here
-names, shapes and dtypes, which all ranks know, say where everything goes, so each rank plans for itself: what travels
-is an empty plan with a digest of the headers, which the coordinator compares. torch drives the phases and carries
-errors to all ranks.
+[Note: local plans] torch's planners gather the plans of all ranks on one rank, which grows with ranks times tensors.
+Here each rank plans on its own, because offsets follow from names, shapes and dtypes, which are the same on all ranks.
+A rank sends only an empty plan with a digest of the file headers, and the coordinator compares the digests. torch runs
+the phases, and raises errors on all ranks.
 
-[Note: remembered] A layout holds no values, so those of the last few models and optimizers are kept: a run saves the
-same ones again and again. The key is all that a layout follows from: names, shapes, dtypes, placements, and sizes.
+[Note: remembered] A layout contains no values, and a run saves the same models and optimizers many times. So the most
+recently used layouts are cached. The key is all that determines a layout: names, shapes, dtypes, placements and sizes.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ from fsdp2_strategy.hf.verified_read import Reader, Wish
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
 
 Wanted = Sequence[tuple[str, Region, torch.Tensor]]
-"""Tensors to be filled, with their names and where in files their values are."""
+"""Tensors to fill, each with its name and the location of its values in files."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors fill a folder: what follows from their names, shapes, dtypes and placements. It holds no values."""
+    """The files of a folder, and this rank's share of them; depends only on names, shapes, dtypes and placements."""
 
     regions: Mapping[str, Region]
-    """What goes to the files, by its name there; the sources are names of tensors."""
+    """All tensors of the files, by name in the files; their sources are names of tensors of the model."""
     files: Sequence[File]
-    """Their paths are names."""
+    """Paths are relative to the folder."""
     gathered: Mapping[str, Region]
-    """What needs whole tensors; ranks write the rest without a gather."""
+    """The regions that are written from gathered full tensors; ranks write the others without a gather."""
     shares: Sequence[Share]
-    """What this rank writes of the rest."""
+    """The boxes that this rank writes of the other regions."""
 
     @classmethod
     def of(
@@ -102,11 +102,11 @@ class Layout:
         most_bytes: int | None,
         metadata: Mapping[str, str],
     ) -> Layout:
-        """Lay out a folder, or remember what was laid out for tensors like these; see [Note: remembered]."""
+        """Return the layout of a folder, from the cache if possible; see [Note: remembered]."""
         kind = (stem, most_bytes, *metadata.items(), sizes.FILES, sizes.FILE_BYTES, sizes.LEAST_FILE_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_likeness(tensors))
         if key in _layouts:
-            _layouts[key] = _layouts.pop(key)  # the one that was used last goes last
+            _layouts[key] = _layouts.pop(key)  # most recently used last
         else:
             while len(_layouts) >= _LAYOUTS:
                 del _layouts[next(iter(_layouts))]
@@ -122,13 +122,13 @@ class Layout:
 
 
 _LAYOUTS = 16
-"""Folders of models, optimizers and averages that are saved in turn; about a kilobyte for each tensor."""
+"""Size of the cache, in folders of models, optimizers and averages; a layout takes about a kilobyte per tensor."""
 _layouts: dict[object, tuple[object, Layout]] = {}
-"""With the regions that were given, so that others do not come to have their identity."""
+"""The cache; each layout with the regions passed in, so that their `id`, which is in the key, is not reused."""
 
 
 def _likeness(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
-    """Return all that a layout asks of tensors."""
+    """Yield the properties of the tensors that determine a layout."""
     places: dict[int, object] = {}
     for name, tensor in tensors.items():
         yield name, tensor.shape, tensor.dtype
@@ -141,16 +141,16 @@ def _likeness(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
 
 @dataclass(frozen=True)
 class Part:
-    """One folder: its files, and how tensors fill them."""
+    """One component of a checkpoint: a folder of files, and the tensors to write to it."""
 
     folder: Path
     stem: str
     tensors: Mapping[str, torch.Tensor]
     layout: Layout
     staged: Sequence[torch.Tensor] | None = None
-    """The values of the layout's shares, where they were copied beforehand."""
+    """Copies of the values of the layout's shares, in an asynchronous save."""
     staged_gathered: Sequence[Job] = ()
-    """What this rank writes of what needs whole tensors, copied like them."""
+    """Write requests for this rank's share of the gathered regions, with copied values, in an asynchronous save."""
 
     @classmethod
     def of(
@@ -163,61 +163,61 @@ class Part:
         most_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> Part:
-        """Lay out a folder: what is in which file follows from names and full sizes alone.
+        """Lay out a folder. Only names and full sizes decide which tensor is in which file.
 
         Args:
-            folder: where the files go.
+            folder: the folder of the files.
             tensors: by name.
-            regions: what goes to the files, by its name there; by default the tensors as they are.
-            stem: how the files' names begin.
-            most_bytes: of tensors in one file; by default as many as let ranks write at the same time.
-            metadata: of the headers.
+            regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
+            stem: prefix of the file names.
+            most_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
+            metadata: metadata of the file headers.
         """
         return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, most_bytes, metadata))
 
     @cached_property
     def files(self) -> list[File]:
-        """The files in the folder."""
+        """The files, with paths in the folder."""
         return [file.moved_to(self.folder) for file in self.layout.files]
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Where everything lies."""
+        """The location of each tensor in the files, by name in the files."""
         return {name: entry for file in self.files for name, entry in file.entries.items()}
 
     def values(self) -> Sequence[torch.Tensor]:
-        """Return the values of the layout's shares."""
+        """Return the values of the layout's shares, in their order."""
         if self.staged is not None:
             return self.staged
         return [values for found in values_of_shares(self.layout.shares, self.tensors) for _, values in found]
 
     def jobs(self) -> list[Job]:
-        """Return what this rank writes without the others."""
+        """Return the write requests of this rank that need no gather, or whose values are already gathered."""
         shares = zip(self.layout.shares, self.values(), strict=True)
         return [*jobs_of(shares, self.entries), *self.staged_gathered]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files."""
         return sum(file.nbytes for file in self.layout.files)
 
     def header_blocks(self) -> dict[Path, list[Block]]:
-        """Return the checksums of the headers."""
+        """Return the checksums of the file headers."""
         return {file.path: blocks_of(file.header) for file in self.files}
 
 
 class LocalSavePlanner(SavePlanner):
-    """Plan a save without the other ranks; see [Note: local plans]."""
+    """Plan a save on each rank, without communication; see [Note: local plans]."""
 
     tensors: Mapping[str, torch.Tensor]
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the tensors.
+        """Store the tensors of the state dict.
 
         Raises:
-            CheckpointError: something is no tensor, which would have to be pickled.
+            CheckpointError: a value is not a tensor, and would have to be pickled.
         """
         for name, value in state_dict.items():
             if not isinstance(value, torch.Tensor):
@@ -228,15 +228,15 @@ class LocalSavePlanner(SavePlanner):
         self.tensors = dict(state_dict)
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan without items, and the tensors for this rank's writer."""
+        """Return an empty plan that passes the tensors to this rank's writer."""
         return SavePlan([], planner_data=self.tensors)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -245,30 +245,30 @@ class LocalSavePlanner(SavePlanner):
 
 
 class SafetensorsWriter(StorageWriter):
-    """Write safetensors files, each rank its own ranges at their final places.
+    """Write safetensors files; each rank writes its byte ranges directly to the final files.
 
     Args:
-        folder: where a state dict goes.
-        parts: folders to write instead of the state dict.
+        folder: the folder of a state dict.
+        parts: components to write instead of the state dict.
     """
 
     def __init__(self, folder: str | Path, parts: Sequence[Part] = ()) -> None:
         self.parts: Sequence[Part] = ()
         self._given = parts
         self.blocks: dict[Path, list[Block]] = {}
-        """Checksums of what this rank wrote."""
+        """Checksums of the bytes that this rank wrote."""
         self._folder = Path(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take another folder."""
+        """Set another folder, if one is given."""
         self._folder = Path(checkpoint_id) if checkpoint_id is not None else self._folder
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Forget what was written before."""
+        """Clear the checksums of an earlier save."""
         self.blocks = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Lay out the files; what goes on to the coordinator is a digest of their headers."""
+        """Lay out the files; return a plan with only a digest of their headers, for the coordinator."""
         self.parts = self._given or [Part.of(self._folder, plan.planner_data or {})]
         headers = hashlib.sha256()
         for part in self.parts:
@@ -277,10 +277,10 @@ class SafetensorsWriter(StorageWriter):
         return SavePlan([], storage_data=headers.hexdigest())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Compare the ranks' digests, and make the folders; the coordinator calls it.
+        """Compare the ranks' digests, and create the folders; the coordinator calls it.
 
         Raises:
-            CheckpointError: ranks are to write different things.
+            CheckpointError: ranks have different names, shapes or dtypes.
         """
         odd = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
         if odd:
@@ -298,14 +298,14 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Make a share of the files, write to all what is this rank's, and return when it is on disk."""
+        """Create this rank's share of the files, write its ranges of all files, and fsync them."""
         files = [file for part in self.parts for file in part.files]
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
         create(own)
         written = write_all([job for part in self.parts for job in part.jobs()], hashed=True, create=True)
         self.keep(written)
-        force_to_disk({*written, *(file.path for file in own)})  # others may not be there yet
+        force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
         if rank() == 0:
             for part in (part for part in self.parts if len(part.files) > 1):
                 index = part.folder / f"{part.stem}.safetensors.index.json"
@@ -315,30 +315,30 @@ class SafetensorsWriter(StorageWriter):
         return done
 
     def keep(self, blocks: Mapping[Path, Sequence[Block]]) -> None:
-        """Add checksums of what this rank wrote."""
+        """Add checksums of bytes that this rank wrote."""
         for path, written in blocks.items():
             self.blocks.setdefault(path, []).extend(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Look for the files' headers, which other ranks have written; the coordinator calls it.
+        """Check that the files have the expected headers, which other ranks wrote; the coordinator calls it.
 
         Raises:
-            CheckpointError: one is not there: ranks do not write to the same folder.
+            CheckpointError: a file or its header is missing: the ranks do not share the folder.
         """
         for part in self.parts:
             check_shared(part.files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether it names a folder."""
+        """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
 class LocalLoadPlanner(LoadPlanner):
-    """Plan a load without the other ranks; see [Note: local plans].
+    """Plan a load on each rank, without communication; see [Note: local plans].
 
     Args:
-        wishes: what this rank reads, in place of a state dict: torch gathers a state dict's names from all ranks.
+        wishes: this rank's read requests, instead of a state dict, whose names torch would gather from all ranks.
     """
 
     def __init__(self, wishes: Sequence[Wish] | None = None) -> None:
@@ -348,14 +348,14 @@ class LocalLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the tensors."""
+        """Store the tensors of the state dict."""
         self._tensors = dict(state_dict)
 
     def wishes(self, stored: Mapping[str, Entry]) -> Sequence[Wish]:
-        """Return what this rank reads of the stored tensors.
+        """Return this rank's read requests.
 
         Raises:
-            CheckpointError: a tensor is not stored, or has another shape there.
+            CheckpointError: a tensor of the state dict is not stored, or is stored in another shape.
         """
         if self._wishes is not None:
             return self._wishes
@@ -366,19 +366,19 @@ class LocalLoadPlanner(LoadPlanner):
         ]
 
     def create_local_plan(self) -> LoadPlan:
-        """Return a plan without items."""
+        """Return an empty plan."""
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse: checkpoints hold tensors alone."""
+        """Raise: these checkpoints contain only tensors."""
         raise CheckpointError("cannot load bytes: checkpoints hold tensors alone. Load it with the planner it is of.")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -386,15 +386,15 @@ class LocalLoadPlanner(LoadPlanner):
         return self._tensors[read_item.dest_index.fqn]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Have nothing to do: tensors are read in place."""
+        """Do nothing: tensors are read in place."""
 
 
 class SafetensorsReader(StorageReader):
-    """Read safetensors files, each rank its own ranges, into the memory of its shards.
+    """Read safetensors files; each rank reads its byte ranges directly into its shards.
 
     Args:
-        folder: what holds the files.
-        checksums: what is read is compared with, where there are any.
+        folder: the folder of the files.
+        checksums: checksums to verify the bytes with; None to read without verification.
         what: label of the progress bar.
     """
 
@@ -403,11 +403,11 @@ class SafetensorsReader(StorageReader):
         self._checksums, self._what = checksums, what
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take another folder."""
+        """Set another folder, if one is given."""
         self._folder = Path(checkpoint_id) if checkpoint_id is not None else self._folder
 
     def read_metadata(self) -> Metadata:
-        """Return what the headers say: every tensor is one chunk."""
+        """Return the tensors of the file headers, each as one chunk."""
         entries = stored_in(self._folder)
         described = {
             name: TensorStorageMetadata(
@@ -420,22 +420,22 @@ class SafetensorsReader(StorageReader):
         return Metadata(dict(described), storage_data={MetadataIndex(name): e for name, e in entries.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keep where everything lies."""
+        """Store the location of each tensor."""
         self._entries: dict[str, Entry] = {index.fqn: entry for index, entry in metadata.storage_data.items()}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is this rank's.
+        """Carry out this rank's read requests.
 
         Raises:
-            CheckpointError: the planner is another than ours, or a file cannot be read.
+            CheckpointError: the planner is not a `LocalLoadPlanner`, or a file cannot be read.
         """
         if not isinstance(planner, LocalLoadPlanner):
             raise CheckpointError(
@@ -450,15 +450,15 @@ class SafetensorsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether it names a folder."""
+        """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
 def stored_in(folder: Path) -> dict[str, Entry]:
-    """Return where every tensor of a folder lies, whatever its files are called; not collective.
+    """Return the location of every tensor in a folder's safetensors files, by name; not collective.
 
     Raises:
-        CheckpointError: a file is broken, or two files hold the same name.
+        CheckpointError: a header is invalid, or two files contain the same name.
     """
     entries: dict[str, Entry] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -473,10 +473,10 @@ def stored_in(folder: Path) -> dict[str, Entry]:
 
 
 def by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> Wanted:
-    """Say which files fill tensors of the same names.
+    """Pair tensors with the stored tensors of the same names.
 
     Raises:
-        CheckpointError: one is not there, or has another shape.
+        CheckpointError: a tensor is not stored, or is stored in another shape.
     """
     check_shapes(what, tensors, {name: (entry.shape, entry.dtype) for name, entry in stored.items()})
     regions = {name: Region.of(stored[name], stored[name].shape, stored[name].dtype) for name in tensors}
@@ -484,10 +484,10 @@ def by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str,
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
-    """Write folders of tensors and force them to disk; collective.
+    """Write components and fsync their files; collective.
 
     Returns:
-        The checksums of what this rank wrote.
+        The checksums of the bytes that this rank wrote, by file.
     """
     writer = SafetensorsWriter(folder, parts)
     with one_error():
@@ -507,11 +507,11 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[Path, list[Block]]:
 
 
 Copies = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""Copies tensors into host memory that stays as it is."""
+"""Copies tensors to host buffers that are valid until the save ends."""
 
 
 def copied(parts: Sequence[Part], copies_of: Copies) -> list[Part]:
-    """Return parts that no longer look at what this rank writes without the others; not collective."""
+    """Return the parts with copies of all values that this rank writes without a gather; not collective."""
     values = [part.values() for part in parts]
     copies = iter(copies_of([tensor for own in values for tensor in own]))
     return [
@@ -520,7 +520,7 @@ def copied(parts: Sequence[Part], copies_of: Copies) -> list[Part]:
 
 
 def copied_gathered(parts: Sequence[Part], copies_of: Copies) -> list[Part]:
-    """Return parts that no longer look at their tensors; collective where some need a gather."""
+    """Return the parts with copies of their gathered values and without tensors; collective if a region is gathered."""
     found = []
     for part in parts:
         gathered: list[Job] = []
@@ -528,13 +528,13 @@ def copied_gathered(parts: Sequence[Part], copies_of: Copies) -> list[Part]:
             with all_or_none(f"copy {name}", CheckpointError):
                 tensors = copies_of([job.tensor for job in jobs])
                 gathered += [replace(job, tensor=tensor) for job, tensor in zip(jobs, tensors, strict=True)]
-        # What is replaced or moved from now on is not to be held here.
+        # No references, so that tensors that are replaced or offloaded during the write can be freed.
         found.append(replace(part, staged_gathered=gathered, tensors={}))
     return found
 
 
 def _gathered_jobs(part: Part) -> Iterator[tuple[str, list[Job]]]:
-    """Return this rank's share of what needs whole tensors, by names, one after the other; collective."""
+    """Gather the regions that need it, one at a time, and yield this rank's write requests for each; collective."""
     gathered: dict[str, torch.Tensor] = {}
     for name, region in part.layout.gathered.items():
         with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next gather needs every rank
@@ -543,10 +543,10 @@ def _gathered_jobs(part: Part) -> Iterator[tuple[str, list[Job]]]:
 
 
 def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | None, what: str) -> None:
-    """Fill memory from a folder's files; collective.
+    """Carry out read requests on a folder's files; collective.
 
     Raises:
-        DamageError: on every rank: a file cannot be read, or its bytes are not what was written.
+        DamageError: on every rank: a file cannot be read, or its bytes do not match their checksum.
     """
     with one_error(DamageError):
         reader = SafetensorsReader(folder, checksums, what)
@@ -561,7 +561,7 @@ def read_wishes(folder: Path, wishes: Sequence[Wish], checksums: Checksums | Non
 
 @contextmanager
 def one_error(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
-    """Turn torch's report of all failing ranks, a BaseException that it raises on every rank, into an error of ours."""
+    """Convert torch's CheckpointException, a BaseException that it raises on every rank, to our error class."""
     try:
         yield
     except CheckpointException as report:
@@ -579,7 +579,7 @@ def _text(cause: BaseException) -> str:
 def check_shapes(
     what: str, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Compare names and shapes before a byte is copied.
+    """Check that all tensors are stored, in the same shapes; ``layout`` contains the stored shapes and dtypes.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or has another shape there.

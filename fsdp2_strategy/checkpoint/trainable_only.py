@@ -1,11 +1,11 @@
-"""What a checkpoint of trainable weights leaves out: frozen weights that can be had again.
+"""Choose the frozen weights that a checkpoint of trainable weights leaves out, and restore them in a load.
 
-Input: a sharded model. Output: JSON for ``trainer_state.json`` that tells which weights were left out, and where from
-they can be had; and the other way round, a model that has those again, or an error.
+Input: a sharded model. Output: JSON for ``trainer_state.json`` with the fingerprints of these weights and the folders
+that they came from. In a load: a model with these weights, or an error.
 
-[Note: had again] A frozen weight is left out where the program that builds the model gives it: it was frozen when the
-model was sharded, and is what it was then; or where the folder that the model came from holds those very values. Any
-other (it was trained before it was frozen, it came out of an earlier run's checkpoint) is saved.
+[Note: had again] A frozen weight is reloadable, and is left out, in two cases. Either it was frozen when the model was
+sharded and has not changed since, so the program that builds the model restores it. Or the folder that the model was
+loaded from holds the same values. Others are saved, such as weights that were trained before they were frozen.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
 
 _COMPARED = Slot[tuple[frozenset[str], frozenset[str]]]("weights that its folders hold")
-"""Of which values and files that was said, and the names."""
+"""The compared fingerprints and files, and the names of the weights that the folders hold."""
 
 _ELEMENTS_UNSAID = 1 << 16
-"""Of a block of fingerprints, where a checkpoint is older than what it says of that."""
+"""Block size of the fingerprints in old checkpoints that do not record it."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Name the weights that are not in a checkpoint."""
+    """The frozen weights that a checkpoint leaves out."""
 
     weights: dict[str, Fingerprint] = field(default_factory=dict)
-    """By name."""
+    """Fingerprints by name."""
     folders: dict[str, str] = field(default_factory=dict)
-    """Where the models within came from, by their names in the whole one."""
+    """Source folder of each transformers model within the model, by module name."""
     elements: int = field(default_factory=lambda: sizes.FINGERPRINT_ELEMENTS)
-    """Of a block of the fingerprints."""
+    """Block size of the fingerprints, in elements."""
 
     @classmethod
     def of(cls, root: nn.Module) -> LeftOut:
-        """Choose what of a model is left out; collective. See [Note: had again]."""
+        """Choose the weights of a model to leave out; collective. See [Note: had again]."""
         with all_or_none("save", CheckpointError):
             parameters = named_parameters(root)
             frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -81,21 +81,22 @@ class LeftOut:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
-        """Read what a checkpoint says; one of the whole model says nothing."""
+        """Read the entry in a checkpoint; a checkpoint of the full model has none."""
         if not content:
             return cls()
         weights = {name: Fingerprint(**fingerprint) for name, fingerprint in content["weights"].items()}
         return cls(weights, dict(content["folders"]), content.get("elements", _ELEMENTS_UNSAID))
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for a checkpoint."""
+        """Return the entry for a checkpoint, which `from_json` reads."""
         return asdict(self)
 
     def find_others(self, root: nn.Module, path: Path, *, strict: bool) -> Wanted:
-        """Say where the frozen weights are that a model has other values for; collective.
+        """Find the left-out weights whose values in the model differ, in their source folders; collective.
 
         Raises:
-            CheckpointError: on every rank: strict, and the model lacks one; or its folder is not there, or lacks it.
+            CheckpointError: on every rank: a weight is not in its folder, its dtypes cannot be compared, or ``strict``
+                is set and the model lacks it.
         """
         others = self._others(root, path, strict=strict)
         with all_or_none(f"load {path}", CheckpointError):
@@ -105,7 +106,7 @@ class LeftOut:
         """Read what `find_others` found; collective.
 
         Raises:
-            DamageError: on every rank: a file cannot be read, or the folders hold other weights now.
+            DamageError: on every rank: a file cannot be read, or the folders no longer hold the saved values.
         """
         if not others:
             return
@@ -119,7 +120,7 @@ class LeftOut:
             )
 
     def _others(self, root: nn.Module, path: Path, *, strict: bool) -> list[str]:
-        """Return the names of those that have other values in a model; collective."""
+        """Return the names of the left-out weights whose values in the model differ; collective."""
         with all_or_none(f"load {path}", CheckpointError):
             parameters = named_parameters(root)
             lost = [name for name in self.weights if name not in parameters]
@@ -140,7 +141,7 @@ class LeftOut:
         return [name for name, verdict in fits.items() if not verdict]
 
     def _find(self, root: nn.Module, names: Sequence[str], path: Path) -> Wanted:
-        """Say where in their folders weights are; headers are read, and nothing else."""
+        """Find weights in their source folders; read headers only."""
         found = _wanted(root, names, self.folders)
         if lost := [name for name in names if name not in {name for name, _, _ in found}]:
             raise CheckpointError(
@@ -153,7 +154,7 @@ class LeftOut:
 
 
 def _seen_by_all(folders: dict[str, str]) -> dict[str, str]:
-    """Return the folders that every rank sees under the same name; collective."""
+    """Return the folders that have the same path on every rank; collective."""
     of_ranks: list[Any] = [None] * world_size()
     dist.all_gather_object(of_ranks, folders, group=group_in_use())
     return {name: folder for name, folder in folders.items() if all(o.get(name) == folder for o in of_ranks)}
@@ -162,9 +163,9 @@ def _seen_by_all(folders: dict[str, str]) -> dict[str, str]:
 def _in_folders(
     root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
 ) -> set[str]:
-    """Return the names of those weights that folders hold as they are now; collective, and read once.
+    """Return the names of the weights whose current values are in the folders; collective.
 
-    What cannot be compared is not there: a folder without safetensors files, a weight of another shape, a broken file.
+    The result is cached until weights or files change. Weights that cannot be compared or read count as absent.
     """
     if not names:
         return set()
@@ -180,12 +181,12 @@ def _in_folders(
             with all_or_none(f"compare with {folder}", CheckpointError):
                 wanted = _wanted(root, names, {where: folder})
             agree(f"compare with {folder}", [n for n, _, _ in wanted], CheckpointError, "the same files everywhere.")
-            for name, region, tensor in wanted:  # one at a time: no second model in memory
+            for name, region, tensor in wanted:  # one at a time, to avoid a second model in memory
                 there = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
                 _read([(name, region, there[name])])
                 if fingerprints(there, local_sums(there))[name] == found[name]:
                     equal.add(name)
-        except CheckpointError as error:  # alike on all ranks
+        except CheckpointError as error:  # raised on all ranks
             log("frozen weights are not compared with %s, and saved: %s", folder, error, level=logging.WARNING)
         held.append(equal)
     known = model_state(root).set(_COMPARED, (state, frozenset(set().union(*held))))
@@ -193,7 +194,7 @@ def _in_folders(
 
 
 def _versions_of(folders: Mapping[str, str]) -> list[str]:
-    """Say what tells whether the files of folders are still those that were compared."""
+    """Return the path, size and modification time of each safetensors file, to detect changes."""
     files = sorted(file for folder in folders.values() for file in Path(folder).glob("*.safetensors"))
     return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
@@ -201,7 +202,7 @@ def _versions_of(folders: Mapping[str, str]) -> list[str]:
 def _wanted(
     root: nn.Module, names: Sequence[str], folders: Mapping[str, str]
 ) -> list[tuple[str, Region, torch.Tensor]]:
-    """Return where in the folders of the models within a model weights are; those that are not there are left out."""
+    """Return the regions of the folders' files that hold the named weights; omit weights that are not found."""
     found: list[tuple[str, Region, torch.Tensor]] = []
     for where, folder in folders.items():
         within = {name for name in names if name.startswith(f"{where}." if where else "")}
@@ -215,7 +216,7 @@ def _wanted(
 
 
 def _read(wanted: Wanted) -> None:
-    """Fill tensors from their folders; collective."""
+    """Read tensors from their folders; collective."""
     wishes, broadcasts = shares(wanted)
     with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
         reader.read(wishes)

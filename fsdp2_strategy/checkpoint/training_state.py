@@ -1,10 +1,10 @@
-"""What a checkpoint holds beside the model: tensors by parameter name, everything else as JSON.
+"""Collect and restore the state of an optimizer and its schedule: tensors by parameter name, other values as JSON.
 
-Input: an optimizer over a sharded model, its schedule. Output: flat mappings of tensors, and JSON; and the way back.
+Input: an optimizer of a sharded model, its schedule. Output: tensors by name, and JSON; or both objects, restored.
 
-[Note: optimizer by name] Optimizer state is keyed ``state.<parameter name>.<key>`` and hyper-parameters are kept for
-each parameter, never by position. So a checkpoint loads into an optimizer that groups its parameters otherwise, state
-of parameters that are frozen now is kept, and a parameter that never had a gradient simply has none.
+[Note: optimizer by name] Optimizer state is stored as ``state.<parameter name>.<key>`` and hyper-parameters are stored
+per parameter, never by position. So a checkpoint loads into an optimizer with other parameter groups. State of
+parameters that have been frozen since is kept. A parameter that never had a gradient has no state.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
-# How a kernel is chosen is this run's affair, not the checkpoint's.
+# Not saved: these depend on how this run builds the optimizer and chooses its kernels.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """Say what was loaded."""
+    """The result of a load."""
 
     path: Path
     step: int
-    """Optimizer steps taken when it was saved."""
+    """Optimizer steps taken before the save."""
     client_state: dict[str, Any]
     missing: tuple[str, ...] = ()
-    """Names that the model has and the checkpoint has not; they keep their values (not strict)."""
+    """Names that are in the model only; their values are unchanged (empty if strict)."""
     unexpected: tuple[str, ...] = ()
-    """Names that the checkpoint has and the model has not (not strict)."""
+    """Names that are in the checkpoint only (empty if strict)."""
     cast: tuple[str, ...] = ()
-    """Names that have another dtype in the checkpoint than in the model."""
+    """Names whose dtype in the checkpoint differs from that in the model."""
     loss_scale: dict[str, Any] | None = None
-    """State of the loss scale that it was saved with."""
+    """The saved state of the loss scale, if there is one."""
 
 
 def require(content: object, what: str, switch: str, path: Path) -> None:
-    """Raise where a checkpoint has no state for what is to be loaded.
+    """Check that a checkpoint has the content that is to be loaded.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: ``content`` is None.
     """
     if content is None:
         raise CheckpointError(
@@ -64,10 +64,10 @@ def require(content: object, what: str, switch: str, path: Path) -> None:
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """Return the sharded module that a model is, its parameters in sharded form.
+    """Unwrap a model, register its sharded parameters, and return the sharded module.
 
     Raises:
-        CheckpointError: the model was not prepared, or a module keeps a state that is no tensor of its own.
+        CheckpointError: the model is not sharded, or a module overrides `get_extra_state`.
     """
     inner = unwrap_model(model)
     if not is_sharded(inner):
@@ -91,9 +91,9 @@ def optimizer_tensors(
     """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``.
 
     Args:
-        model: the model that it steps.
+        model: the model whose parameters it steps.
         optimizer: the optimizer.
-        names: of the model's parameters by identity, where they are known already.
+        names: see `names_by_identity`, which is called by default.
     """
     return {
         f"state.{name}.{key}": value
@@ -104,7 +104,7 @@ def optimizer_tensors(
 
 
 def optimizer_hyper(model: nn.Module, optimizer: Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Return what of an optimizer is no tensor, as JSON: settings by parameter name, and plain state values.
+    """Return an optimizer's hyper-parameters and non-tensor state values by parameter name, as JSON.
 
     The arguments are those of `optimizer_tensors`.
     """
@@ -131,10 +131,10 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer, names: Mapping[int, 
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
-    """Compare an optimizer with the one that was saved, before anything is touched.
+    """Check that an optimizer matches the saved one; change nothing.
 
     Raises:
-        CheckpointError: it is of another class; or strict, and it has parameters that the saved one did not have.
+        CheckpointError: the class differs; or ``strict`` is set, and the saved one lacks some of its parameters.
     """
     own = _class_of(optimizer)
     if own != hyper["class"]:
@@ -154,9 +154,9 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Put loaded state into a schedule, and the rate that it says into its optimizer.
+    """Load a saved state into a schedule, and set its learning rates in the optimizer.
 
-    Where the optimizer groups its parameters otherwise than the saved one, the base rates are those of its groups.
+    If the number of groups differs from the saved one, the base learning rates are those of the optimizer's groups.
     """
     state, groups = dict(state), scheduler.optimizer.param_groups
     if len(state.get("base_lrs", groups)) != len(groups):
@@ -169,10 +169,10 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    """Bring a schedule, whose state nobody saved, to where it is after so many optimizer steps."""
+    """Advance a schedule to a number of optimizer steps, if its state was not saved."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        if isinstance(scheduler, LambdaLR):  # whose rates follow from the step alone
+        if isinstance(scheduler, LambdaLR):  # its learning rates depend on the step only
             scheduler.last_epoch = steps - 1
             scheduler.step()
         else:
@@ -183,15 +183,15 @@ def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
 def allocate_optimizer_state(
     model: nn.Module, optimizer: Optimizer, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, strict: bool
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Make room for the stored state of every parameter that the optimizer has, sharded as the parameter is.
+    """Allocate tensors for the stored state of the optimizer's parameters, sharded as the parameters are.
 
-    State that the optimizer has already is that room, so that a load never holds it twice.
+    Existing state is reused if shape and dtype match, so that a load does not need memory for it twice.
 
     Returns:
-        The new state by parameter name and key, and the same tensors under their stored names.
+        The tensors by parameter name and key, and the same tensors by stored name.
 
     Raises:
-        CheckpointError: strict, and the checkpoint holds state of parameters that this optimizer does not have.
+        CheckpointError: ``strict`` is set, and the checkpoint holds state of parameters that this optimizer lacks.
     """
     names = names_by_identity(model)
     of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
@@ -218,10 +218,10 @@ def allocate_optimizer_state(
 
 
 def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return for each group of an optimizer the settings that its parameters were saved with.
+    """Return the saved hyper-parameters of each group of an optimizer.
 
     Raises:
-        CheckpointError: one group spans parameters that were saved with different settings.
+        CheckpointError: a group has parameters that were saved with different hyper-parameters.
     """
     names = names_by_identity(model)
     found = []
@@ -245,18 +245,18 @@ def restore_optimizer(
     settings: Sequence[Mapping[str, Any]],
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Put loaded state and hyper-parameters into the optimizer.
+    """Load state and hyper-parameters into an optimizer; remove the state of all other parameters.
 
     Args:
-        model: the model that it steps.
+        model: the model whose parameters it steps.
         optimizer: the optimizer.
         state: tensors by parameter name and key.
         settings: hyper-parameters of each group.
-        plain: what of the state is no tensor, by parameter name and key.
+        plain: state values that are not tensors, by parameter name and key.
     """
     names = names_by_identity(model)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
-        # JSON has no tuples: betas come back as what they were.
+        # JSON stores tuples, such as betas, as lists.
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
         for parameter in group["params"]:
             name = names[id(parameter)]
@@ -273,7 +273,7 @@ def _class_of(optimizer: Optimizer) -> str:
 
 
 def names_by_identity(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's parameters by their identity."""
+    """Return the names of a model's parameters by the parameters' `id`."""
     return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
 
 
@@ -293,8 +293,8 @@ def _name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
 def _room(
     parameter: torch.Tensor, group: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return an empty tensor for one entry of a parameter's state, placed where the optimizer wants it."""
-    device = parameter.device  # where its values belong, also while they are away
+    """Allocate a tensor for one state entry, with the sharding and device that the optimizer expects."""
+    device = parameter.device  # the device of the values, even if they are offloaded
     if shape == tuple(parameter.shape) and key != "step":
         form = local_of(parameter)
         return sharded_like(parameter, torch.empty_strided(form.size(), form.stride(), dtype=dtype, device=device))

@@ -1,6 +1,6 @@
-"""Whether a checkpoint is what was written, byte for byte.
+"""Verify every byte of a checkpoint against its checksums.
 
-Input: a checkpoint's directory. Output: all that is wrong with it.
+Input: a checkpoint's directory. Output: a report of all problems.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Say whether a checkpoint is what was written."""
+    """The result of `verify_checkpoint`."""
 
     ok: bool
     problems: list[str]
-    """Each names tensor, file and byte range, as far as they are known."""
+    """One text per problem, with the tensor, file and byte range if they are known."""
 
 
 def verify_checkpoint(path: str | Path) -> VerifyReport:
-    """Read every byte of a checkpoint and compare it with what was written; not collective.
+    """Read every byte of a checkpoint and compare it with the checksums; not collective.
 
     Args:
         path: the checkpoint's directory.
 
     Returns:
-        Whether it is whole, and each problem by tensor, file and byte range. Damage never raises.
+        Whether all checksums match, and each problem by tensor, file and byte range. Corruption never raises.
     """
     path = Path(path)
     try:
@@ -57,7 +57,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
             if file.suffix == ".safetensors":
                 tensors[file] = list(read_header(file).values())
         except CheckpointError as error:
-            if str(error) not in problems:  # a list that is damaged is missed by every file
+            if str(error) not in problems:  # a corrupt checksum manifest fails for every file
                 problems.append(str(error))
     total = sum(block.end - block.begin for _, block in blocks)
     with (
@@ -72,10 +72,10 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
 
 
 def _blocks(opened: Opened, file: Path, size: int) -> list[Block]:
-    """Return the blocks of a whole file.
+    """Return all blocks of a file.
 
     Raises:
-        DamageError: they are not of this file, or their list is damaged.
+        DamageError: the blocks do not cover the file exactly, or their checksum manifest is corrupt.
     """
     blocks = opened.checksums.covering(file, 0, size)
     if blocks and blocks[-1].end != size:
@@ -105,7 +105,7 @@ def _problem(path: Path, block: Block) -> str:
 
 
 def _what(entries: list[Entry], block: Block) -> str:
-    """Name the tensors that lie in a block."""
+    """Name the tensors that overlap a block, for an error text."""
     names = list(_within(entries, block))
     if not names:
         return "a header" if entries else "a file"

@@ -1,4 +1,4 @@
-"""Settings: YAML, a mapping, a trainer's namespace or accelerate's file become a `StrategyConfig`."""
+"""Build a `StrategyConfig` from YAML, a mapping, a trainer's namespace or accelerate's configuration file."""
 
 from __future__ import annotations
 

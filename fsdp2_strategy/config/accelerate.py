@@ -1,11 +1,11 @@
-"""accelerate's configuration file -> fields of StrategyConfig.
+"""Translate accelerate's configuration file to fields of StrategyConfig.
 
-Input: what ``accelerate config`` writes and ``accelerate launch --config_file`` takes, YAML or JSON. Output: fields as
-a plain dict, for `strategy_config`, and one log record about what is done otherwise here.
+Input: the YAML or JSON file that ``accelerate config`` writes and ``accelerate launch --config_file`` reads. Output:
+fields as a plain dict, for `strategy_config`, and one log record about settings that work differently here.
 
-What becomes of each key stands in `accelerate_keys`; here several keys together become a field. accelerate looks at
-``fsdp_config`` and ``parallelism_config`` only where its distributed type is FSDP, and at how to compile only where
-there is a backend; what it does not look at does not count here either.
+`accelerate_keys` defines the meaning of each single key; this module derives the fields that depend on several keys.
+accelerate reads ``fsdp_config`` and ``parallelism_config`` only if its distributed type is FSDP, and the options of
+torch.compile only if there is a backend. Keys that accelerate ignores are ignored here, too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _LEAST_OF_A_SIZE_BASED_UNIT = 100_000_000  # the launcher's default
 
 
 def fields_of(path: str | Path) -> dict[str, Any]:
-    """Return what accelerate's file sets of StrategyConfig, and log on rank 0 what is done otherwise here.
+    """Return the fields of StrategyConfig that accelerate's file sets; log on rank 0 what works differently here.
 
     Raises:
-        ConfigError: the file is missing or broken, a key is unknown, or a value cannot be read or asks for what we do
-            not do.
+        ConfigError: the file is missing or malformed, a key is unknown, or a value is invalid or not supported.
     """
     given = read_mapping(path)
     try:
@@ -47,11 +46,11 @@ def fields_of(path: str | Path) -> dict[str, Any]:
 
 
 class _WrongError(Exception):
-    """What is wrong in the file: what it is, what is expected, what to do."""
+    """An invalid setting; the message contains the key, the value, the expected values and a fix, but not the path."""
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the file and of the mappings within it, all of them known, by their whole names."""
+    """Return all settings of the file by full key, including those of nested mappings; raise if a key is unknown."""
     flat: dict[str, Any] = {}
     unknown = []
     for name, value in given.items():
@@ -82,7 +81,7 @@ def _read(name: str, value: object) -> Any:
 
 
 def _unseen(values: Mapping[str, Any]) -> set[str]:
-    """Return the keys that accelerate does not look at."""
+    """Return the given keys that accelerate ignores."""
     if "distributed_type" not in values:
         raise _WrongError("distributed_type is missing, expected it, as accelerate does. Write distributed_type: FSDP.")
     idle = {*FSDP, *PARALLELISM} if values["distributed_type"] != "FSDP" else set()

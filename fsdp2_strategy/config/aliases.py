@@ -1,4 +1,7 @@
-"""Argument names of other systems -> ours, and files of settings -> plain dicts, for `strategy_config`."""
+"""Read settings from a trainer's namespace or a file, and rename foreign arguments to fields of `StrategyConfig`.
+
+Input: a namespace, a mapping or a YAML or JSON file. Output: a plain dict, for `strategy_config`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ import yaml
 
 from fsdp2_strategy.errors import ConfigError
 
-# What trainers call it -> the field of StrategyConfig.
+# Argument name of trainers -> field of StrategyConfig.
 FOREIGN_NAMES = {
     "fsdp_cpu_offload": "cpu_offload",
 }
 
 
 def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
-    """Pick from a trainer's namespace or mapping what is ours; the rest is left alone.
+    """Return the values in a trainer's namespace or mapping that belong to ``fields``; ignore all other names.
 
-    ``None`` counts as not given: it is what argparse stores for an option that the user left out. Our own name beats
-    a foreign one for the same field.
+    A value of ``None`` is ignored, because argparse stores it for an option that is not given. The name of the field
+    takes precedence over a foreign name for it.
 
     Raises:
-        ConfigError: ``args`` is neither.
+        ConfigError: ``args`` is neither a namespace nor a mapping.
     """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise ConfigError(
@@ -38,17 +41,17 @@ def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
 
 
 def read_mapping(path: str | Path) -> Mapping[str, Any]:
-    """Return the mapping at the top level of a YAML file, or of a JSON file by its suffix; an empty file holds none.
+    """Return the top-level mapping of a YAML file, or of a JSON file if it ends in ``.json``; an empty file gives {}.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or its top level is not a mapping.
     """
     kind, parse = ("JSON", json.loads) if str(path).endswith(".json") else ("YAML", yaml.safe_load)
     try:
         content = parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration: {path}: {error.strerror}. Check the path.") from error
-    except (yaml.YAMLError, ValueError) as error:  # the last is JSON's, and that of bytes that are no text
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid JSON, or not UTF-8
         raise ConfigError(f"cannot read the configuration: {path} is no {kind}: {error}") from error
     if content is None:
         return {}

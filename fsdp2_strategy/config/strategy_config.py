@@ -1,4 +1,7 @@
-"""What a strategy can be told: frozen dataclasses, filled from YAML, a mapping or a namespace, validated once."""
+"""Define `StrategyConfig`, the settings of a strategy.
+
+Input: YAML, a mapping, a trainer's namespace or accelerate's file. Output: a validated, frozen dataclass.
+"""
 
 from __future__ import annotations
 
@@ -21,60 +24,62 @@ ShardSize = int | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """Hold every setting of a strategy; immutable, and valid once it exists.
+    """All settings of a strategy; immutable, and validated when it is constructed.
 
     Raises:
-        ConfigError: a value has the wrong type or lies outside its range; the message names field, value and fix.
+        ConfigError: a value has the wrong type or is out of range; the message names the field, the value and the fix.
     """
 
     seed: int = 42
     """Seed of torch's, Python's and NumPy's generators, the same on every rank."""
 
     max_norm: float = 0.0
-    """Global gradient norm above which gradients are scaled down to it; 0 clips nothing."""
+    """Maximum global gradient norm; gradients with a larger norm are scaled down to it; 0 disables clipping."""
 
     micro_train_batch_size: int = 1
-    """Samples that one rank puts through one forward and backward pass."""
+    """Samples of one forward and backward pass of one rank."""
 
     train_batch_size: int | None = None
-    """Samples of one optimizer step over all ranks; None: one micro-batch a rank, no accumulation."""
+    """Samples of one optimizer step over all ranks; None: one micro-batch per rank, no accumulation."""
 
     bf16: bool = True
-    """Compute in bfloat16: training keeps fp32 masters, inference holds bf16 weights alone."""
+    """Compute in bfloat16. Training keeps fp32 master weights; inference keeps only bf16 weights."""
 
     fp16: bool = False
-    """Compute in float16 instead, with a loss scale that adapts itself; where it is set, ``bf16`` says nothing."""
+    """Compute in float16 instead, with a dynamic loss scale; ``bf16`` is ignored then."""
 
     reduce_in_full_precision: bool = True
-    """Sum gradients over the ranks in fp32; else in the dtype that is computed in: half the traffic, and rounded."""
+    """Reduce gradients in fp32; if false, in the compute dtype, which halves the traffic but rounds."""
 
     use_mp_opt: bool = False
-    """Keep the fp32 masters in the optimizer: the device holds half-precision weights alone while that is away."""
+    """Keep the fp32 master weights in the optimizer; the model has half-precision weights only."""
 
     adam_offload: bool = True
-    """Whether maybe_offload_optimizer moves anything; false where the optimizer is to stay on the device."""
+    """Whether ``maybe_offload_optimizer`` offloads; if false, the optimizer stays on the device."""
 
     keep_fp32: tuple[str, ...] = ()
     """Name patterns of parameters that are stored, gathered and computed with in fp32."""
 
     grad_sync: GradSync = "defer_all_reduce"
-    """What accumulation communicates before its last micro-batch: the reduce-scatter, nothing ("last"), or all."""
+    """Communication before the last micro-batch of a step: the reduce-scatter only ("defer_all_reduce"), none ("last"),
+    or the whole reduction ("every")."""
 
     ignored_modules: tuple[str, ...] = ()
-    """Regular expressions for whole dotted module names: what they hold is not sharded, each rank holds it whole."""
+    """Regular expressions for full dotted names of modules that are not sharded; each rank keeps full parameters."""
 
     shard_size: ShardSize = -1
-    """Ranks that a parameter is split over; -1: all; "auto": all in training, else the fewest that the model needs."""
+    """Number of ranks that a parameter is split over; -1: all ranks; "auto": all ranks for training, else the fewest
+    that a model of this size needs (`auto_shard_size`)."""
 
     reshard_after_forward: bool | int = True
-    """Free gathered parameters after a block's forward; or the number of ranks to keep them split over."""
+    """Free the gathered parameters after a block's forward; an int reshards them over that many ranks instead."""
 
     block_class_names: tuple[str, ...] = ()
-    """Class names of the modules that become units; empty: found by themselves."""
+    """Class names of the modules that become units; empty: blocks are detected by `find_blocks`."""
 
     min_unit_params: int | None = None
-    """Make units of modules that hold so many parameters; None: only where no block is found, of an eighth of the
-    model, at most 50 million."""
+    """Make modules of at least this many parameters units; None: by size only if no blocks are found, from an eighth of
+    the model's parameters, at most 50 million."""
 
     activation_checkpointing: tuple[str, ...] | bool = ()
     """Class names of the modules whose activations are recomputed in backward; True: each block."""
@@ -86,20 +91,20 @@ class StrategyConfig:
     """Keep sharded parameters, gradients and optimizer state in host memory."""
 
     prefetch_depth: int | None = None
-    """Units gathered ahead of the one that runs; None leaves prefetching to FSDP2."""
+    """How many units to all-gather ahead of the running one; None: FSDP2's default prefetching."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods of the model, beside forward, that need gathered parameters; those of a policy come by themselves."""
+    """Methods of the model, other than forward, that need gathered parameters; those of known policies are added."""
 
     mixed_mm_data: MixedData | None = None
-    """What ranks without images do where others have some: "root", "dummy" or "replicate"; see docs/rlhf.md."""
+    """How to train if only some ranks have images in a batch: "root", "dummy" or "replicate"; see docs/rlhf.md."""
 
     debug_divergence_seconds: float = 0.0
-    """Compare which unit every rank runs, and name unit and rank where one differs or stays away longer than this; 0:
-    do not compare."""
+    """Compare which unit each rank runs; raise an error that names unit and rank if a rank runs another unit than the
+    others, or does not reach it within this time. 0: no comparison."""
 
     timeout_minutes: float = 30.0
-    """Time after which a collective that a rank never joins is given up, for a process group that we start."""
+    """Time-out of collectives, if the strategy starts the process group."""
 
     def __post_init__(self) -> None:
         recompute = self.activation_checkpointing
@@ -108,7 +113,7 @@ class StrategyConfig:
             object.__setattr__(self, "activation_checkpointing", names)
         for name in ("keep_fp32", "ignored_modules", "block_class_names", "forward_methods"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        if isinstance(self.mixed_mm_data, bool):  # as trainers say it
+        if isinstance(self.mixed_mm_data, bool):  # the form that trainers use
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
         for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
@@ -143,10 +148,10 @@ class StrategyConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StrategyConfig:
-        """Build a configuration from a mapping that holds nothing but its fields.
+        """Build a configuration from a mapping of fields; other keys are errors.
 
         Raises:
-            ConfigError: a key is no field, or a value is not valid.
+            ConfigError: a key is not a field, or a value is not valid.
         """
         fields = _fields()
         for key in mapping:
@@ -159,10 +164,10 @@ class StrategyConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> StrategyConfig:
-        """Read a configuration from a YAML file whose top level holds nothing but its fields.
+        """Read a configuration from a YAML file that is a mapping of fields; other keys are errors.
 
         Raises:
-            ConfigError: the file is missing or no YAML mapping, a key is no field, or a value is not valid.
+            ConfigError: the file is missing or not a YAML mapping, a key is not a field, or a value is not valid.
         """
         return cls.from_mapping(read_mapping(path))
 
@@ -170,12 +175,11 @@ class StrategyConfig:
     def from_accelerate(cls, path: str | Path) -> StrategyConfig:
         """Build a configuration from the file that ``accelerate config`` writes, YAML or JSON.
 
-        What it asks for that has another name here, or needs none, is logged once, on rank 0: as a warning where it is
-        done otherwise. docs/coming_from_accelerate.md has every key.
+        Rank 0 logs which settings have another name here or are not needed, and warns of those that work differently.
+        docs/coming_from_accelerate.md lists all keys.
 
         Raises:
-            ConfigError: the file is missing or broken, a key is unknown, or a value cannot be read or asks for what is
-                not done here.
+            ConfigError: the file is missing or malformed, a key is unknown, or a value is invalid or not supported.
 
         Example:
             >>> config = StrategyConfig.from_accelerate("docs/examples/fsdp.yaml")  # doctest: +SKIP
@@ -185,19 +189,19 @@ class StrategyConfig:
 
     @classmethod
     def from_args(cls, args: object) -> StrategyConfig:
-        """Build a configuration from a trainer's namespace or mapping, leaving keys that are not ours alone.
+        """Build a configuration from a trainer's namespace or mapping; keys that are not fields are ignored.
 
         Raises:
-            ConfigError: a value of ours is not valid.
+            ConfigError: ``args`` is neither a namespace nor a mapping, or the value of a field is not valid.
         """
         return args if isinstance(args, cls) else cls(**known_values(args, _fields()))
 
     @classmethod
     def chosen(cls, args: object, config: StrategyConfig | None) -> StrategyConfig:
-        """Return ``config``, else what ``args`` says, else the defaults.
+        """Return ``config`` if it is given, else a configuration made from ``args``, else the defaults.
 
         Raises:
-            ConfigError: ``config`` is something else, or both are a StrategyConfig.
+            ConfigError: ``config`` is not a StrategyConfig, or ``args`` is one as well.
         """
         if config is not None and not isinstance(config, StrategyConfig):
             raise ConfigError(
@@ -213,10 +217,10 @@ class StrategyConfig:
         return cls() if args is None else cls.from_args(args)
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Return the micro-batches of one optimizer step.
+        """Return the number of micro-batches of one optimizer step.
 
         Raises:
-            ConfigError: they do not fill ``train_batch_size``.
+            ConfigError: ``train_batch_size`` is not a multiple of micro batch size x ``world_size``.
         """
         micro, total = self.micro_train_batch_size, self.train_batch_size
         at_once = micro * world_size
@@ -232,16 +236,16 @@ class StrategyConfig:
 
     @property
     def grad_sync_in_use(self) -> GradSync:
-        """How accumulation communicates: gradients that wait for their all-reduce are summed in the reduction dtype."""
+        """``grad_sync``; "every" replaces "defer_all_reduce" if that would accumulate gradients in half precision."""
         half = (self.bf16 or self.fp16) and not self.reduce_in_full_precision
         return "every" if half and self.grad_sync == "defer_all_reduce" else self.grad_sync
 
     def replace(self, **changes: Any) -> StrategyConfig:
-        """Return a copy with some fields changed, validated anew."""
+        """Return a validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        """List one field a line; a star marks what differs from its default."""
+        """Return one line per field; a star marks values that differ from the default."""
         width = max(map(len, _fields()))
         lines = []
         for name, default in _fields().items():
@@ -252,7 +256,7 @@ class StrategyConfig:
 
 
 def _fields() -> dict[str, Any]:
-    """Return the fields of StrategyConfig with their defaults, in order."""
+    """Return the default of each field, in the order of definition."""
     return {field.name: field.default for field in dataclasses.fields(StrategyConfig)}
 
 

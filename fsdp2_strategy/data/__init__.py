@@ -1,6 +1,7 @@
-"""Which samples a rank gets, in which order, and how a run goes on in it; knows nothing of models.
+"""Compute the data order, cut it into global batches, load this rank's samples, and resume at any batch.
 
-Orders are formulas (`order`), batches are slices of them (`batches`), a loader fetches a rank's part (`loader`).
+`order` computes the order of an epoch, `batches` cuts it into global batches, and `loader` fetches this rank's part of
+each.
 """
 
 from fsdp2_strategy.data.loader import ResumableLoader

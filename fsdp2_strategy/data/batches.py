@@ -1,10 +1,10 @@
-"""Which samples are in which global batch: orders of epochs, cut one after the other, without what is to be skipped.
+"""Compute which samples are in which global batch.
 
-Input: the order of each epoch, the size of a batch, samples to skip, and where that began to hold. Output: for the
-number of a batch its samples. A formula: nothing is replayed, and nothing but the numbers of batches is counted.
+Input: the order of each epoch, the batch size, samples to skip, and the anchor from which they are skipped. Output: the
+samples of a batch, given its number. They are computed directly; no earlier batches are replayed.
 
-[Note: places] An epoch's *positions* are those of its order. Its *places* are the positions that are left: from where
-the plan holds, without those of skipped samples, numbered through.
+[Note: places] A *position* is an index in an epoch's order. A *place* is an index among the positions that the plan
+covers: those from its anchor on, without the positions of skipped samples.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Tail = Literal["carry", "pad", "drop"]
 
 @dataclass(frozen=True)
 class Anchor:
-    """From where on a plan holds."""
+    """The batch from which a plan is valid."""
 
     batch: int = 0
-    """Number of its first batch."""
+    """Number of the plan's first batch."""
     epoch: int = 0
     position: int = 0
-    """Where in the epoch's order that batch begins."""
+    """Position in the epoch's order at which that batch begins."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive places of one epoch."""
+    """Consecutive places of one epoch; see [Note: places]."""
 
     epoch: int
     begin: int
@@ -47,15 +47,15 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Say which samples are in which batch.
+    """The assignment of samples to global batches.
 
     Args:
-        order_of: gives the order of an epoch; all are of one length.
+        order_of: function that returns the order of an epoch; all orders have the same length.
         batch: samples of a global batch.
-        tail: what becomes of an epoch's last samples that fill no batch: ``"carry"`` fills it with the next epoch's
-            first, ``"pad"`` with samples that do not count, ``"drop"`` leaves them out.
+        tail: how to treat the samples at the end of an epoch that do not fill a batch: ``"carry"`` fills the batch with
+            the first samples of the next epoch, ``"pad"`` fills it with padding, ``"drop"`` leaves these samples out.
         skipped: samples that are left out.
-        anchor: from where on.
+        anchor: the first batch of the plan.
 
     Raises:
         DataError: an epoch would have no batch.
@@ -77,11 +77,11 @@ class BatchPlan:
             )
 
     def moved(self, skipped: Sequence[int], anchor: Anchor) -> BatchPlan:
-        """Return the plan that holds from an anchor on, with other samples skipped."""
+        """Return a copy of the plan with another anchor and other skipped samples."""
         return BatchPlan(self.order_of, self.batch, self.tail, tuple(skipped), anchor)
 
     def gaps(self, epoch: int) -> Indices:
-        """Return the positions of skipped samples in an epoch, as far as the plan holds there."""
+        """Return the positions of skipped samples in an epoch, from the anchor on, in ascending order."""
         if not self.skipped:
             return np.empty(0, dtype=np.int64)
         if epoch not in self._gaps:
@@ -101,7 +101,7 @@ class BatchPlan:
         return self.anchor.batch + (-(-units // self.batch) if self.tail == "carry" else units)
 
     def stretches(self, batch: int) -> list[Stretch]:
-        """Return what a batch is made of: less than its size where it is padded."""
+        """Return the spans of places that make up a batch; a padded batch has fewer places than its size."""
         epoch, begin = self._locate(batch)
         found, missing = [], self.batch
         while True:
@@ -118,15 +118,15 @@ class BatchPlan:
         return epoch, self._position(epoch, place)
 
     def part(self, batch: int, low: int, high: int) -> tuple[list[tuple[int, Indices]], int]:
-        """Return the samples at ``low`` to ``high`` of a batch, by epoch, and how many places there are padding."""
+        """Return the samples at offsets ``low`` to ``high`` of a batch, by epoch, and the number of padding samples."""
         found = [(own.epoch, self.samples(own)) for own in self._cut(batch, low, high)]
         return found, high - low - sum(len(samples) for _, samples in found)
 
     def episodes(self, batch: int, low: int, high: int) -> frozenset[int]:
-        """Return the episodes that are mixed where ``low`` to ``high`` of a batch are drawn; of an `EpisodeOrder`."""
+        """Return the episodes of the blocks that contain offsets ``low`` to ``high`` of a batch; see `EpisodeOrder`."""
         found: set[int] = set()
         cut = self._cut(batch, low, high)
-        if sum(map(len, cut)) < high - low:  # its first sample stands for those that it lacks
+        if sum(map(len, cut)) < high - low:  # padding repeats the first sample of the batch
             cut += self._cut(batch, 0, 1)
         for own in cut:
             order = self.order_of(own.epoch)
@@ -149,7 +149,7 @@ class BatchPlan:
         return found
 
     def samples(self, stretch: Stretch) -> Indices:
-        """Return the samples of a stretch."""
+        """Return the samples at the places of a stretch."""
         if not len(stretch):
             return np.empty(0, dtype=np.int64)
         first, last = (self._position(stretch.epoch, place) for place in (stretch.begin, stretch.end - 1))
@@ -159,12 +159,12 @@ class BatchPlan:
         return np.delete(found, inside) if inside.size else found
 
     def slots(self, stretch: Stretch) -> Indices:
-        """Return the slots of a stretch; see [Note: orders]."""
+        """Return the slots at the places of a stretch; see [Note: orders] in `order`."""
         places = np.arange(stretch.begin, stretch.end)
         return self.order_of(stretch.epoch).slots_at(self._positions(stretch.epoch, places))
 
     def left_out(self, epoch: int) -> Indices:
-        """Return the slots of an epoch that no batch gives: of skipped samples, and of a tail that is dropped."""
+        """Return the slots of an epoch that are in no batch: those of skipped samples and of a dropped tail."""
         slots = self.order_of(epoch).slots_at(self.gaps(epoch))
         places = self._places(epoch)
         if self.tail == "drop" and (rest := places % self.batch):
@@ -183,25 +183,25 @@ class BatchPlan:
         return self.anchor.position if epoch == self.anchor.epoch else 0
 
     def _places(self, epoch: int) -> int:
-        """Return how many places an epoch has."""
+        """Return the number of places of an epoch."""
         return len(self.order_of(epoch)) - self._begin(epoch) - len(self.gaps(epoch))
 
     def _units(self, epoch: int) -> int:
-        """Return what epochs are counted in: places where batches may span two of them, else batches."""
+        """Return the length of an epoch: in places if batches may span two epochs (``"carry"``), else in batches."""
         places = self._places(epoch)
         if self.tail == "carry":
             return places
         return places // self.batch if self.tail == "drop" else -(-places // self.batch)
 
     def _units_through(self, epoch: int) -> int:
-        """Return the units from the anchor to the end of an epoch."""
+        """Return the length from the anchor to the end of an epoch, in the unit of `_units`."""
         first = self.anchor.epoch
         if self._is_periodic:
             return self._units(first) + (epoch - first) * self._units(first + 1)
         return sum(self._units(e) for e in range(first, epoch + 1))
 
     def _locate(self, batch: int) -> tuple[int, int]:
-        """Return the epoch in which a batch begins, and at which of its places."""
+        """Return the epoch and the place at which a batch begins."""
         unit = (batch - self.anchor.batch) * (self.batch if self.tail == "carry" else 1)
         epoch = self.anchor.epoch
         if unit >= self._units(epoch):
@@ -217,5 +217,5 @@ class BatchPlan:
 
     @property
     def _is_periodic(self) -> bool:
-        """Whether all epochs after the first are of one size: a mixture may draw what is skipped more or less often."""
+        """Whether all epochs after the first have the same length; the number of skipped draws of a mixture varies."""
         return not self.skipped or not isinstance(self.order_of(self.anchor.epoch), MixtureOrder)

@@ -1,6 +1,6 @@
-"""The order that fits a data set, and the fingerprint by which a saved position is recognised as one in it.
+"""Choose the data order of a loader, and its fingerprint, which shows whether a saved position belongs to that order.
 
-Input: a data set and a loader's arguments. Output: a function from epochs to orders; plain values to compare.
+Input: a data set and a loader's arguments. Output: a function from epochs to orders, and the fingerprint as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ def order_of(
     lanes: int,
     weights: Sequence[float] | None,
 ) -> tuple[dict[str, Any], Callable[[int], Order]]:
-    """Return what an order follows from, as JSON, and what makes the order of an epoch."""
+    """Return the facts that determine the order, as JSON, and a function that returns the order of an epoch.
+
+    Raises:
+        DataError: the arguments contradict each other, or do not fit the data set.
+    """
     n = len(dataset)
     facts: dict[str, Any] = {"n": n, "seed": seed, "global_batch_size": batch, "tail": tail}
     if (pool is None and lanes != 1) or (pool is not None and weights is not None):

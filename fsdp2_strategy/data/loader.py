@@ -1,9 +1,10 @@
-"""A loader whose data order is a formula: it goes on exactly, on any number of ranks, from a few numbers.
+"""A data loader that resumes at the exact sample, on any number of ranks, from a few saved numbers.
 
-Input: a data set with a length. Output: this rank's part of every global batch, fetched by torch's DataLoader.
+Input: a map-style data set. Output: this rank's part of every global batch, fetched by torch's DataLoader.
 
-Global batches follow from seed, length, batch size and pool alone. A rank takes a contiguous cut of each, so that any
-number of ranks sees the same batches; workers fetch ahead, and only what the trainer got counts.
+The global batches are computed from seed, data set length, batch size and the options of the order; they do not depend
+on the number of ranks. Each rank takes a contiguous part of each batch. The state counts the batches that the trainer
+has received, not those that workers have prefetched.
 """
 
 from __future__ import annotations
@@ -36,34 +37,34 @@ _TAILS = ("carry", "pad", "drop")
 
 
 class ResumableLoader:
-    """Give out this rank's part of every global batch, epoch after epoch; not collective.
+    """Iterate over this rank's part of every global batch, one epoch per ``for`` loop; not collective.
 
-    Each ``for batch in loader`` goes on to the end of the epoch; the next one is the next epoch, and one that was left
-    in the middle goes on there. A batch belongs to the epoch in which it begins.
+    A ``for batch in loader`` loop ends with the epoch. The next loop starts the next epoch, or continues the epoch if
+    the last loop was left early. A batch belongs to the epoch in which it begins.
 
     Before a sample is fetched, the generators of torch (CPU), NumPy and Python are seeded from seed, epoch and sample,
-    so that its augmentation is the same wherever it is fetched; ``collate_fn`` runs under a seed of the part's first
-    sample. The trainer's own generators are not touched. Samples are fetched one by one, never by ``__getitems__``.
+    so that its augmentation is the same in every process; for ``collate_fn`` they are seeded from the part's first
+    sample. The trainer's own generators are left unchanged. Samples are fetched one by one, not by ``__getitems__``.
 
     Args:
-        dataset: has a length, and samples by index. With ``pool`` it also has ``episode_lengths``, and may have
-            ``hold``, which is told what comes next (`fsdp2_strategy.data.prefetch`); with ``weights`` it is a
+        dataset: a map-style data set. With ``pool`` it needs ``episode_lengths``, and may have ``hold``, which receives
+            the episodes that are needed next (`fsdp2_strategy.data.prefetch`). With ``weights`` it is a
             `ConcatDataset`.
-        global_batch_size: samples of a batch over all ranks, at least one each. Ranks' parts differ by one at most.
-        seed: of order and augmentation.
-        dp_rank: number of this rank among those that share the data; by default its rank in the process group.
-        dp_size: how many share it; by default all ranks.
-        num_workers: processes that fetch; 0 fetches in this one.
-        tail: what becomes of an epoch's last samples that fill no batch. ``"carry"`` fills it with the next epoch's
-            first, each sample exactly once an epoch. ``"pad"`` fills it with samples that do not count: a batch that is
-            a mapping gets ``"sample_mask"`` (bool, this rank's samples; one that it has counts, too), any other comes
-            as (batch, mask).
-            ``"drop"`` leaves them out.
-        pool: mix the frames of so many episodes at a time; see `EpisodeOrder`. Without it all samples are mixed.
+        global_batch_size: samples of a batch over all ranks, at least one per rank. Parts of ranks differ by at most 1.
+        seed: seed of the order and the augmentation.
+        dp_rank: this rank among those that share the data; by default its rank in the process group.
+        dp_size: number of ranks that share the data; by default all ranks.
+        num_workers: worker processes; 0 fetches in this process.
+        tail: how to treat the samples at the end of an epoch that do not fill a batch. ``"carry"`` fills the batch with
+            the first samples of the next epoch; each sample is used exactly once per epoch. ``"pad"`` fills it with
+            padding and adds a mask (bool, one element per sample of this rank): as ``"sample_mask"`` if the batch is a
+            mapping (combined with an existing one by logical and), else the loader yields (batch, mask). ``"drop"``
+            leaves these samples out.
+        pool: shuffle the frames of this many episodes at a time; see `EpisodeOrder`. None shuffles all samples.
         collate_fn: makes a batch of a list of samples; by default torch's.
         pin_memory: copy batches to pinned memory.
-        prefetch_factor: batches that each worker fetches ahead.
-        lanes: trades mixing for locality; see `EpisodeOrder`.
+        prefetch_factor: batches that each worker prefetches.
+        lanes: spans of a batch that have separate episodes; see `EpisodeOrder`.
         weights: how often samples of each data set are drawn; see `MixtureOrder`.
 
     Raises:
@@ -122,7 +123,7 @@ class ResumableLoader:
         self._ahead: Ahead | None = None
         self._has_begun = False
 
-    # --- how far it is -------------------------------------------------------------------------------------------
+    # --- position ------------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -131,22 +132,22 @@ class ResumableLoader:
 
     @property
     def batches(self) -> int:
-        """Batches that the trainer got."""
+        """Number of batches that the trainer has received."""
         return self._batches
 
     @property
     def batches_left(self) -> int:
-        """Batches that the next ``for`` gives; the same on every rank."""
+        """Number of batches that the next ``for`` loop yields; the same on every rank."""
         return self._plan.end_of(self.epoch) - self._batches
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the next ``for`` begins an epoch, because the one before is through."""
+        """Whether the next ``for`` loop starts a new epoch, because the last one is complete."""
         return self._batches >= self._end
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that all ranks' trainers got together, padding left out."""
+        """Number of samples that all ranks have received together, without padding."""
         return self._samples
 
     @property
@@ -155,12 +156,12 @@ class ResumableLoader:
         return tuple(self._plan.skipped)
 
     def __len__(self) -> int:
-        """Return the batches of the whole epoch; the same on every rank."""
+        """Return the number of batches of the whole epoch; the same on every rank."""
         epoch = self.epoch
         return self._plan.end_of(epoch) - (self._began if self._batches < self._end else self._batches)
 
     def peek(self, k: int) -> Indices:
-        """Return the next ``k`` samples of all ranks together, as indices of the data set: int64 of shape (k,)."""
+        """Return the indices of the next ``k`` samples of all ranks together: int64 of shape (k,)."""
         found, missing = [np.empty(0, dtype=np.int64)], k
         for batch in itertools.count(self._batches):
             if missing <= 0:
@@ -186,13 +187,13 @@ class ResumableLoader:
                 if isinstance(batch, Refusal):
                     raise batch.error(batch.text)
             except BaseException:
-                self.close()  # what was fetched ahead is fetched again
+                self.close()  # the prefetched batches are fetched again
                 raise
             mask = self._deliver(keys)
             yield batch if mask is None else _with_mask(batch, mask)
 
     def _begin_epoch(self) -> None:
-        if self._plan.skipped:  # so that nothing is counted through from long ago
+        if self._plan.skipped:  # a new anchor: locating a batch then does not iterate over all earlier epochs
             self._replan(self._plan.skipped)
         self._began, self._end = self._batches, self._plan.end_of(self.epoch)
 
@@ -200,13 +201,13 @@ class ResumableLoader:
         return DataLoader(
             Samples(self.dataset, self.seed, self._collate),
             batch_sampler=Parts(self._plan, self._batches, self.dp_rank, self.dp_size),
-            generator=torch.Generator().manual_seed(0),  # it draws a seed, else from the trainer's generator
+            generator=torch.Generator().manual_seed(0),  # else DataLoader draws a seed from the trainer's generator
             worker_init_fn=outlive_sigterm,
             **self._fetch,
         )
 
     def _look_ahead(self) -> Ahead | None:
-        """Return what tells the data set which episodes to hold, where it wants to know."""
+        """Return the object that announces the next episodes to the data set, if the data set has ``hold``."""
         if "pool" not in self._fingerprint or not hasattr(self.dataset, "hold"):
             return None
         in_flight = self._fetch["num_workers"] * (self._fetch["prefetch_factor"] or 0)
@@ -214,10 +215,10 @@ class ResumableLoader:
         return Ahead(self.dataset, lambda batch: self._plan.episodes(batch, low, high), in_flight)
 
     def _deliver(self, keys: Sequence[Key]) -> torch.Tensor | None:
-        """Count a batch as delivered; return which of its samples count, where some may not.
+        """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding.
 
         Raises:
-            DataError: the workers gave other samples than were asked for, or an epoch ended that lacks some.
+            DataError: the workers fetched other samples than were requested, or the audit of an ended epoch failed.
         """
         plan, batch = self._plan, self._batches
         low, high = part_of(self.global_batch_size, self.dp_rank, self.dp_size)
@@ -238,15 +239,15 @@ class ResumableLoader:
         return torch.arange(low, high) < real if self.tail == "pad" else None
 
     def _close_epochs(self, epoch: int) -> None:
-        """Audit the epochs before one."""
+        """Audit the epochs before ``epoch``."""
         for ended in self._audit.begun():
             if ended < epoch:
                 self._audit.close(ended, len(self._plan.order_of(ended)), self._plan.left_out(ended))
 
     def close(self) -> None:
-        """End the workers, and drop what they have fetched ahead; the next ``for`` starts new ones."""
+        """End the workers and drop the batches that they have prefetched; the next ``for`` loop starts new workers."""
         in_flight, self._in_flight = self._in_flight, None
-        # Left to the garbage collector, a worker may be waited for.
+        # The garbage collector would end them as well, but may block until a worker exits.
         end_workers(in_flight)
         if pause := getattr(self.dataset, "pause", None):
             pause()
@@ -254,7 +255,7 @@ class ResumableLoader:
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the trainer is, as JSON: the same on every rank, whatever workers have fetched ahead."""
+        """Return the position of the trainer, as JSON; the same on every rank. Prefetched batches do not count."""
         anchor = self._plan.anchor
         return {
             "version": _VERSION,
@@ -269,10 +270,11 @@ class ResumableLoader:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise where a state cannot be loaded.
+        """Raise if a state cannot be loaded.
 
         Raises:
-            DataError: it is of another order, naming what differs; or the loader has begun.
+            DataError: the state belongs to another data order (the message names the differences), or the loader has
+                already delivered batches.
         """
         if self._has_begun:
             raise DataError(
@@ -294,7 +296,9 @@ class ResumableLoader:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, on any number of ranks; before the first batch.
+        """Continue at the position of a `state_dict`, on any number of ranks; call it before the first batch.
+
+        Samples that were skipped on this loader before the call stay skipped.
 
         Raises:
             DataError: see `check_state`.
@@ -309,14 +313,15 @@ class ResumableLoader:
             self.skip(asked_for)
 
     def skip(self, samples: Iterable[int]) -> None:
-        """Leave samples out from now on, in this epoch and all others; collective where the ranks are all ranks.
+        """Leave samples out from now on, in this epoch and all later ones.
 
-        The samples behind them move up, so batches stay full; it is part of the state. All ranks must have got the same
-        batches: where one could not fetch its part, the step of the others is lost, so load a checkpoint first.
+        Collective, unless ``dp_rank`` and ``dp_size`` were given. Later samples move up, so that batches stay full. The
+        skipped samples are part of the state. All ranks must have received the same number of batches. If one rank
+        failed to fetch its part, the others are one batch ahead: load a checkpoint first.
 
         Raises:
-            DataError: on every rank: one is no sample of the data set, nothing would be left, or the ranks are not
-                equally far.
+            DataError: on every rank, if a sample is not in the data set, if no samples would be left, or if the ranks
+                have received different numbers of batches or skip different samples.
         """
         chosen = sorted({*self._plan.skipped, *map(operator.index, samples)})
         if self._is_of_all_ranks:
@@ -330,7 +335,7 @@ class ResumableLoader:
         self.close()
 
     def _replan(self, skipped: Sequence[int]) -> None:
-        """Let a plan without samples hold from the next batch on; what the old one passed over is accounted for."""
+        """Skip ``skipped`` from the next batch on; add what the old plan skipped so far to the audit."""
         old = self._plan
         epoch, position = old.position_of(self._batches)
         self._close_epochs(epoch)
@@ -368,7 +373,7 @@ def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
 
 
 def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
-    """Return this rank among those that share the data: as given, or of the process group."""
+    """Return ``dp_rank`` and ``dp_size``, by default rank and world size of the process group."""
     if dp_rank is not None and dp_size is not None:
         return operator.index(dp_rank), operator.index(dp_size)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()

@@ -1,11 +1,11 @@
-"""The order of an epoch's samples as a formula: any slice of it, from a seed and an epoch alone.
+"""Compute any slice of an epoch's data order from a seed and the epoch alone.
 
-Input: how many samples there are, or how long each episode is, or how much each data set weighs. Output: indices of
-samples. No order knows of ranks: they cut what it gives.
+Input: the number of samples, the lengths of episodes, or the lengths and weights of data sets. Output: sample indices.
+Orders do not depend on ranks.
 
-[Note: orders] An order has ``len`` positions, ``indices(start, stop)`` for the samples that stand there, and
-``positions(samples)`` for the way back. Its ``slots_at(positions)`` are a permutation of the numbers below ``len``: the
-samples themselves where each comes once, so that what was delivered can be compared with a closed form.
+[Note: orders] An order has ``len`` positions. ``indices(start, stop)`` returns the samples at a range of positions, and
+``positions(samples)`` is its inverse. ``slots_at`` maps positions one-to-one to *slots*, the numbers below ``len``. If
+each sample occurs once, its slot is its index. `audit` checks the slots of an epoch against closed-form sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_SAMPLES = 1 << 61
 
 
 class Order(Protocol):
-    """See [Note: orders]."""
+    """The interface of data orders; see [Note: orders]."""
 
     def __len__(self) -> int: ...
 
@@ -38,16 +38,19 @@ class Order(Protocol):
         """Return the positions of samples, in ascending order."""
 
     def slots_at(self, positions: Indices) -> Indices:
-        """Return the numbers below ``len`` that stand for positions."""
+        """Return the slots at positions."""
 
 
 class GlobalOrder:
-    """Permute ``n`` samples by seed and epoch; any slice takes time for its own length, and memory for nothing else.
+    """Permute ``n`` samples by seed and epoch; a slice needs time and memory for its own length only.
 
     Args:
-        n: samples, at least 1.
+        n: number of samples, at least 1.
         seed: any integer.
-        epoch: any integer; each has an order of its own.
+        epoch: any integer; each epoch has a different order.
+
+    Raises:
+        DataError: ``n`` is out of range.
 
     Example:
         >>> order = GlobalOrder(10**12, seed=0, epoch=3)
@@ -73,7 +76,7 @@ class GlobalOrder:
         return self._bijection.values(_within(start, stop, self.n))
 
     def slots_at(self, positions: Indices) -> Indices:
-        """Return the samples at positions."""
+        """Return the samples at positions, which are their own slots."""
         return self._bijection.values(positions)
 
     def positions(self, samples: ArrayLike) -> Indices:
@@ -84,25 +87,26 @@ class GlobalOrder:
 class EpisodeOrder:
     """Permute the frames of episodes so that few episodes are open at a time.
 
-    Episodes are permuted and cut into blocks of ``pool``; the frames of a block are permuted. A reader needs the
-    episodes of one block at a time (two, where a slice crosses from one to the next).
+    Episodes are permuted and cut into blocks of ``pool`` episodes; the frames of a block are permuted. A reader needs
+    the episodes of one block at a time, or of two if a slice crosses from one block to the next.
 
-    Locality: each rank touches every episode, for the frames of a block go to all ranks. ``lanes`` splits each batch
-    into as many stretches, each fed by episodes of its own, ``pool // lanes`` at a time: a rank that reads a contiguous
-    cut of each batch then touches the episodes of its own lanes, as `episodes_touched` says. The order is the same on
-    any number of ranks; each batch mixes as many episodes as before, but a lane only its own.
+    Without ``lanes`` every rank reads frames of every episode, because the frames of a block are spread over all ranks.
+    ``lanes`` splits each batch into that many contiguous spans. Each span takes its frames from separate episodes,
+    ``pool // lanes`` at a time. A rank that reads a contiguous part of each batch then reads only the episodes of its
+    lanes; `episodes_touched` returns how many. The order is the same on any number of ranks. A batch mixes as many
+    episodes as without ``lanes``, but each lane mixes only its own.
 
     Args:
-        lengths: frames of each episode, in the order of the data set; frames are numbered through.
+        lengths: number of frames of each episode, in the order of the data set. Frames are numbered consecutively.
         seed: any integer.
         epoch: any integer.
-        pool: episodes that are mixed.
-        lanes: stretches of a batch; a multiple of all numbers of ranks that you may want to run on.
-        batch: samples of a global batch; needed for what lanes are good for.
-        offset: place of the epoch's first sample in its batch, where a batch spans two epochs.
+        pool: number of episodes that are mixed.
+        lanes: spans of a batch; use a multiple of every number of ranks that you may run on.
+        batch: samples of a global batch; needed if ``lanes`` is more than 1.
+        offset: offset of the epoch's first sample in its batch, if that batch begins in the epoch before.
 
     Raises:
-        DataError: there is no frame, or an argument is out of range.
+        DataError: there are no frames, or an argument is out of range.
     """
 
     def __init__(
@@ -130,11 +134,12 @@ class EpisodeOrder:
             )
         self.pool, self.lanes, self._batch = int(pool), int(lanes), int(batch)
         self._key = int(seed), int(epoch)
-        self._begins = _running(self.lengths)  # of each episode, in the data set
+        self._begins = _running(self.lengths)  # first frame of each episode, in the data set
         self._episodes = GlobalOrder(len(self.lengths), seed, epoch).indices(0, len(self.lengths))
-        self._line = _running(self.lengths[self._episodes])  # the episodes, as permuted, one after the other
+        # First frame of each episode if the permuted episodes are concatenated (the "line").
+        self._line = _running(self.lengths[self._episodes])
         self.n = int(self._line[-1])
-        # [head: what the epoch before left of a batch][a stretch a lane: its part of each whole batch][the rest]
+        # Line: [head: completes the last batch of the epoch before][one range per lane][tail: less than a batch]
         self._head = min(-offset % batch, self.n) if lanes > 1 else 0
         self._cuts = np.arange(lanes + 1) * batch // lanes
         self._batches = (self.n - self._head) // batch if lanes > 1 else 0
@@ -153,7 +158,7 @@ class EpisodeOrder:
         return self.slots_at(_within(start, stop, self.n))
 
     def slots_at(self, positions: Indices) -> Indices:
-        """Return the frames at positions."""
+        """Return the frames at positions, which are their own slots."""
         on_line = self._in_blocks(self._to_line(positions), Bijection.values)
         place = np.searchsorted(self._line, on_line, side="right") - 1
         frames: Indices = self._begins[self._episodes[place]] + on_line - self._line[place]
@@ -168,7 +173,7 @@ class EpisodeOrder:
         return np.sort(self._from_line(self._in_blocks(on_line, Bijection.positions)))
 
     def episodes_at(self, positions: Indices) -> Indices:
-        """Return the episodes of the blocks in which positions lie: what a reader of them needs at hand."""
+        """Return the episodes of the blocks that contain positions; a reader of these positions needs them."""
         on_line = self._to_line(positions)
         blocks = np.unique(np.searchsorted(self._blocks, on_line, side="right") - 1)
         begins, ends = self._blocks[blocks], self._blocks[blocks + 1]
@@ -178,9 +183,9 @@ class EpisodeOrder:
         return np.unique(self._episodes[np.concatenate(places)]) if places else np.empty(0, dtype=np.int64)
 
     def episodes_touched(self, dp_size: int) -> list[int]:
-        """Return how many episodes each of ``dp_size`` ranks may touch in this epoch.
+        """Return the number of episodes that each of ``dp_size`` ranks may read in this epoch.
 
-        The first and last frames of an epoch, which do not fill a batch, are left out where there are lanes.
+        With ``lanes``, the frames at the ends of the epoch that do not fill a batch are not counted.
         """
         touched = []
         for rank in range(dp_size):
@@ -193,7 +198,7 @@ class EpisodeOrder:
         return touched
 
     def _to_line(self, positions: Indices) -> Indices:
-        """Return which frame of the line, before blocks are permuted, stands at each position."""
+        """Return the index on the line, before blocks are permuted, of each position."""
         turn, place = np.divmod(positions - self._head, self._batch)
         lane = np.searchsorted(self._cuts, place, side="right") - 1
         width = np.diff(self._cuts)[lane]
@@ -208,7 +213,7 @@ class EpisodeOrder:
         return np.where(in_lanes, self._head + turn * self._batch + self._cuts[lane] + place, on_line)
 
     def _block_begins(self) -> Indices:
-        """Return where on the line each block begins: every so many episodes within a stretch."""
+        """Return the start of each block on the line: after every ``pool // lanes`` episodes of a lane's range."""
         edges = np.unique(np.concatenate([[0], self._stretches if self.lanes > 1 else [], [self.n]]).astype(np.int64))
         step = self.pool // self.lanes
         begins = [edges]
@@ -219,7 +224,7 @@ class EpisodeOrder:
         return np.unique(np.concatenate(begins))
 
     def _in_blocks(self, on_line: Indices, change: Callable[[Bijection, Indices], Indices]) -> Indices:
-        """Permute frames of the line within their blocks, or back."""
+        """Apply ``change``, a block's permutation or its inverse, to indices on the line."""
         block = np.searchsorted(self._blocks, on_line, side="right") - 1
         by_block = np.argsort(block, kind="stable")
         result = np.empty_like(on_line)
@@ -232,22 +237,21 @@ class EpisodeOrder:
 
 
 class MixtureOrder:
-    """Mix data sets by weight; samples are numbered through, as ``torch.utils.data.ConcatDataset`` does.
+    """Mix data sets by weight; samples are numbered consecutively, as in ``torch.utils.data.ConcatDataset``.
 
-    In an epoch of ``n`` samples each data set has its share of the positions, to the nearest whole number. Its draws
-    are counted on from epoch to epoch, and each of its samples is drawn as often as any other, up to one: what an
-    epoch's share has beyond whole passes through the data set is a permuted part of a pass, whose rest the next epoch
-    draws.
+    Each data set gets its share of the ``n`` positions of an epoch, rounded to an integer. Its samples are drawn in
+    permuted passes through the data set. If an epoch ends within a pass, the next epoch continues it. So the numbers of
+    draws of two samples of a data set differ by at most one, over any number of epochs.
 
     Args:
-        lengths: samples of each data set.
-        weights: how often samples of each are drawn, to any scale.
+        lengths: number of samples of each data set.
+        weights: relative share of each data set; they need not add up to 1.
         seed: any integer.
         epoch: 0 or more.
-        n: positions of an epoch; by default as many as there are samples.
+        n: positions of an epoch; by default the total number of samples.
 
     Raises:
-        DataError: lengths and weights do not fit each other, are not positive, or leave a data set without a share.
+        DataError: lengths and weights differ in number, are not positive, or leave a data set without a share.
     """
 
     def __init__(
@@ -276,7 +280,7 @@ class MixtureOrder:
         return self.n
 
     def slots_at(self, positions: Indices) -> Indices:
-        """Return the numbers below ``n`` that stand for positions: the data sets' shares, one after the other."""
+        """Return the slots at positions; the slots of each data set's share are consecutive."""
         return self._slots.slots_at(positions)
 
     def indices(self, start: int, stop: int) -> Indices:
@@ -290,14 +294,14 @@ class MixtureOrder:
         for i, length in enumerate(self.lengths):
             chosen = np.flatnonzero((slots >= self._shares[i]) & (slots < self._shares[i + 1]))
             turn, place = np.divmod(slots[chosen] - self._shares[i] + self._drawn_before(i), length)
-            for partial in self._partial_passes(i):  # in a whole one the positions are permuted already
+            for partial in self._partial_passes(i):  # the draws of a full pass are permuted by the slots already
                 now = np.flatnonzero(turn == partial)
                 place[now] = self._pass(i, partial).values(place[now])
             result[chosen] = self._begins[i] + place
         return result
 
     def positions(self, samples: ArrayLike) -> Indices:
-        """Return all positions of samples, in ascending order; one that is drawn twice has two."""
+        """Return all positions of samples, in ascending order; a sample that is drawn twice has two positions."""
         samples = _checked(samples, int(self._begins[-1]))
         slots = [np.empty(0, dtype=np.int64)]
         for i, length in enumerate(self.lengths):
@@ -317,7 +321,7 @@ class MixtureOrder:
         return self.epoch * int(self._shares[i + 1] - self._shares[i])
 
     def _partial_passes(self, i: int) -> list[int]:
-        """Return the passes through a data set of which this epoch draws a part."""
+        """Return the passes through a data set that this epoch draws only a part of."""
         low, length = self._drawn_before(i), self.lengths[i]
         high = low + int(self._shares[i + 1] - self._shares[i])
         return sorted({turn for turn, cut in ((low // length, low % length), (high // length, high % length)) if cut})
@@ -326,7 +330,7 @@ class MixtureOrder:
         return _kept_bijection(self.lengths[i], "pass", self.seed, i, turn)
 
 
-# Their tables are made once, however many slices are asked for.
+# Cached, so that the table of a permutation is computed once for all slices.
 _kept_bijection = lru_cache(maxsize=128)(Bijection)
 
 
@@ -334,7 +338,7 @@ def _within(start: int, stop: int, n: int) -> Indices:
     """Return the positions of a slice.
 
     Raises:
-        DataError: it is not within an order.
+        DataError: the slice is not within 0 to ``n``.
     """
     if not 0 <= start <= stop <= n:
         raise DataError(
@@ -352,5 +356,5 @@ def _checked(samples: ArrayLike, n: int) -> Indices:
 
 
 def _running(lengths: Indices) -> Indices:
-    """Return where each of consecutive stretches begins, and where the last one ends."""
+    """Return the starts of consecutive ranges of these lengths, and the end of the last one."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

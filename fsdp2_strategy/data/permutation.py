@@ -1,10 +1,11 @@
-"""A keyed permutation of the numbers below n, which gives any of them without the others.
+"""A keyed permutation of the numbers below n that can be evaluated at single points.
 
-Input: n, a key, and indices or values. Output: the other. Exact integer arithmetic: the same on every machine.
+Input: n, a key, and positions or values. Output: values or positions. Integer arithmetic: equal on every machine.
 
-Up to 2^16 numbers the permutation is a table, sorted by a keyed hash. Above, the numbers are pairs (left, right) below
-(a, b) with a x b just above n, and eight rounds add a keyed hash of one half to the other, modulo its range (Black and
-Rogaway, "Ciphers with arbitrary finite domains", 2002). What falls on or above n is permuted again until it does not.
+Up to 2^16 numbers, the permutation is a table, sorted by a keyed hash. For larger n it is a Feistel network (Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002): a number is a pair (left, right) below (a, b), where a x b is n
+or slightly more, and each of eight rounds adds a keyed hash of one half to the other, modulo its range. A result of n
+or above is permuted again until it is below n.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ _Words = NDArray[np.uint64]
 
 _TABLE_SIZE = 1 << 16
 _ROUNDS = 8
-_AT_ONCE = 1 << 14  # what a round works on stays in the processor's cache
+_AT_ONCE = 1 << 14  # numbers per chunk, so that the arrays of a round stay in the processor's cache
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93))
 
 
 class Bijection:
-    """Permute the numbers below ``n`` by a key.
+    """A permutation of the numbers below ``n``, determined by a key.
 
     Args:
         n: at least 1, below 2^62.
-        key: facts that the permutation follows from, with a faithful ``repr``.
+        key: the key; only its ``repr`` is used.
     """
 
     def __init__(self, n: int, *key: object) -> None:
@@ -41,11 +42,11 @@ class Bijection:
         self._sizes = a, -(-n // a)
 
     def values(self, positions: Indices) -> Indices:
-        """Return the values that stand at positions."""
+        """Return the values at positions."""
         return self._table[positions] if self.n <= _TABLE_SIZE else _in_parts(positions, self._forward, self.n)
 
     def positions(self, values: Indices) -> Indices:
-        """Return at which positions values stand."""
+        """Return the positions of values; the inverse of `values`."""
         if self.n <= _TABLE_SIZE:
             return np.argsort(self._table)[values]
         return _in_parts(values, self._backward, self.n)
@@ -79,7 +80,7 @@ class Bijection:
 
 
 def _in_parts(numbers: Indices, step: Callable[[_Words], _Words], n: int) -> Indices:
-    """Carry out a step on numbers, again on those that it takes to ``n`` or above."""
+    """Apply a step to numbers in chunks, repeatedly to each number that it maps to ``n`` or above."""
     result = np.empty(len(numbers), dtype=np.int64)
     for at in range(0, len(numbers), _AT_ONCE):
         part = step(numbers[at : at + _AT_ONCE].astype(np.uint64))
@@ -92,7 +93,7 @@ def _in_parts(numbers: Indices, step: Callable[[_Words], _Words], n: int) -> Ind
 
 
 def _hash(numbers: _Words, key: np.uint64) -> _Words:
-    """Return 64 bits for each number, of which the high ones are well mixed."""
+    """Return a keyed 64-bit hash of each number; only its high bits are well mixed."""
     mixed = (numbers + key) * _MIX[0]
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MIX[1]
@@ -102,7 +103,7 @@ def _hash(numbers: _Words, key: np.uint64) -> _Words:
 
 
 def _below(words: _Words, size: int) -> _Words:
-    """Scale words to the numbers below ``size``, with as many bits as the product has room for."""
+    """Scale hashes to the numbers below ``size``, using as many high bits as fit the 64-bit product."""
     bits = np.uint64(size.bit_length())
     words >>= bits
     words *= np.uint64(size)

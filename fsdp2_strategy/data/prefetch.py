@@ -1,11 +1,11 @@
-"""Which episodes a data set needs at hand: those of the batches in flight, and those that come next.
+"""Announce to a data set which episodes the batches in flight need, and which are needed next.
 
-Input: the episodes of a rank's part of each batch, as the order says. Output: calls of a data set's ``hold``, in the
-trainer's process, before it gets a batch.
+Input: the episodes of this rank's part of each batch. Output: calls of the data set's ``hold``, in the trainer's
+process, before each batch.
 
-[Note: hold] A data set that is costly to open has ``hold``. Samples of other episodes than ``now`` are not asked for
-before the next call; those of ``soon`` are the next to come. Both are in ascending order. It also has ``pause``, which
-ends its threads: workers are forked next.
+[Note: hold] A data set whose episodes are expensive to open has a method ``hold(now, soon)``. Until the next call, only
+samples of the episodes in ``now`` are requested; the episodes in ``soon`` are needed after them. Both lists are in
+ascending order. The data set also has ``pause``, which ends its threads; it is called before workers are forked.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from functools import lru_cache
 from typing import Protocol
 
 _FARTHEST = 1 << 20
-"""Batches to look ahead for the next episodes."""
+"""Maximum number of batches to search ahead for the next change of episodes."""
 
 
 class Holder(Protocol):
-    """See [Note: hold]."""
+    """A data set that is told which episodes are needed; see [Note: hold]."""
 
     def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
-        """Have episodes at hand, and no others."""
+        """Fetch the episodes of ``now`` and ``soon``, and release all others."""
 
     def pause(self) -> None:
         """End all threads."""
 
 
 class Ahead:
-    """Tell a data set what is to come.
+    """The object that calls ``hold`` of a data set.
 
     Args:
         dataset: see [Note: hold].
-        episodes: gives those of a rank's part of a batch.
-        in_flight: batches that are fetched before the trainer asks.
+        episodes: function that returns the episodes of this rank's part of a batch.
+        in_flight: number of batches that are prefetched.
     """
 
     def __init__(self, dataset: Holder, episodes: Callable[[int], frozenset[int]], in_flight: int) -> None:
@@ -45,7 +45,7 @@ class Ahead:
         self._change = -1
 
     def at(self, batch: int) -> None:
-        """Tell the data set that a batch is the next that the trainer gets."""
+        """Call ``hold`` for the batch that the trainer receives next."""
         now = self._span(batch)
         if now != self._now or batch >= self._change:
             self._change = self._first_change(batch, now)
@@ -53,13 +53,13 @@ class Ahead:
         self._dataset.hold(sorted(self._now), sorted(self._soon))
 
     def _span(self, batch: int) -> frozenset[int]:
-        """Return the episodes of a batch, and of those that are in flight behind it."""
+        """Return the episodes of a batch and of the batches that are prefetched after it."""
         return frozenset().union(*(self._episodes(b) for b in range(batch, batch + self._in_flight + 1)))
 
     def _first_change(self, batch: int, now: frozenset[int]) -> int:
-        """Return the first batch with other episodes: after steps twice as long each, halving the last one.
+        """Return the first batch whose episodes differ from ``now``, by exponential search and bisection.
 
-        Where they change and are the same again within one step, as in epochs of a few batches, it may be a later one.
+        If the episodes change and change back between two probes, as in epochs of a few batches, it may be a later one.
         """
         same, other = batch, batch + 1
         while self._span(other) == now:

@@ -1,6 +1,7 @@
-"""Which indices of a data set a rank draws, for trainers that make their own DataLoader and count samples themselves.
+"""A sampler for trainers that make their own DataLoader and count the consumed samples themselves.
 
-Input: the length of a data set. Output: indices, each once an epoch over all ranks, the same number on every rank.
+Input: the length of a data set. Output: this rank's indices. The ranks draw the same number of indices, and together
+each index once per epoch, except for the last ones (``drop_last``).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ _AT_ONCE = 1024
 
 
 class ResumableSampler(Sampler[int]):
-    """Draw this rank's indices of a data set, and go on in the middle of an epoch.
+    """Draw this rank's indices of a data set; can resume within an epoch.
 
     Args:
-        dataset: anything with a length.
-        num_replicas: ranks that share it.
-        rank: this one.
-        shuffle: permute it anew each epoch, by seed and epoch.
+        dataset: a data set with a length.
+        num_replicas: number of ranks that share the data set.
+        rank: this rank.
+        shuffle: permute the indices by seed and epoch.
         seed: seed of the permutation.
-        drop_last: leave out the samples that do not give every rank one; else the first ones come again.
-        consumed_samples: samples of the present epoch that all ranks together have drawn already.
+        drop_last: drop the last samples if there is not one for every rank; if false, repeat samples from the start.
+        consumed_samples: samples of the current epoch that all ranks together have drawn already.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class ResumableSampler(Sampler[int]):
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Begin an epoch, or go on in it.
+        """Begin an epoch, or continue it after ``consumed_samples``.
 
         Raises:
-            ConfigError: more samples are consumed than an epoch has, or not the same number on every rank.
+            ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
         """
         if not 0 <= consumed_samples <= self._total() or consumed_samples % self.num_replicas:
             raise ConfigError(
@@ -69,12 +70,12 @@ class ResumableSampler(Sampler[int]):
         for at in range(self.consumed_samples, total, _AT_ONCE * self.num_replicas):
             end = min(at + _AT_ONCE * self.num_replicas, total)
             given = [indices(at, min(end, length))] if at < length else []
-            if end > length:  # the first ones come again
+            if end > length:  # repeat samples from the start
                 again = indices(0, min(length, end - length))
                 given.append(again[np.arange(max(at, length) - length, end - length) % length])
             yield from np.concatenate(given)[self.rank :: self.num_replicas].tolist()
 
     def _total(self) -> int:
-        """Return the samples of an epoch over all ranks."""
+        """Return the number of samples of an epoch over all ranks."""
         length = len(self.dataset)
         return (length if self.drop_last else length + self.num_replicas - 1) // self.num_replicas * self.num_replicas

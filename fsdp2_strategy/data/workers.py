@@ -1,6 +1,6 @@
-"""What runs in the workers of a loader: fetch a part's samples, each under its own seed, and make a batch of them.
+"""The code that runs in a loader's workers: fetch samples, each under its own seed, and collate them.
 
-Input: keys of a rank's part of every batch, from a plan. Output: batches with their keys, or an error to raise.
+Input: the keys of this rank's part of each batch. Output: batches with their keys, or an error to raise in the trainer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fsdp2_strategy.data.batches import BatchPlan
 from fsdp2_strategy.errors import CorruptDataError, DataError
 
 Key = tuple[int, int]
-"""An epoch, and a sample."""
+"""(epoch, index of the sample)."""
 
 
 def part_of(batch: int, rank: int, size: int) -> tuple[int, int]:
-    """Return where a rank's part of a batch begins and ends."""
+    """Return the start and end of a rank's part of a batch of ``batch`` samples."""
     return rank * batch // size, (rank + 1) * batch // size
 
 
 def keys_of(plan: BatchPlan, batch: int, low: int, high: int) -> list[Key]:
-    """Return the samples at places of a batch; the batch's first stands for those that it lacks."""
+    """Return the samples at offsets ``low`` to ``high`` of a batch; padding repeats the batch's first sample."""
     pieces, missing = plan.part(batch, low, high)
     keys = [(epoch, sample) for epoch, samples in pieces for sample in samples.tolist()]
     if missing:
@@ -43,7 +43,7 @@ def keys_of(plan: BatchPlan, batch: int, low: int, high: int) -> list[Key]:
 
 
 class Parts:
-    """A rank's part of every batch from one on, without end."""
+    """A batch sampler that yields the keys of a rank's part of each batch from ``first`` on, without end."""
 
     def __init__(self, plan: BatchPlan, first: int, rank: int, size: int) -> None:
         self.plan, self.first = plan, first
@@ -56,14 +56,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error of ours on its way out of a worker: torch would put the worker's traceback into its message."""
+    """A `DataError` of a worker, returned as a value because torch would add the worker's traceback to its message."""
 
     error: type[DataError]
     text: str
 
 
 class Samples(Dataset[Any]):
-    """Fetch the samples of a part, each under its own seed, and make a batch of them, under that of the first."""
+    """Fetch the samples of a part, each under its own seed, and collate them under a seed of the first key."""
 
     def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
@@ -95,7 +95,7 @@ class Samples(Dataset[Any]):
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Leave the trainer's generators as they are; a worker has its own."""
+    """Restore the generators of the trainer's process after the block; do nothing in a worker, which has its own."""
     if get_worker_info() is not None:
         yield
         return
@@ -109,15 +109,15 @@ def _own_generators() -> Iterator[None]:
 
 
 def as_it_is(fetched: Any) -> Any:
-    """Return what was fetched: the batch is made already."""
+    """Return ``fetched``, which is collated already."""
     return fetched
 
 
 def outlive_sigterm(_worker: int) -> None:
-    """Let a worker end on its parent's SIGTERM alone.
+    """Ignore SIGTERM in a worker, unless its parent sent it.
 
-    torchrun and schedulers send it to every process. A worker that dies of it raises an error in the trainer, at
-    whatever it is doing, which is to save.
+    torchrun and schedulers send SIGTERM to every process. If a worker ended then, its DataLoader would raise an error
+    in the trainer, which is about to save.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return

@@ -1,1 +1,1 @@
-"""Ranks: the process group, meshes of ranks, and collectives that agree on errors and values."""
+"""The process group, device meshes, and collectives that make errors and values the same on all ranks."""

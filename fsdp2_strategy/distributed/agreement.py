@@ -1,10 +1,10 @@
-"""Agreement: phases of work that end alike on every rank, and values that all ranks share.
+"""Collectives that make every rank raise the same error or use the same value.
 
-Input: what one rank met or holds. Output: one decision, error or value on all of them.
+Input: an error or a value of each rank. Output: the same error, decision or value on all ranks.
 
-[Note: one decision] An error that one rank meets alone would leave the others waiting in their next collective until
-its time-out. So each phase of a collective call runs inside `all_or_none`: it ends with the all-reduce of one flag,
-and only when that flag is up are the texts gathered and the error raised, everywhere, in milliseconds.
+[Note: one decision] If one rank raised an error alone, the others would wait in their next collective until its
+time-out. So each phase of a collective call runs inside `all_or_none`, which ends with the all-reduce of one flag. Only
+if a rank has set the flag, the error texts are gathered and every rank raises. This takes milliseconds.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ T = TypeVar("T")
 
 @contextmanager
 def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
-    """End a phase of work alike on every rank: all go on, or all raise ``error``; collective.
+    """Raise ``error`` on every rank if the block raised on any rank; collective.
 
-    See [Note: one decision]. The message names the failing rank and its cause. Phases nest: where one rank fails in the
-    outer and the others wait in an inner one, all of them raise.
+    See [Note: one decision]. The message names the failing rank and its cause. Blocks nest: if one rank fails in the
+    outer block while the others wait in an inner one, all ranks raise.
 
     Raises:
-        FSDP2StrategyError: of the given class, on every rank, when any rank failed inside.
+        FSDP2StrategyError: of the given class, on every rank, if the block raised on any rank.
     """
     cause: Exception | None = None
     try:
         yield
     except Exception as failure:
         if getattr(failure, "is_agreed", False):
-            raise  # they have heard of it, in an inner phase or in this one
+            raise  # the other ranks raise it too: an inner block gathered it
         cause = failure
     if not any_rank(cause is not None):
         return
@@ -59,20 +59,20 @@ def _text(cause: Exception) -> str:
 
 
 def any_rank(own: bool) -> bool:
-    """Say whether any rank says yes; collective."""
+    """Return whether ``own`` is true on any rank; collective."""
     flag = torch.tensor(float(own), device=control_device())
     dist.all_reduce(flag, group=group_in_use())
     return bool(flag.item())
 
 
 def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
-    """Raise on every rank where the ranks hold different values; collective.
+    """Raise on every rank if ``value`` differs between ranks; collective.
 
     Args:
-        action: what cannot be done otherwise.
-        value: anything with a faithful ``repr``.
+        action: the operation that cannot be done, for the message.
+        value: an object whose ``repr`` determines it.
         error: class of the error.
-        expected: what should be the same, and what to do about it.
+        expected: what must be the same, and what the user can do, for the message.
     """
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
@@ -84,7 +84,7 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
 
 
 def to_rank_0(value: T) -> list[T]:
-    """Return all ranks' values on rank 0, an empty list elsewhere; collective."""
+    """Gather the values of all ranks on rank 0; return an empty list on other ranks; collective."""
     values: list[Any] = [None] * world_size() if is_rank_0() else []
     dist.gather_object(value, values or None, group_dst=0, group=group_in_use())
     return values

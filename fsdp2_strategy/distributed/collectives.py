@@ -1,6 +1,6 @@
-"""Numbers, tensors and dicts of them, reduced or gathered over the ranks in one collective a dtype.
+"""Reduce or gather numbers, tensors and nested dicts of them over all ranks.
 
-Input: the same structure on every rank. Output: that structure, with the values of all ranks together.
+Input: the same structure on every rank. Output: that structure with reduced or gathered values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.
 
 
 def all_reduce(data: Any, op: Op = "mean") -> Any:
-    """Reduce a tensor, a number or a dict of them, nested as you like, over all ranks; collective.
+    """Reduce a tensor, a number or a nested dict of them over all ranks; collective.
 
     Args:
-        data: the same keys, shapes and dtypes on every rank; it is left as it is.
+        data: the same keys, shapes and dtypes on every rank; it is not modified.
         op: ``"mean"``, ``"max"`` or ``"sum"``.
 
     Returns:
-        The same structure; tensors on their devices and in their dtypes (means of whole numbers in fp32), numbers as
-        numbers (whole ones stay whole up to 2^53).
+        The same structure. Tensors keep their device and dtype (means of integers are fp32). Numbers stay numbers
+        (sums and maxima of integers are integers and exact up to 2^53).
 
     Raises:
-        ConfigError: on every rank: another op, or structures that differ.
+        ConfigError: on every rank, if ``op`` is unknown or the structures differ.
     """
     if op not in _REDUCTIONS:
         raise ConfigError(f"cannot reduce: op is {op!r}, expected mean, max or sum. Use one of them.")
@@ -56,17 +56,17 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
 
 
 def all_gather(data: Any) -> Any:
-    """Gather a tensor, a number or a dict of them, nested as you like, from all ranks; collective.
+    """Gather a tensor, a number or a nested dict of them from all ranks; collective.
 
     Args:
         data: the same keys, shapes and dtypes on every rank.
 
     Returns:
-        The same structure; tensors of all ranks one after the other along the first dimension, in the order of ranks,
-        and for a number a tensor of all ranks' numbers.
+        The same structure. The tensors of all ranks are concatenated along the first dimension, in rank order. A number
+        becomes a tensor with the numbers of all ranks.
 
     Raises:
-        ConfigError: on every rank: structures differ.
+        ConfigError: on every rank, if the structures differ.
     """
     leaves = _leaves("gather", data)
 
@@ -83,10 +83,10 @@ def all_gather(data: Any) -> Any:
 
 
 def _leaves(action: str, data: Any) -> dict[Path, Any]:
-    """Return what is in a structure by its path, the same on all ranks; collective.
+    """Return the leaves of a nested structure by path, after checking that all ranks have the same paths; collective.
 
     Raises:
-        ConfigError: on every rank: structures differ, or hold something that is no number and no tensor.
+        ConfigError: on every rank, if the structures differ, or if a leaf is neither a number nor a tensor.
     """
     leaves: dict[Path, Any] = {}
     wrong: list[str] = []
@@ -130,7 +130,7 @@ def _is_floating(tensor: torch.Tensor) -> bool:
 
 
 def _travel_device(value: Any) -> torch.device:
-    """Return where a value is handed round: where it is, if a backend works there."""
+    """Return the device on which a value is communicated: its own, if the group has a backend for it."""
     on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
     return control_device() if on_host else current_device()
 

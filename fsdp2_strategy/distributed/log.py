@@ -1,4 +1,4 @@
-"""The log of the package: one logger, and records that rank 0 writes for all ranks.
+"""The package's logger; records that concern all ranks are written by rank 0.
 
 Input: messages. Output: records of the logger ``fsdp2_strategy``.
 """
@@ -16,7 +16,7 @@ logger = logging.getLogger("fsdp2_strategy")
 
 
 def show_log() -> None:
-    """Let our log appear on standard error where the program has not set up logging itself."""
+    """Write the log to standard error, unless the program has configured logging."""
     if not logging.root.handlers and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
@@ -25,6 +25,6 @@ def show_log() -> None:
 
 
 def log(message: str, *args: object, level: int = logging.INFO) -> None:
-    """Log once for all ranks, on rank 0, also before there is a process group."""
+    """Log on rank 0 only, also before the process group exists."""
     if is_rank_0() and (dist.is_initialized() or os.environ.get("RANK", "0") == "0"):
         logger.log(level, message, *args)

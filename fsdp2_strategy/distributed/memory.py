@@ -1,6 +1,6 @@
-"""How much memory the ranks hold, on the device and on the host.
+"""Report the device and host memory of all ranks.
 
-Input: nothing. Output: one line for all ranks.
+Input: the counters of the CUDA allocator and of the process. Output: one line for all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 def report_memory(prefix: str = "") -> str:
     """Log the memory of all ranks on one line, in GB (10^9 bytes), and return it; collective.
 
-    On the device that is what tensors take, what the allocator holds for them, and the peak of the former; on the host
-    what the process has in memory, and its peak.
+    For the device: bytes allocated by tensors, bytes reserved by the allocator, and the peak of allocated bytes. For
+    the host: the resident set size of the process, and its peak.
     """
     own = {"host": _resident(), "host peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
@@ -38,16 +38,16 @@ def report_memory(prefix: str = "") -> str:
 
 
 def clear_cache() -> None:
-    """Give memory that no tensor uses back to the device, once its queue is empty; not collective."""
+    """Synchronise the device and release the allocator's unused memory; not collective."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def _resident() -> int:
-    """Return the bytes that this process has in memory."""
+    """Return the resident set size of this process, in bytes."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):  # not Linux: the peak is the nearest there is
+    except (OSError, ValueError, IndexError):  # not Linux: fall back to the peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return pages * resource.getpagesize()

@@ -1,7 +1,7 @@
-"""Device meshes: how the ranks of the process group are arranged for sharding.
+"""Build the device meshes that models are sharded over.
 
-Input: the process group and a shard size. Output: a mesh whose last axis, "shard", splits parameters and whose first,
-"replicate", where there is one, holds copies of them (HSDP).
+Input: the process group and a shard size. Output: a mesh whose last axis, "shard", splits parameters. With HSDP it also
+has a first axis, "replicate", along which parameters are replicated.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fsdp2_strategy.distributed.process_group import (
 from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules
 from fsdp2_strategy.errors import MeshError
 
-# Meshes own process groups, whose threads and file descriptors outlive them: one mesh a shape, for each group.
+# One mesh for each group and shape: the threads and file descriptors of a mesh's process groups outlive the mesh.
 _meshes: dict[tuple[str, int, dist.ProcessGroup | None], DeviceMesh] = {}
 _groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 _default_groups: list[dist.ProcessGroup | None] = []
-"""The default group that they belong to."""
+"""The default group that the cached meshes and groups were made under; empty if there are none."""
 
 
 def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
-    """Arrange all ranks for parameters that are split over ``shard_size`` of them; collective.
+    """Build a mesh of all ranks that splits parameters over ``shard_size`` of them; collective.
 
-    All ranks are those that train, where an open strategy has a ``process_group`` of them.
+    If the open strategy has a ``process_group``, the mesh consists of the ranks of that group.
 
     Args:
-        shard_size: ranks that a parameter is split over; it must divide their number. -1 means all of them.
-        device_type: "cpu" or "cuda"; by default the kind that this rank computes on.
+        shard_size: number of ranks that a parameter is split over; it must divide the world size. -1 means all ranks.
+        device_type: "cpu" or "cuda"; by default the type of `current_device`.
 
     Returns:
-        A mesh with the axis ("shard",), or ("replicate", "shard") of shape (world / shard_size, shard_size) where the
-        shard size is smaller than the world. Equal calls return the same mesh.
+        A mesh with the axis ("shard",), or ("replicate", "shard") of shape (world / shard_size, shard_size) if the
+        shard size is smaller than the world size. Equal calls return the same mesh.
 
     Raises:
         MeshError: there is no process group, or the shard size does not divide the world size.
@@ -69,9 +69,9 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks of the group in use, with its time-out, made by them alone.
+    """Return a cached process group of ``ranks``, with the time-out of the group in use.
 
-    Collective over them the first time.
+    The first call is collective over ``ranks``; other ranks need not call it.
     """
     _forget_those_of_another_default_group()
     key = (group_in_use(), tuple(ranks))
@@ -87,10 +87,10 @@ def _forget_those_of_another_default_group() -> None:
 
 
 def check_shard_size(shard_size: int, world_size: int) -> int:
-    """Return ``shard_size`` with -1 resolved.
+    """Return ``shard_size`` with -1 replaced by the world size.
 
     Raises:
-        MeshError: it does not divide the world size.
+        MeshError: ``shard_size`` does not divide the world size.
     """
     if shard_size == -1:
         return world_size
@@ -105,10 +105,10 @@ def check_shard_size(shard_size: int, world_size: int) -> int:
 
 
 def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int) -> int:
-    """Choose how many ranks to split over, as RLHF trainers do: the fewest that a model of this size needs.
+    """Return the smallest shard size that fits a model of this size, by the thresholds that RLHF trainers use.
 
-    Training splits over all ranks. For inference a model under 10 billion parameters is replicated, one under 80
-    billion is split over 8 ranks (or the most below that divide the world size), a larger one over all.
+    For training it is all ranks (-1). For inference, a model under 10 billion parameters is replicated, a model under
+    80 billion is split over at most 8 ranks (the largest divisor of the world size), and a larger one over all ranks.
     """
     if is_training or parameter_count >= 80e9:
         return -1
@@ -118,10 +118,10 @@ def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int)
 
 
 def forget_meshes() -> None:
-    """Drop the cached meshes and groups, which end with the default group.
+    """Clear the caches of meshes and groups, which become invalid when the default group is destroyed.
 
-    DTensor remembers results by meshes that compare equal though their groups are others; those go, too. It must come
-    before new groups are made: old ones that die late take the names of new ones with them.
+    DTensor's sharding cache is cleared too: its keys are meshes, and meshes compare equal even if their groups differ.
+    Call this before new groups are made: an old group that is destroyed later unregisters the name of a new one.
     """
     _meshes.clear()
     _groups.clear()

@@ -1,9 +1,9 @@
-"""Being told to stop: a signal that reaches some ranks at some moment, as one answer that all ranks give alike.
+"""Catch SIGTERM and report it to all ranks between two steps.
 
-Input: SIGTERM, from a scheduler, from torchrun on its way out, or from an operator. Output: yes or no, between steps.
+Input: SIGTERM from a scheduler, an ending torchrun or an operator. Output: a bool that is the same on every rank.
 
-A process that is killed loses the steps since its last checkpoint. One that is asked first can save, if it hears the
-question at a point where a checkpoint can be taken, and if all ranks hear it at the same point.
+A process that is killed loses the steps since its last checkpoint. To save first, all ranks must learn of the signal at
+the same point of the training loop, and a checkpoint must be possible there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class _Watch:
-    """What this process knows of the signal, for all that ask: signals come to processes."""
+    """The SIGTERM handler of this process, shared by all `Preemption` objects."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -49,7 +49,7 @@ class _Watch:
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._process and self.users:
             self.signalled = True
-        else:  # a child that was forked off, or nobody asks any more: it means what it meant before
+        else:  # a forked child, or no `Preemption` is open any more: use the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -58,19 +58,20 @@ _watch = _Watch()
 
 
 class Preemption:
-    """Whether this run was told to stop."""
+    """Whether this run received SIGTERM."""
 
     def __init__(self) -> None:
         self._watching = self._ended = False
 
     def said(self) -> bool:
-        """Say whether any rank was told to stop, now or before; collective, the same on every rank.
+        """Return whether any rank has received SIGTERM since the first call; collective, the same on every rank.
 
-        From the first call on, SIGTERM no longer ends this process. More of them change nothing: schedulers signal
-        every process, and torchrun hands on what it gets.
+        The first call installs a handler; SIGTERM no longer ends this process. Repeated signals have no further effect:
+        a process may receive several, because schedulers signal every process and torchrun forwards its own.
 
         Raises:
-            StepError: the first call is not in the main thread, which alone may watch for signals; or it was ended.
+            StepError: `close` was called, or the first call is not in the main thread, where Python requires signal
+                handlers to be installed.
         """
         if self._ended:
             raise StepError("cannot ask whether to stop: the strategy is closed, expected an open one. Ask before.")
@@ -88,7 +89,7 @@ class Preemption:
         return _watch.told
 
     def close(self) -> None:
-        """Let the signal do what it did before, once nobody asks any more."""
+        """Stop watching; the last open `Preemption` of the process restores the previous signal handler."""
         if self._watching:
             _watch.end()
         self._watching, self._ended = False, True

@@ -1,10 +1,10 @@
-"""The process group: started, or found; who its ranks are, and on which devices they compute and talk.
+"""Start or find the process group; return its ranks and the devices for computation and communication.
 
-Input: the variables that torchrun sets, or a process group that exists. Output: a running group.
+Input: the variables that torchrun sets, or an existing process group. Output: the group that collectives use.
 
-[Note: group in use] Ranks of the default group may do other things than train: serve, say. So nothing here speaks to
-all of them without asking. A thread talks on the group that `on_group` sets, else on that of the process's trainer
-(`Trainers`), else on the default one; ranks are numbered, and counted, within it.
+[Note: group in use] Some ranks of the default group may not train: they may serve an inference engine, for example. So
+no collective of this package uses the default group directly. A thread uses the group that `on_group` sets, else the
+group of the open strategy (`Trainers`), else the default group. `rank` and `world_size` refer to that group.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_
 from fsdp2_strategy.errors import MeshError
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
-# For each open strategy that does not train on all ranks: the default group at the time, and its own.
+# For each open strategy that trains on some ranks only: the default group at that time, and its own group.
 _trainers: list[tuple[Any, Any]] = []
 # Strategies that train on all ranks.
 _of_all: WeakSet[Trainers] = WeakSet()
-# How often groups of some ranks were made, for each default group.
+# For each default group: how many groups were made of the same ranks.
 _made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def start_process_group(timeout_minutes: float) -> bool:
-    """Start the default process group where there is none; collective when it does.
+    """Start the default process group if there is none; collective if it starts one.
 
-    Under torchrun the ranks come from its variables, else this process is a group of one. The group has a CPU backend
-    beside the accelerator's (``cpu:gloo,cuda:nccl``).
+    Under torchrun the ranks are read from its variables; otherwise the group consists of this process. With CUDA, the
+    group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
 
     Returns:
-        Whether a group was started here, and so is ours to end.
+        Whether this call started the group. The caller must then destroy it.
+
+    Raises:
+        MeshError: some of torchrun's variables are set and others are not, or not all ranks start in time.
     """
     if dist.is_initialized():
         return False
@@ -70,7 +73,7 @@ def start_process_group(timeout_minutes: float) -> bool:
 
 @contextmanager
 def on_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let what this thread says to other ranks go over a group of its own inside."""
+    """Run the block's collectives on ``group``; it applies to this thread only."""
     token = _group.set(group)
     try:
         yield
@@ -79,20 +82,20 @@ def on_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def group_in_use() -> dist.ProcessGroup | None:
-    """Return the group that this thread talks on; None for the default one. See [Note: group in use]."""
+    """Return the group that this thread's collectives use; None for the default one. See [Note: group in use]."""
     if (group := _group.get()) is not None:
         return group
     return _trainers[0][1] if _trainers and _trainers[0][0] is dist.group.WORLD else None
 
 
 class Trainers:
-    """The ranks that a strategy trains on: from `begin` to `close` this process's threads talk on a group of them.
+    """The ranks that a strategy trains on; from `begin` to `close` their group is the group in use of this process.
 
     Args:
-        group: where other ranks of the default group do something else; None for all ranks.
+        group: the ranks that train; None for all ranks of the default group.
 
     Raises:
-        MeshError: this rank is not in the group, or a strategy of this process that is open trains on other ranks.
+        MeshError: this rank is not in the group, or an open strategy of this process trains on other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -114,7 +117,7 @@ class Trainers:
         self._world = world
         self._own = (world, group) if group is not None and self.count < dist.get_world_size() else None
         if self._own and any(other._world is world for other in _of_all):
-            gc.collect()  # some may be nobody's any more
+            gc.collect()  # some of these strategies may be unreachable already
             if any(other._world is world for other in _of_all):
                 raise MeshError(
                     f"cannot train on ranks {wanted}: another strategy of this process trains on all ranks, expected "
@@ -122,14 +125,14 @@ class Trainers:
                 )
 
     def begin(self) -> None:
-        """Talk on the group from now on; not collective."""
+        """Make the group the group in use; not collective."""
         if self._own is not None:
             _trainers.append(self._own)
         else:
             _of_all.add(self)
 
     def close(self) -> None:
-        """Let go of the group; not collective, and harmless when called again."""
+        """Release the group; not collective. Repeated calls have no effect."""
         if self._own in _trainers:
             _trainers.remove(self._own)
         _of_all.discard(self)
@@ -137,29 +140,30 @@ class Trainers:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group by their numbers in the default one; None for the default one."""
+    """Return the ranks of a group (None: of the default group), as ranks of the default group."""
     return sorted(dist.get_process_group_ranks(group))
 
 
 def rank() -> int:
-    """Return the number of this rank in the group in use; 0 where there is none."""
+    """Return this process's rank in the group in use; 0 if there is no process group."""
     return dist.get_rank(group_in_use()) if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return how many ranks there are in the group in use; 1 where there is none."""
+    """Return the size of the group in use; 1 if there is no process group."""
     return dist.get_world_size(group_in_use()) if dist.is_initialized() else 1
 
 
 def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-    """Make a group of some ranks of the default group, which no other rank hears of; collective over them.
+    """Make a process group of ``ranks``; collective over them alone.
 
-    torch names such a group by how many groups a rank knows, and ranks that have others beside would wait for each
-    other under two names. So the name here follows from what all of them know: who they are, and how often they did it.
+    torch derives the name of such a group from the number of groups that a rank has made. If that number differs
+    between the ranks, they wait for each other under different names. Here the name is made of the ranks and of the
+    number of earlier groups of the same ranks, which all of them know.
 
     Args:
-        ranks: by their numbers in the default group.
-        **options: of `torch.distributed.new_group`.
+        ranks: ranks of the default group.
+        **options: options of `torch.distributed.new_group`.
     """
     made = _made.setdefault(dist.group.WORLD, Counter())
     name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{made[tuple(ranks)]}"
@@ -168,7 +172,7 @@ def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
 
 
 def group_timeout() -> timedelta | None:
-    """Return the time-out of the collectives of the group in use; None where it is not told."""
+    """Return the time-out of the group in use; None if its backend does not report one."""
     group: Any = group_in_use() or dist.group.WORLD
     return timeout_of(group, control_device())
 
@@ -181,18 +185,18 @@ def current_device() -> torch.device:
 
 
 def adopt_device(device: torch.device) -> None:
-    """Let this thread compute on the rank's own accelerator: a new thread stands on the first one."""
+    """Make ``device`` the current device of this thread; in a new thread it is the first accelerator."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def control_device() -> torch.device:
-    """Return the device whose backend carries small messages: the CPU wherever the group in use has a CPU backend."""
+    """Return the device for small messages: the CPU if the group in use has a CPU backend, else the accelerator."""
     if "cpu:" in dist.get_backend_config(group_in_use()):
         return torch.device("cpu")
     return current_device()
 
 
 def is_rank_0() -> bool:
-    """Say whether this process is rank 0 of the group in use, or the only one."""
+    """Return whether this process is rank 0 of the group in use, or the only rank."""
     return rank() == 0

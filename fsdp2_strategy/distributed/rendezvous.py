@@ -1,14 +1,15 @@
-"""Where the ranks of one attempt meet, whatever earlier attempts left behind.
+"""Agree on a fresh key prefix in torchrun's store, so that keys of an earlier attempt are not read.
 
-Input: the key-value store that torchrun gives to its workers. Output: the same store under a prefix that belongs to
-this attempt alone.
+Input: the key-value store that torchrun gives to its workers. Output: the same store under a prefix that only this
+attempt uses.
 
-[Note: stale addresses] torchrun restarts the workers of a run, but keeps its store. gloo's ranks publish their
-addresses there under fixed keys, so a restarted rank may find the address of a dead one, connect to it and wait until
-its time-out (seen in one of three restarts on two ranks). The number of the restart cannot tell attempts apart: hosts
-count it each for itself. So the ranks agree on a prefix first. Each of them says hello with a number that it made up;
-rank 0 invites those that it reads, under a fresh token; a rank accepts an invitation that holds its own number; when
-all have accepted the token stands. A dead rank's hello is never accepted, and is replaced by its successor's.
+[Note: stale addresses] torchrun restarts the workers of a run, but keeps its store. gloo publishes the address of each
+rank there under a fixed key, so a restarted rank may read the address of a dead one, try to connect and wait until its
+time-out (this happened in one of three restarts on two ranks). The restart count cannot serve as the prefix: each host
+has its own. So the ranks agree on a prefix first. Each rank writes a random number as its hello. Rank 0 answers each
+hello with an invitation: that number and a new token. A rank accepts an invitation only if it contains the rank's own
+number. When all ranks have accepted, the token becomes the prefix. The invitation to a dead rank is never accepted;
+when its successor writes a new hello, rank 0 invites all ranks again under a new token.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2  # seconds
 
 
 def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Return ``store`` under a prefix that only the living ranks of this attempt know; collective.
+    """Return ``store`` under a prefix that only the live ranks of this attempt know; collective.
 
     Args:
-        store: any `torch.distributed.Store` that all ranks reach.
-        rank: number of this rank.
-        world_size: number of ranks that meet.
-        timeout: time after which ranks that never came are given up.
+        store: a `torch.distributed.Store` that all ranks can reach.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: how long to wait for all ranks.
 
     Raises:
-        MeshError: not all ranks came in time.
+        MeshError: not all ranks answered in time.
     """
     number = uuid.uuid4().hex
     meeting = dist.PrefixStore("fsdp2_strategy/meeting", store)  # type: ignore[attr-defined]
@@ -45,7 +46,7 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
 
 
 def _host(meeting: Any, world_size: int, pause: _Pause) -> str:
-    """Invite until all have accepted; return the token."""
+    """Invite all ranks, again after each change of a hello, until all have accepted; return the token."""
     hello_keys = [f"hello/{rank}" for rank in range(1, world_size)]
     invited: list[str] | None = None
     token = ""
@@ -64,7 +65,7 @@ def _host(meeting: Any, world_size: int, pause: _Pause) -> str:
 
 
 def _join(meeting: Any, rank: int, number: str, pause: _Pause) -> str:
-    """Say hello, accept the invitation that holds our number, and return its token once all have."""
+    """Write a hello, accept the invitation that contains ``number``, and return its token when all have accepted."""
     meeting.set(f"hello/{rank}", number)
     accepted = ""
     while True:
@@ -79,17 +80,17 @@ def _join(meeting: Any, rank: int, number: str, pause: _Pause) -> str:
 
 
 class _Pause:
-    """Wait between two looks at the store, a little longer each time, until a deadline."""
+    """Sleep between polls of the store, with increasing pauses, until a deadline."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._seconds = _SHORTEST_PAUSE
 
     def __call__(self, what: str) -> None:
-        """Wait.
+        """Sleep once.
 
         Raises:
-            MeshError: the time is up.
+            MeshError: the deadline has passed.
         """
         if time.monotonic() > self._deadline:
             raise MeshError(

@@ -1,13 +1,13 @@
-"""Every private name of torch that this package relies on, behind one small function each.
+"""Wrap every private name of torch that this package uses in one small function.
 
-Input: torch's own objects. Output: what their private attributes hold, or a change of it. Nothing else in the package
-touches such a name (tests/test_internals.py), so a new torch is checked here, and that test names what has changed.
-Checked on torch 2.11, 2.12 and 2.13.
+Input: torch's objects. Output: the values of their private attributes, read or set. No other module of the package uses
+such a name: tests/test_internals.py checks this, and names the attributes that a new torch version lacks. Checked on
+torch 2.11, 2.12 and 2.13.
 
-[Note: FSDP2's objects] `fully_shard` gives each unit a *state* (``FSDPState``), which has hooks around the module's
-forward, and in it *records* (``FSDPParamGroup``), mostly one, which gather and reduce. A record has *parameters*
-(``FSDPParam``): for each the shard that the module shows between passes, and, once it was gathered, the unsharded
-parameter that it shows within one.
+[Note: FSDP2's objects] `fully_shard` creates a *state* (``FSDPState``) for each unit, with hooks around the module's
+forward. A state has *records* (``FSDPParamGroup``), usually one, which all-gather parameters and reduce gradients. A
+record has *parameters* (``FSDPParam``). Each contains the sharded parameter, which is registered on the module between
+passes, and the unsharded one, which replaces it while the unit is gathered.
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ def state_of(module: nn.Module) -> Any:
 
 
 def records_of(state: Any) -> list[Any]:
-    """Return the records of a state: a list from torch 2.12 on, one or none before."""
+    """Return the records of a state; before torch 2.12 it has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def choose_root(state: Any) -> None:
-    """Make this state the root's, unless FSDP2 has a root already; otherwise the first module that runs becomes it."""
+    """Make this state the root, unless FSDP2 has one; else the first module that runs would become the root."""
     if state._is_root is None:
         state._lazy_init()
 
 
 def run_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Do what FSDP2 does ahead of a module's forward; return the inputs, cast."""
+    """Run FSDP2's pre-forward hook of a module; return the cast inputs."""
     inputs: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
     return inputs
 
 
 def run_post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-    """Do what FSDP2 does behind a module's forward; return the output, with its hooks for backward."""
+    """Run FSDP2's post-forward hook of a module; return the output, with backward hooks registered on it."""
     return state._post_forward(module, args, output)
 
 
 def pre_backward_hook(state: Any) -> Callable[..., Any]:
-    """Return the tensor hook that gathers a unit for backward."""
+    """Return the tensor hook that all-gathers a unit for backward."""
     hook: Callable[..., Any] = state._pre_backward
     return hook
 
 
 def is_gathered_for_backward(state: Any) -> bool:
-    """Say whether the hook for backward has run in this pass."""
+    """Return whether the pre-backward hook has run in this pass."""
     is_it: bool = state._training_state == TrainingState.PRE_BACKWARD
     return is_it
 
 
 def mark_forward(state: Any) -> None:
-    """Mark a unit as being in its forward pass; its post-forward must follow."""
+    """Mark a unit as being in its forward pass; the caller must run its post-forward."""
     state._training_state = TrainingState.FORWARD
 
 
@@ -85,12 +85,12 @@ def mark_idle(state_or_record: Any) -> None:
 
 
 def forget_forward_root(state: Any) -> None:
-    """Clear the root of the running forward pass, so that the next one starts anew, also after an error midway."""
+    """Clear the root of the current forward pass, so that the next pass has a new root even if this one failed."""
     state._state_ctx.iter_forward_root = None
 
 
 def prefetch_for_forward(state: Any) -> None:
-    """Start the gathers that a unit's forward starts ahead for those behind it."""
+    """Start the all-gathers that a unit's forward prefetches for later units."""
     for ahead in state._states_to_forward_prefetch:
         for record in records_of(ahead):
             record._prefetch_unshard(record, "forward")
@@ -105,17 +105,17 @@ UNIT_CALLS = {
     "choose gradient dtypes": "_init_mp_dtypes",
     "note the order of forward": "_record_post_forward",
 }
-"""The calls of a record that others may run something around."""
+"""The methods of a record that other modules may replace, by purpose."""
 
 
 def original_call(record: Any, call: str) -> Callable[..., Any]:
-    """Return FSDP2's own function behind a call of a record, whatever has taken its place."""
+    """Return FSDP2's own method for a call of `UNIT_CALLS`, even if it is replaced."""
     function: Callable[..., Any] = getattr(type(record), UNIT_CALLS[call]).__get__(record)
     return function
 
 
 def replace_call(record: Any, call: str, function: Callable[..., Any] | None) -> None:
-    """Put a function in the place of a call of a record; None for FSDP2's own."""
+    """Replace a method of a record; None restores FSDP2's own."""
     if function is None:
         record.__dict__.pop(UNIT_CALLS[call], None)
     else:
@@ -134,37 +134,37 @@ def mesh_of(record: Any) -> Any:
 
 
 def parameters_of(record: Any) -> list[Any]:
-    """Return FSDP2's parameters of a unit; see [Note: FSDP2's objects]."""
+    """Return the parameters of a record; see [Note: FSDP2's objects]."""
     parameters: list[Any] = record.fsdp_params
     return parameters
 
 
 def is_gathered(record: Any) -> bool:
-    """Say whether a unit is gathered, or its gather is in flight."""
+    """Return whether a unit is gathered, or its all-gather is in flight."""
     return record._all_gather_result is not None or record.is_unsharded
 
 
 def gathering_ranks(record: Any) -> int:
-    """Return how many ranks take part in a unit's gather."""
+    """Return how many ranks take part in a unit's all-gather."""
     count: int = record._all_gather_process_group.size()
     return count
 
 
 def gather(record: Any) -> None:
-    """Gather a unit, and wait for it."""
+    """All-gather a unit, and wait for it."""
     record.unshard()
     record.wait_for_unshard()
 
 
 def drop_gather_in_flight(record: Any) -> None:
-    """Wait for a gather that is in flight, and free what it gathers."""
+    """Wait for an all-gather that is in flight, and free the gathered parameters."""
     if record._all_gather_result is not None:
         record.wait_for_unshard()
         record._to_sharded()
 
 
 def reset_record(record: Any) -> None:
-    """Free a unit's gathered parameters and mark it idle, whatever part of a pass it is in."""
+    """Free a unit's gathered parameters and mark it idle, at any point of a pass."""
     if record._all_gather_result is not None:
         record.wait_for_unshard()
     mark_idle(record)
@@ -172,24 +172,24 @@ def reset_record(record: Any) -> None:
 
 
 def record_pre_forward(record: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Gather a unit as ahead of its forward; return the inputs with a hook that reduces when backward is through."""
+    """All-gather a unit before its forward; return inputs whose backward hook reduces the unit's gradients."""
     inputs: tuple[Any, Any] = record.pre_forward(module, args, kwargs)
     return inputs
 
 
 def record_post_forward(record: Any, module: nn.Module) -> None:
-    """Free a unit as behind its forward."""
+    """Free a unit's gathered parameters as FSDP2 does after its forward."""
     record.post_forward(module, None, None)
 
 
 def reduces_gradients(record: Any) -> bool:
-    """Say whether a unit's gradients are reduced in the next backward pass, or accumulated without communication."""
+    """Return whether the next backward reduces a unit's gradients; else it accumulates them without communication."""
     does: bool = record.reduce_grads
     return does
 
 
 def gradient_dtype(record: Any) -> torch.dtype | None:
-    """Return the dtype that reduced gradients are rounded to; None before FSDP2 knows one."""
+    """Return the dtype that reduced gradients are rounded to; None before FSDP2 has determined it."""
     dtype: torch.dtype | None = record._orig_dtype
     return dtype
 
@@ -200,17 +200,17 @@ def set_gradient_dtype(record: Any, dtype: torch.dtype) -> None:
 
 
 def set_gradient_dtypes_of(record: Any, parameter: Any) -> None:
-    """Round and reduce a unit's gradients in the dtypes of one of its parameters."""
+    """Set the dtypes in which a unit's gradients are reduced and rounded to those of one of its parameters."""
     record._orig_dtype, record._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
 
 
 def has_deferred_all_reduce(record: Any) -> bool:
-    """Say whether a unit keeps gradients that are reduced over its shards, and not over its replicas yet."""
+    """Return whether a unit has gradients that are reduced over its shards but not yet over its replicas."""
     return record._partial_reduce_output is not None
 
 
 def drop_deferred_all_reduce(record: Any) -> None:
-    """Drop the gradients that wait for their all-reduce over the replicas."""
+    """Drop the gradients that are not yet all-reduced over the replicas."""
     record._partial_reduce_output = None
 
 
@@ -218,65 +218,65 @@ def drop_deferred_all_reduce(record: Any) -> None:
 
 
 def name_of(parameter: Any) -> str:
-    """Return the dotted name of a parameter in the model; FSDP2 knows it from the first pass on."""
+    """Return the fqn of a parameter; FSDP2 sets it in the first pass."""
     name: str = parameter._param_fqn
     return name
 
 
 def shard_of(parameter: Any) -> nn.Parameter:
-    """Return what the module shows between passes: a DTensor."""
+    """Return the sharded parameter, a DTensor."""
     shard: nn.Parameter = parameter.sharded_param
     return shard
 
 
 def flat_shard_of(parameter: Any) -> torch.Tensor:
-    """Return this rank's shard in one dimension, padded to the largest rank's."""
+    """Return this rank's shard, flattened and padded to the size of the largest shard."""
     flat: torch.Tensor = parameter._sharded_param_data
     return flat
 
 
 def set_flat_shard(parameter: Any, flat: torch.Tensor) -> None:
-    """Give a parameter another flat shard, whose beginning is the local tensor of what the module shows."""
+    """Set a parameter's flat shard; the local tensor of the sharded parameter becomes a view of its beginning."""
     shown: Any = parameter.sharded_param
     parameter._sharded_param_data = flat
     shown._local_tensor = flat[: shown._local_tensor.numel()].view(shown._local_tensor.size())
 
 
 def take_over_shard(parameter: Any) -> None:
-    """Make FSDP2 read the sharded parameter from the module again, after it was replaced or got memory."""
+    """Make FSDP2 read the sharded parameter from the module again, after it was replaced or materialised."""
     parameter.reset_sharded_param()
 
 
 def is_offloaded_to_cpu(parameter: Any) -> bool:
-    """Say whether FSDP2 keeps the shard in host memory (``CPUOffloadPolicy``)."""
+    """Return whether FSDP2 keeps the shard in host memory (``CPUOffloadPolicy``)."""
     is_it: bool = parameter.offload_to_cpu
     return is_it
 
 
 def unsharded_of(parameter: Any) -> torch.Tensor | None:
-    """Return what the module shows within a pass; None where it was never gathered."""
+    """Return the unsharded parameter; None if it was never gathered."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return the sum of gradients that are not reduced yet, over micro-batches without communication."""
+    """Return the unreduced gradient, accumulated over micro-batches without communication; None if there is none."""
     gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
     return gradient
 
 
 def has_unreduced_gradient(parameter: Any) -> bool:
-    """Say whether a parameter has a gradient on this rank that is not reduced yet."""
+    """Return whether a parameter has a gradient on this rank that is not reduced yet."""
     unsharded = unsharded_of(parameter)
     return accumulated_gradient(parameter) is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def drop_accumulated_gradient(parameter: Any) -> None:
-    """Drop the sum of gradients that are not reduced yet."""
+    """Drop the accumulated unreduced gradient."""
     parameter.unsharded_accumulated_grad = None
 
 
 def accumulate_gradient(parameter: Any) -> None:
-    """Move the unsharded parameter's gradient to the sum, where FSDP2 sums in another dtype."""
+    """Cast the unsharded parameter's gradient to ``reduce_dtype`` and make it the accumulated one, if dtypes differ."""
     parameter.to_accumulated_grad_if_needed()
 
 
@@ -284,19 +284,19 @@ def accumulate_gradient(parameter: Any) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor as it lies there, without autograd and without waiting; else the tensor."""
+    """Return the local tensor of a DTensor, without autograd and without synchronisation; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Put another part in the place of this rank's."""
+    """Replace the local tensor of a DTensor."""
     tensor._local_tensor = local
 
 
 def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of the source's global form and placements, on whatever device the local part lies.
+    """Return a DTensor with the shape, mesh and placements of ``source``, on the device of ``local``.
 
-    ``DTensor.from_local`` would move it to the device of the mesh.
+    ``DTensor.from_local`` would move ``local`` to the device of the mesh.
     """
     meta = TensorMeta(source.shape, source.stride(), local.dtype)
     spec = DTensorSpec(source.device_mesh, source.placements, tensor_meta=meta)
@@ -304,14 +304,14 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def forget_sharding_rules() -> None:
-    """Empty DTensor's cache of results, which remembers meshes by equality though their groups are others."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: PLC0415  (it brings the compiler)
+    """Clear DTensor's sharding cache, whose keys are meshes: equal meshes may have different groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: PLC0415  (it imports the compiler)
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """Return nested values with their floating tensors cast, as FSDP2 casts what goes in and out of a unit."""
+    """Cast the floating tensors in nested values, as FSDP2 casts the inputs and outputs of a unit."""
     return _apply_to_tensors(lambda tensor: _cast_fp_tensor(dtype, tensor), values)
 
 
@@ -324,14 +324,14 @@ def default_store() -> Any:
 
 
 def new_named_group(ranks: list[int], name: str, **options: Any) -> dist.ProcessGroup:
-    """Make a group of some ranks under a name of ours, which those alone know of; collective over them."""
+    """Make a process group of ``ranks`` with a given name; collective over them alone."""
     with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
         group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
     return group
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Return the time-out of a group's collectives on a kind of device; None where its backend does not say."""
+    """Return the time-out of a group's collectives for a device type; None if the backend does not report one."""
     return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
 
@@ -341,7 +341,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], bucket_bytes: int, source: int) -> None:
-    """Hand tensors round from one rank of a group, many in one broadcast; collective over the group."""
+    """Broadcast tensors from rank ``source`` of a group, in buckets; collective over the group."""
     dist._broadcast_coalesced(group, tensors, bucket_bytes, source)  # type: ignore[attr-defined]
 
 
@@ -349,49 +349,49 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return what identifies a tensor's storage while it lives, also on meta, where all data pointers are 0."""
+    """Return an identifier of a tensor's storage during its lifetime, also on meta, where data pointers are 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many references there are to a tensor's storage; those of this call are among them."""
+    """Return the number of references to a tensor's storage, including those of this call."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 
 def free_pinned_memory() -> None:
-    """Give pinned host memory that torch keeps for later back to the system."""
+    """Release the pinned host memory that torch caches."""
     if hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
 
 
 def is_in_backward() -> bool:
-    """Say whether autograd runs a backward pass on this thread."""
+    """Return whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that autograd knows this one as a view of; None where it is none."""
+    """Return the tensor that ``tensor`` is a view of, for autograd; None if it is not a view."""
     return tensor._base
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose elements count as negated."""
+    """Return a view with the negative bit set: its elements are negated when read."""
     return torch._neg_view(tensor)
 
 
 def wrapper_subclass(cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of a subclass that has a form and no memory."""
+    """Return a tensor of a subclass that has a shape, dtype and device, but no storage."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
 
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
-"""For ``__torch_function__`` of a subclass that is seen by ``__torch_dispatch__`` alone."""
+"""The ``__torch_function__`` of a tensor subclass that only uses ``__torch_dispatch__``."""
 
 
 @contextmanager
 def past_modes() -> Iterator[None]:
-    """Run the block past all modes that watch or redirect torch's functions."""
+    """Disable all modes and subclass overrides of torch's functions within the block."""
     off: tuple[AbstractContextManager[None], ...] = (torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch())
     with ExitStack() as stack:
         for context in off:
@@ -400,45 +400,45 @@ def past_modes() -> Iterator[None]:
 
 
 def remember_device_constructors() -> None:
-    """Fill torch's cache of the functions that ``torch.device`` redirects, before any of them is replaced."""
+    """Fill torch's cache of the functions that a ``torch.device`` context overrides, before one of them is patched."""
     _device._device_constructors()
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator of torch, which says what it writes to; None for any other function."""
+    """Return the schema of a torch operator, which lists the arguments it writes to; None for other functions."""
     return getattr(operator, "_schema", None)
 
 
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
 ATTRIBUTES_OF_FSDP = ("_is_fsdp_managed_module", "_compiled_call_impl")
-"""Attributes that torch sets on a module, and that no copy of it may have."""
+"""Attributes that torch sets on a module, and that copies of it must not have."""
 STATE_OF_FSDP = "__composable_api_state_key"
-"""How the name of the attribute begins that holds what `fully_shard` keeps of a module."""
+"""Prefix of the attribute in which `fully_shard` stores a module's state."""
 INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
-"""Functions of `torch.nn.init` that compute on the host, and do nothing on meta."""
+"""Functions of `torch.nn.init` that compute on the host, and have no effect on meta."""
 
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of a module's own buffers that no state dict holds."""
+    """Return the names of a module's own buffers that are not in its state dict."""
     return module._non_persistent_buffers_set
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[object, ...]:
-    """Return what identifies the hooks that change a module's state dict."""
+    """Return the identifiers of the hooks that change a module's state dict."""
     return (*module._state_dict_hooks, *module._state_dict_pre_hooks)
 
 
 def is_driven_by_schedule(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether a learning-rate schedule was made over an optimizer."""
+    """Return whether a learning-rate scheduler was created for an optimizer."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 def end_workers(iterator: object) -> None:
-    """End the workers behind an iterator of a DataLoader, if it has any."""
+    """End the worker processes of a DataLoader's iterator, if it has any."""
     if end := getattr(iterator, "_shutdown_workers", None):
         end()
 

@@ -1,5 +1,6 @@
-"""Hugging Face folders: models on meta that remember theirs, weights in and out, each rank its own byte ranges.
+"""Hugging Face folders: load their weights into models and export models to them, each rank its own byte ranges.
 
-folder, twin -> conversions -> load, initialize · export, over region (descriptions of tensors), read, write and
-container (the file format). The only place that imports transformers' model code.
+Loading: `weights_folder` -> `conversions` -> `load_plan` -> `load`. Saving: `save_plan` -> `export`. Both use `regions`
+(descriptions of tensors), `verified_read`, `write` and `safetensors_format`. `meta` builds models on the meta device,
+`peft` handles adapters. Only this package imports transformers' model code.
 """

@@ -1,7 +1,7 @@
-"""Checksums: one xxh3 for every block of a file, so that any range of it can be checked by itself.
+"""Checksums: one xxh3 hash for every block of a file, so that a range can be checked without reading the full file.
 
-Input: bytes on their way to a file, or from one. Output: blocks, and an error where bytes are not those of their block.
-Knows nothing of models or of other ranks.
+Input: bytes that are written to a file, or were read from one. Output: blocks, and an error if bytes do not match their
+block. Independent of models and of other ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALGORITHM = "xxh3_64"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
-    """Say that bytes [begin, end) of a file hash to ``digest``."""
+    """The digest of bytes [begin, end) of a file."""
 
     begin: int
     end: int
@@ -30,12 +30,12 @@ class Block:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the checksum of some bytes, as 16 hexadecimal digits."""
+    """Return the checksum of bytes as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def blocks_of(content: bytes) -> list[Block]:
-    """Return the blocks of a file's beginning."""
+    """Return the blocks of ``content``, which is a file or its beginning."""
     view = memoryview(content)
     ends = [*range(sizes.BLOCK_BYTES, len(view), sizes.BLOCK_BYTES), len(view)]
     begins = [0, *ends[:-1]]
@@ -43,7 +43,7 @@ def blocks_of(content: bytes) -> list[Block]:
 
 
 def blocks_of_file(path: Path) -> list[Block]:
-    """Return the blocks of a whole file, a block in memory at a time."""
+    """Return the blocks of an entire file; only one block is in memory at a time."""
     found: list[Block] = []
     with path.open("rb") as file:
         while content := file.read(sizes.BLOCK_BYTES):
@@ -53,14 +53,14 @@ def blocks_of_file(path: Path) -> list[Block]:
 
 
 Lists = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
-"""Gives, for a range of a file, lists of blocks that were not given before, those that may cover it first."""
+"""Yields the blocks of checksum manifests not read before; those that probably cover the given range come first."""
 
 
 class Checksums:
-    """The blocks of some files, learnt as ranges are asked for.
+    """The blocks of some files; checksum manifests are read only when a requested range needs them.
 
     Args:
-        lists: where they are learnt from.
+        lists: yields the blocks of checksum manifests.
     """
 
     def __init__(self, lists: Lists) -> None:
@@ -69,10 +69,10 @@ class Checksums:
         self._learning = threading.Lock()
 
     def covering(self, path: Path, begin: int, end: int) -> list[Block]:
-        """Return the blocks that bytes [begin, end) of a file touch.
+        """Return the blocks that contain bytes [begin, end) of a file.
 
         Raises:
-            DamageError: they overlap, or not all of the bytes have a checksum.
+            DamageError: blocks overlap, or some of the bytes have no checksum.
         """
         if begin >= end:
             return []
@@ -99,7 +99,7 @@ class Checksums:
 
 
 def _follow_each_other(blocks: Sequence[Block], begin: int, end: int) -> bool:
-    """Say whether blocks cover bytes [begin, end), each byte once."""
+    """Return whether blocks cover bytes [begin, end), each byte once."""
     ends = [blocks[0].begin, *(block.end for block in blocks)] if blocks else [0]
     in_a_row = all(b.begin == at and b.begin < b.end for b, at in zip(blocks, ends, strict=False))
     return bool(blocks) and in_a_row and blocks[0].begin <= begin and end <= ends[-1]
@@ -109,7 +109,7 @@ def check(path: Path, block: Block, digest: str, what: str) -> None:
     """Compare the digest of bytes that were read with that of their block.
 
     Raises:
-        DamageError: they differ; names what lies there, the file and the range.
+        DamageError: the digests differ; the message contains ``what``, the file and the range.
     """
     if digest != block.digest:
         raise DamageError(

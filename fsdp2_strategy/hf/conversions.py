@@ -1,10 +1,10 @@
-"""Names and arrangements of the hub -> names and arrangements of a model, and back, by transformers' own code.
+"""Convert between Hugging Face names and layout and those of a model, with transformers' own code.
 
-Input: headers, or a model's parameters, as regions. Output: for each tensor of the other side the region that it is.
+Input: file headers, or a model's parameters, as regions. Output: a region for each tensor of the other side.
 
 transformers renames, merges and transposes tensors between a checkpoint and a model. Its loading and saving functions
-run here on descriptions instead of values (see [Note: regions] in `regions`), so its rules hold, for every architecture
-that it knows, and nothing is read or gathered to find out.
+run here on descriptions instead of values (see [Note: regions] in `regions`). So its rules apply, for every
+architecture that it supports, and no data is read or gathered.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fsdp2_strategy.model.names import clean
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the tensors of one model come out of files, by the model's own names."""
+    """How to make a model's tensors from those of files, by the model's own names."""
 
     regions: Mapping[str, Region]
     unexpected: tuple[str, ...]
-    """Names, after renaming, of what the files hold beyond the model."""
+    """Converted names of tensors that are in the files but not in the model."""
     may_be_missing: re.Pattern[str] | None
-    """Names that the model knows how to do without."""
+    """Pattern of the names that files may lack."""
 
 
 def recipe_for(origin: Origin, entries: Mapping[str, Entry]) -> Recipe:
-    """Say how the files' tensors become those of the origin's model; reads nothing.
+    """Return how to make the tensors of the origin's model from those of its files; reads nothing.
 
-    The dtype of a region is the one that the model asked for: values pass through it.
+    A region has the dtype of its tensor in the origin's model. Values are cast to it first, then to the target's.
 
     Raises:
-        CheckpointError: a conversion does not fit what the files hold.
+        CheckpointError: a conversion does not fit the tensors of the files.
     """
     sources = {name: Region.of(entry, entry.shape, entry.dtype) for name, entry in entries.items()}
     if origin.conversions is None:
@@ -83,17 +83,17 @@ def _converted(origin: Origin, sources: Mapping[str, Region]) -> Recipe:
 
 
 def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
-    """Describe a transformers model's tensors under their hub names and in their hub arrangement; reads nothing.
+    """Return descriptions of a transformers model's tensors in the Hugging Face names and layout; reads nothing.
 
     Args:
-        model: twin of the model; its record of conversions is set.
-        tensors: its tensors by name, each once; the sources of the regions are these names.
+        model: meta skeleton of the model; its weight conversions are set.
+        tensors: the model's tensors by name, each once; the sources of the regions are these names.
     """
     from transformers import core_model_loading  # noqa: PLC0415
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
-    # A prefix that files may have or not cannot be known from the model: names without it load as well.
+    # Some prefixes are optional in files, and the model does not record them. Names without such a prefix load, too.
     conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)

@@ -1,6 +1,6 @@
-"""Tensors -> a new Hugging Face folder, a few at a time, checked and cast on the way; one process, bounded memory.
+"""Copy tensors to a new Hugging Face folder in one process, with bounded memory; check and cast them.
 
-Input: a folder of safetensors files, or tensors by name. Output: a folder, its floating tensors in another dtype.
+Input: a folder of safetensors files, or tensors by name. Output: a folder, in another floating-point dtype if given.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 class NewFolder:
-    """A folder of safetensors files that comes to be in a ``with`` block; its files have their names once whole.
+    """A new folder of safetensors files, filled in a ``with`` block; `finish` gives the files their final names.
 
     Args:
-        output: where it goes: a new folder, or an empty one.
+        output: the new folder: missing or empty.
         described: shape and dtype of each tensor.
-        dtype: of the floating tensors; by default as they are.
-        most_bytes: of one file; by default 5 GB.
-        metadata: of the headers.
+        dtype: dtype of floating-point tensors in the files; by default unchanged.
+        most_bytes: the limit, in bytes of tensors per file; by default 5 GB.
+        metadata: metadata of the headers.
 
     Raises:
         CheckpointError: the output is not empty.
@@ -69,23 +69,23 @@ class NewFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files:  # what has not got its name is not whole
+        for file in self._files:  # not renamed by `finish`, so incomplete
             file.path.unlink(missing_ok=True)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write whole tensors."""
+        """Write full tensors."""
         boxes = {name: tuple((0, n) for n in tensor.shape) for name, tensor in tensors.items()}
         write_all([Job(self.entries[name], boxes[name], tensor) for name, tensor in tensors.items()])
 
     def finish(self, beside: Path | None) -> None:
-        """Give the files their names, and add what lies beside the weights of another folder."""
+        """Copy the sidecar files of the folder ``beside``, write the index, and give the files their final names."""
         force_to_disk([file.path for file in self._files])
         for path in beside.iterdir() if beside else ():
             if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._output / path.name)
         if self._dtype is not None and (self._output / CONFIG).is_file():
             config = json.loads((self._output / CONFIG).read_text())
-            if "dtype" in config or "model_type" in config:  # others, as LeRobot's may be, know no such key
+            if "dtype" in config or "model_type" in config:  # a LeRobot config may have no dtype
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
                 (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if len(self._files) > 1:
@@ -96,13 +96,13 @@ class NewFolder:
 
 
 def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums: Checksums | None = None) -> None:
-    """Copy a folder of safetensors files with all that lies beside them, one file as one; not collective.
+    """Copy the weights and sidecar files of a folder, no subfolders; one weights file stays one file; not collective.
 
     Args:
         source: the folder.
-        output: where it goes: a new folder, or an empty one.
-        dtype: of the floating tensors; by default as they are.
-        checksums: what the source's bytes are compared with.
+        output: the new folder: missing or empty.
+        dtype: dtype of floating-point tensors in the copy; by default unchanged.
+        checksums: checksums of the source's files, to compare with; by default nothing is compared.
 
     Raises:
         CheckpointError: the output is not empty, or a file cannot be read.
@@ -118,12 +118,12 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)
-        for path in set(source.glob("*.safetensors")) - set(weights):  # what processors hold, say
+        for path in set(source.glob("*.safetensors")) - set(weights):  # for example of processors
             shutil.copyfile(path, output / path.name)
 
 
 def _copy(reader: Reader, source: Entry, target: Entry) -> None:
-    """Copy one tensor, some rows at a time."""
+    """Copy one tensor, a few rows at a time."""
     rows = source.shape[0] if source.shape else 1
     at_once = max(1, rows * sizes.COPY_BYTES // max(1, source.nbytes))
     region = Region.of(source, source.shape, target.dtype)

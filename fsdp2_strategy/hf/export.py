@@ -1,9 +1,9 @@
-"""A sharded model -> a Hugging Face folder: every rank writes its own ranges into the final files.
+"""Export a sharded model to a Hugging Face folder: every rank writes its own ranges into the final files.
 
 Input: a model, sharded or not, and a tokenizer or processor. Output: a folder that ``from_pretrained`` loads.
 
-Order of work: names and offsets, which every rank computes alike -> rank 0 makes the files, under names that nothing
-loads -> all ranks write and force to disk -> rank 0 renames, and adds index, configuration and tokenizer.
+Every rank computes the same names and offsets. Rank 0 creates the files under temporary names that nothing loads. All
+ranks write and fsync them. Rank 0 renames them, and writes the index, configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _KNOWN = ("push_to_hub", "variant", "save_original_format", "is_main_process", "
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What of ``save_pretrained``'s arguments means something here."""
+    """The arguments of ``save_pretrained`` that have an effect here."""
 
     push_to_hub: bool
     variant: str | None
@@ -81,28 +81,28 @@ def save_model(
 ) -> None:
     """Write a model as a Hugging Face folder that ``from_pretrained`` loads; collective.
 
-    A transformers model gets its configuration, its generation configuration and the hub's names and arrangement of
-    weights. Any other model gets ``model.safetensors`` and nothing else. No rank gathers more than one parameter, and
-    that only where the hub's arrangement is a permutation of the model's. A model of peft is written as its base model
-    with the active adapters merged, and stays as it is.
+    For a transformers model, write its configuration, its generation configuration, and the weights in the Hugging Face
+    names and layout; for any other model, write only the weights to ``model.safetensors``. Parameters are gathered one
+    tensor at a time, and only if shards are not long byte ranges of the files. A peft model is written as its base
+    model with the active adapters merged; the model itself is not changed.
 
     Args:
         model: sharded or not, or a wrapper.
-        tokenizer: tokenizer or processor to save along, or None.
-        output_dir: the folder, seen by every rank; files of an earlier export are replaced.
-        dtype: of the floating parameters in the files. By default that of the shards: after training the fp32 masters,
-            about twice the size of bf16, and nothing lost.
-        max_shard_size: bytes of one file of a transformers model, or a number with a unit of 10^3 ("5GB") or 2^10
-            ("5GiB").
-        merge_adapters: write a model of peft as its base model, adapters merged in the dtype of the base weights; else
-            its adapters alone, as a folder that ``PeftModel.from_pretrained`` loads.
-        **kwargs: of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision and
-            create_pr; variant; save_original_format=False for the model's own names. Others are an error.
+        tokenizer: tokenizer or processor to save with the model, or None.
+        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
+        dtype: dtype of floating-point parameters in the files. By default that of the shards: after training the fp32
+            master weights, which need twice the space of bf16 and lose nothing.
+        max_shard_size: maximum size of a transformers model's files: bytes, or a number with a unit of 10^3 ("5GB") or
+            2^10 ("5GiB").
+        merge_adapters: write a peft model as its base model, with adapters merged in the dtype of the base weights. If
+            false, write only its adapters, as a folder that ``PeftModel.from_pretrained`` loads.
+        **kwargs: arguments of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision
+            and create_pr; variant; save_original_format=False for the model's own names. Others are an error.
 
     Raises:
         CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
-            adapters cannot be merged, or from_pretrained would not give the weights back. An earlier export is then
-            still there, unless the final renaming failed: then nothing loads, and no mix.
+            adapters cannot be merged, or from_pretrained would not restore the weights. An earlier export stays intact
+            until the new files are renamed. If renaming fails, the folder does not load as a mix of both.
     """
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
@@ -144,10 +144,10 @@ def save_model(
 def _regions_that_load(
     copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
-    """Describe what goes to the files: under the hub's names, or the model's own if only these load again.
+    """Describe the tensors in the files, under Hugging Face names, or under the model's own if only those load.
 
     Raises:
-        CheckpointError: neither does.
+        CheckpointError: neither loads.
     """
     for names_of_hub in (True, False) if hub_names else (False,):
         regions = regions_to_write(copied, tensors, dtype, hub_names=names_of_hub)
@@ -162,21 +162,21 @@ def _regions_that_load(
 def save_adapters(
     model: nn.Module, tokenizer: Any, output_dir: str | Path, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> None:
-    """Write the adapters of a model of peft as a folder that ``PeftModel.from_pretrained`` loads; collective.
+    """Write the adapters of a peft model as a folder that ``PeftModel.from_pretrained`` loads; collective.
 
-    It holds what ``save_pretrained`` of peft writes, to the bit: for each adapter its configuration, and what belongs
-    to it, ``modules_to_save`` and biases included; the one called "default" lies in the folder itself, another one in
-    a folder of its name. All ranks write, each its own ranges.
+    The content is bitwise equal to that of peft's ``save_pretrained``: for each adapter its configuration and its
+    tensors, including ``modules_to_save`` and biases. The adapter "default" is written to the folder itself, any other
+    adapter to a subfolder of its name. Every rank writes its own ranges.
 
     Args:
         model: sharded or not, or a wrapper.
-        tokenizer: tokenizer or processor to save along, or None.
-        output_dir: the folder, seen by every rank; files of an earlier export are replaced.
-        dtype: of the floating parameters in the files; by default that of the shards, the fp32 masters.
-        **kwargs: push_to_hub, and what goes with it; see `save_model`.
+        tokenizer: tokenizer or processor to save with the adapters, or None.
+        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
+        dtype: dtype of floating-point parameters in the files; by default that of the shards, the fp32 master weights.
+        **kwargs: push_to_hub and its arguments; see `save_model`.
 
     Raises:
-        CheckpointError: on every rank: the model has no adapters, or trains more than these; or see `save_model`.
+        CheckpointError: on every rank: the model has no adapters, or trains other parameters; or see `save_model`.
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
@@ -200,7 +200,7 @@ def save_adapters(
         _write(what, own, files, regions, tensors)
         with all_or_none(f"export {what}", CheckpointError):
             if is_rank_0():
-                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # until it is there, nothing loads
+                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # without it the folder does not load
                 for file in files:
                     file.path.rename(own / file.name)
                 adapters.write_configuration(adapter, own)
@@ -220,11 +220,11 @@ def _write(
     regions: Mapping[str, Region],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write files under names that nothing loads; collective."""
+    """Write files under their temporary names; collective."""
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".*model*.safetensors.partial"):  # of an export that did not end
+            for leftover in folder.glob(".*model*.safetensors.partial"):  # of an interrupted export
                 leftover.unlink()
             check_free(folder, sum(file.nbytes for file in files))
             create(files)
@@ -236,7 +236,7 @@ def _write(
             write_all(jobs_of(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
-        # A phase each: the next gather needs every rank.
+        # One phase per tensor: the next gather needs every rank.
         with all_or_none(f"export {name}", CheckpointError):
             write_all(gathered_jobs(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
@@ -244,10 +244,10 @@ def _write(
 
 
 def _options(kwargs: Mapping[str, Any]) -> _Options:
-    """Take the arguments of ``save_pretrained`` apart.
+    """Check the arguments of ``save_pretrained``, and return those that have an effect.
 
     Raises:
-        CheckpointError: one is unknown, or asks for what an export is not.
+        CheckpointError: an argument is unknown, or asks for another format than safetensors.
     """
     for name, value in kwargs.items():
         if name not in _KNOWN:
@@ -280,9 +280,9 @@ def _suffix(variant: str | None) -> str:
 
 
 def _publish(folder: Path, files: Sequence[File], variant: str | None) -> None:
-    """Remove what an earlier export had more, give the files their names, then the index.
+    """Remove stale files of an earlier export, rename the new files to their final names, then write the index.
 
-    Until the index is there, several files do not load: a failure on the way leaves no mix of two exports that does.
+    Several files do not load without the index. So a failure before the end leaves no loadable mix of two exports.
     """
     names = {file.name for file in files}
     suffix = _suffix(variant)
@@ -306,8 +306,8 @@ def _publish(folder: Path, files: Sequence[File], variant: str | None) -> None:
 
 
 def _push(folder: Path, copied: Any, options: Mapping[str, Any]) -> None:
-    """Upload the folder to the hub, as ``save_pretrained`` does after writing."""
-    import huggingface_hub  # noqa: PLC0415  transformers brings it
+    """Upload the folder to the Hugging Face hub, as ``save_pretrained`` does."""
+    import huggingface_hub  # noqa: PLC0415  a dependency of transformers
 
     api = huggingface_hub.HfApi(token=options.get("token"))
     repo = api.create_repo(options.get("repo_id", folder.name), private=options.get("private"), exist_ok=True).repo_id

@@ -1,6 +1,6 @@
-"""Small files: strict JSON and text, forced to disk.
+"""Write small files (strict JSON, text, bytes) and fsync them.
 
-Input: plain values. Output: files; an error that names the key of what JSON does not hold.
+Input: plain values. Output: files; an error that names the key of a value that JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from fsdp2_strategy.errors import CheckpointError
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write strict JSON and force it to disk."""
+    """Write a value as strict JSON and fsync the file."""
     write_text(path, as_json(content))
 
 
 def as_json(content: Any) -> str:
-    """Return strict JSON."""
+    """Return a value as strict JSON text."""
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file and force it to disk."""
+    """Write a text file and fsync it."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and force it to disk."""
+    """Write a file and fsync it."""
     path.write_bytes(content)
     _fsync(path)
 
@@ -44,10 +44,10 @@ def _fsync(path: Path) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise where ``value`` would not come back from JSON as it is.
+    """Raise if JSON cannot represent ``value``; tuples are allowed, and are read back as lists.
 
     Raises:
-        CheckpointError: naming the key.
+        CheckpointError: names the key.
     """
     problem = ""
     if isinstance(value, dict):

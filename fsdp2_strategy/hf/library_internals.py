@@ -1,7 +1,7 @@
-"""Every private name of transformers and peft that this package relies on, behind one small function each.
+"""Functions and constants for all private names of transformers and peft that this package uses.
 
-Input: models and modules of these libraries. Output: what their private attributes hold, or a change of it. Nothing
-else in the package touches such a name (tests/test_internals.py).
+Input: models and modules of these libraries. Output: the values of their private attributes, or a change of them. No
+other file of the package uses such a name (tests/test_internals.py checks it).
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import torch
 from torch import nn
 
 ATTRIBUTES_OF_AN_INSTANCE = ("_is_hf_initialized", "_compiled_call", "_last_compile_config")
-"""Attributes that transformers sets on a module, and that no copy of it may have."""
+"""Attributes that transformers sets on a module and that must not be copied with it."""
 
 LOADING_STEP = "_load_pretrained_model"
-"""The static method of PreTrainedModel that reads files in ``from_pretrained``."""
+"""The static method of PreTrainedModel that reads the files in ``from_pretrained``."""
 LAST_STEP = "_finalize_model_loading"
-"""The static method of PreTrainedModel that initialises what no file holds, and ties weights."""
+"""The static method of PreTrainedModel that initialises missing weights and ties weights."""
 
 
 def names_not_saved(model: Any) -> tuple[str, ...]:
-    """Return the names of a model's tensors that no file holds."""
+    """Return the names of a model's tensors that are not saved."""
     return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def patterns_not_missed(model: Any) -> tuple[str, ...]:
-    """Return patterns of names that files may lack."""
+    """Return name patterns of the tensors that files may lack."""
     return tuple(model._keys_to_ignore_on_load_missing or ())
 
 
 def adjust_load_report(model: Any, info: Any) -> None:
-    """Take from transformers' record of a load what the model expects to be missing, or too many."""
+    """Remove from transformers' load report the names that the model allows to be missing or unexpected."""
     model._adjust_missing_and_unexpected_keys(info)
 
 
 def set_conversions(model: Any, conversions: list[Any]) -> None:
-    """Set the conversions whose reverse gives the names under which a model is saved."""
+    """Set the weight conversions that transformers reverses when it saves the model."""
     model._weight_conversions = conversions
 
 
 def dtype_plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return patterns of names of the parameters that a model keeps in another dtype, and that dtype."""
+    """Return name patterns of the parameters that a model keeps in another dtype, with that dtype."""
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
@@ -55,27 +55,27 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 
 def replace_initialization(model: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Replace the function that initialises one module by what ``make`` returns for it."""
+    """Replace the model's function that initialises one module with ``make(function)``."""
     model._initialize_weights = make(model._initialize_weights)
 
 
 def blocks_that_stay_whole(module: Any) -> tuple[str, ...]:
-    """Return the class names of a model's layers, as it lists them for placing layers on devices."""
+    """Return the class names of a model's blocks, which ``device_map`` must not split."""
     return tuple(getattr(module, "_no_split_modules", None) or ())
 
 
 def lists_blocks(module: nn.Module) -> bool:
-    """Say whether a module is a model that may list its layers: one of transformers, or written like one."""
+    """Return whether a module's class has a list of blocks, as transformers models do."""
     return hasattr(type(module), "_no_split_modules")
 
 
 def encodes_images_before_forward(model: Any) -> bool:
-    """Say whether generation makes features of images before the first forward pass."""
+    """Return whether ``generate`` encodes images before the first forward pass."""
     return bool(getattr(model, "_supports_mm_encoder_outputs", lambda: False)())
 
 
 def forget_caches(layer: Any) -> None:
-    """Give a copied layer of peft an empty cache of its own."""
+    """Give a copied peft layer its own empty cache."""
     layer._caches = {}
 
 
@@ -83,16 +83,16 @@ def forget_caches(layer: Any) -> None:
 
 _lock = Lock()
 _lent: dict[str, int] = {}
-"""For each class that was lent another's entry, how many of its forward passes run."""
+"""For each class that uses another class's registry entry, the number of its running forward passes."""
 
 
 def recorded_outputs(cls: type[nn.Module]) -> Any:
-    """Return what a model class may record of its layers' outputs; None where it is in no registry."""
+    """Return which layer outputs transformers can record for a model class; None if the class is not registered."""
     return dict.get(_registry(), str(cls))
 
 
 def lend_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Add another class's registry entry for a class, until `take_back_recorded_outputs` was called as often."""
+    """Register ``cls`` with the entry of ``original``, unless it has its own; undo by `take_back_recorded_outputs`."""
     with _lock:
         if str(cls) in _lent or recorded_outputs(cls) is None:
             _lent[str(cls)] = _lent.get(str(cls), 0) + 1
@@ -100,7 +100,7 @@ def lend_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> No
 
 
 def take_back_recorded_outputs(cls: type[nn.Module]) -> None:
-    """End what `lend_recorded_outputs` began."""
+    """Undo one call of `lend_recorded_outputs`; the last one removes the entry."""
     with _lock:
         if str(cls) in _lent:
             _lent[str(cls)] -= 1

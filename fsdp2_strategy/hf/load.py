@@ -1,11 +1,11 @@
-"""Safetensors files -> a model's own memory: each rank reads the byte ranges of its shard, and nothing else.
+"""Load safetensors files into a model: each rank reads only the byte ranges that its shards need.
 
-Input: a model on meta or in memory, sharded or not, and where its values are. Output: the same model with values, and a
-report.
+Input: a model on meta or with memory, sharded or not, and the path of its weights. Output: the same model with values,
+and a report.
 
-Order of work: headers -> recipe (what comes from where) -> agree with the other ranks -> memory -> parallel positional
-reads -> broadcast over the replicas -> init functions for what no file holds. All that headers can tell is checked
-before anything is touched.
+Steps: read headers; find the file ranges of each tensor; compare the plan across ranks; allocate memory; read in
+parallel; broadcast to the replicas; initialise the tensors that no file contains. All checks that need only headers are
+made before the model changes.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:
-    """Fill a model from safetensors files, each rank reading its own slices into its own shard; collective.
+    """Fill a model from safetensors files; each rank reads the slices of its own shards; collective.
 
-    What lies on the meta device gets memory first. What the files do not hold, in modules that were never loaded from a
-    folder, is initialised by the modules' own init functions, alike at every world size.
+    Tensors on the meta device are allocated first. Tensors without values that the files lack, such as those of a new
+    value head, are initialised as their constructors and init functions would, the same at every world size.
 
     Args:
-        model: sharded or not, or a wrapper; plain tensors are read whole.
-        path: a folder, a safetensors file or an index; None for the folders that `init_on_meta` remembered.
-        strict: names must agree in both directions.
+        model: a model, sharded or not, or its wrapper; tensors that are not sharded are read in full.
+        path: a folder, a safetensors file or an index; None for the folders that were stored under `init_on_meta`.
+        strict: whether the names in the files and in the model must match in both directions.
 
     Returns:
-        What was loaded, missing, unexpected and cast.
+        The names of the tensors that were loaded, missing, unexpected and cast.
 
     Raises:
-        CheckpointError: on every rank, before anything is changed, where files or names do not fit: a truncated or
-            missing file, a wrong shape, an unknown dtype, a wrong index, tied names with different values, or (strict)
-            names. Later only for what cannot be told before: a failing disk, a tensor that nothing gives values to.
+        CheckpointError: on every rank, before the model changes, if the files do not fit: a truncated or missing file,
+            a wrong shape, an unknown dtype, a wrong index, tied names with different values, or (strict) names that do
+            not match. After that only if a read fails, or if no init function fills a tensor that no file contains.
     """
     return _load(model, path, may_miss="nothing" if strict else "anything")
 
 
 def load_remembered(model: nn.Module) -> LoadReport:
-    """Make a model real that was built under `init_on_meta`, as ``from_pretrained`` would have; collective.
+    """Load the weights of a model that was built under `init_on_meta`, as ``from_pretrained`` would; collective.
 
-    What the files lack is initialised and named in the log where it is a head, a pooler or the like; a missing layer of
-    the base model, or part of one, is an error.
+    If the files lack the tensors of a head, a pooler or similar, these are initialised and named in the log. If the
+    files lack a layer of the base model, or a part of one, an error is raised.
     """
     return _load(model, None, may_miss="heads")
 
@@ -135,7 +135,7 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
 
 
 def _empty(target: Target) -> Empty:
-    """Describe a tensor without values, and in which dtype ``from_pretrained`` would have drawn them."""
+    """Return a record of a tensor without values, with the dtype in which ``from_pretrained`` would draw them."""
     dtype = None
     if target.origin is not None:
         path, _, key = target.there.rpartition(".")
@@ -146,10 +146,10 @@ def _empty(target: Target) -> Empty:
 
 
 def _check_unchanged(targets: Sequence[Target]) -> None:
-    """Raise where somebody changed, on meta, what files hold: their values would win without a word.
+    """Raise if a tensor whose values are in files was changed on meta: the load would silently undo the change.
 
     Raises:
-        CheckpointError: naming the tensor.
+        CheckpointError: names the tensor.
     """
     for target in targets:
         notes = [note_of(module, key) for module, key in target.places]
@@ -161,7 +161,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
 
 
 def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[Origin, str]]:
-    """Return for each module whose values some files hold, those files and its name there."""
+    """Map each module whose values are in files to those files and to its name in them."""
     known = {module: origin for module in root.modules() if (origin := origin_of(module))}
     if path is None:
         return known
@@ -169,7 +169,7 @@ def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[
     whole = not is_transformers_model(root) and not (folder / CONFIG).is_file()
     outermost = [module for module, (_, name) in known.items() if not name]
     if not whole and len(outermost) == 1 and is_transformers_model(outermost[0]):
-        # The model was built for another folder; its modules keep the names that they had there.
+        # The model was built for another folder: use the module names of that folder.
         old = known[outermost[0]][0]
         new = open_folder(old.model, path)
         return {module: (new, name) for module, (own, name) in known.items() if own is old}

@@ -1,7 +1,7 @@
-"""Files and a model, tensor by tensor: where each one's values come from, and whether that fits.
+"""Match each tensor of a model to its values in files, and check that names, shapes and ties fit.
 
-Input: a model, and which files hold the values of which of its modules. Output: a `Target` for each tensor, and a
-report. Reads headers, and touches nothing.
+Input: a model, and for each of its modules the files that contain its values. Output: a `Target` for each tensor, and a
+report. Reads only headers, except to compare tied weights, and does not change the model.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from fsdp2_strategy.model.names import clean
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did, by the model's own names."""
+    """The result of a load; tensors are listed by the model's own names."""
 
     loaded: list[str] = field(default_factory=list)
-    """Parameters and buffers that got values from files."""
+    """Parameters and buffers that were read from files."""
     missing: list[str] = field(default_factory=list)
-    """Those that no file holds: initialised afresh, or left alone where they had values."""
+    """Parameters and buffers that no file contains: initialised, or left unchanged if they had values."""
     unexpected: list[str] = field(default_factory=list)
-    """What the files hold beyond the model."""
+    """Tensors in the files that the model does not have."""
     cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    """Those whose dtype changed on the way: from that of the file, to that of the model."""
+    """Loaded tensors whose dtype differs: the dtype in the file, and the dtype in the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One tensor of the model, at all the places where it is registered."""
+    """One tensor of the model, with every module and key under which it is registered."""
 
     name: str
     places: list[tuple[nn.Module, str]]
     computed: bool
-    """Whether it is a buffer that no file is expected to hold."""
+    """Whether it is a non-persistent buffer, which no file is expected to contain."""
     regions: list[Region]
-    """What the files hold for it; several where they hold a tied tensor under several names."""
+    """Its values in the files; several regions if the files contain a tied tensor under several names."""
     origin: Origin | None
     there: str
-    """Its name in the model of the files."""
+    """Its name in the model that the files belong to."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, as it is registered now."""
+        """The tensor that is registered now."""
         return tensor_at(self.places)
 
 
 def tensor_at(places: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
-    """Return the tensor that is registered at some places."""
+    """Return the tensor that is registered under these modules and keys."""
     module, key = places[0]
     found = module._parameters.get(key)
     return found if found is not None else module._buffers[key]  # type: ignore[return-value]
@@ -70,15 +70,15 @@ def tensor_at(places: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
 def match(
     root: nn.Module, known: Mapping[nn.Module, tuple[Origin, str]], may_miss: str
 ) -> tuple[list[Target], LoadReport]:
-    """Decide for every tensor where its values come from, and check all that headers can tell; reads headers alone.
+    """Find the values of every tensor in the files, and check names and shapes; reads only headers.
 
     Args:
         root: the model.
-        known: for each module whose values some files hold, those files and its name there.
-        may_miss: ``"nothing"``, ``"anything"``, or ``"heads"``: what lies outside of a base model's layers.
+        known: for each module whose values are in files, those files and the module's name in them.
+        may_miss: what files may lack: ``"nothing"``, ``"anything"``, or ``"heads"`` (all but a base model's layers).
 
     Raises:
-        CheckpointError: files are missing or broken; names or shapes do not agree.
+        CheckpointError: files are missing or invalid; names or shapes do not match.
     """
     recipes: dict[Origin, Recipe] = {}
     for origin, _ in known.values():
@@ -138,7 +138,7 @@ def _check_shapes(target: Target) -> None:
 def _check_names(
     root: nn.Module, targets: Sequence[Target], report: LoadReport, recipes: dict[Origin, Recipe], may_miss: str
 ) -> None:
-    """Raise where names do not agree and that matters; say in the log what is initialised instead."""
+    """Raise if the names do not match as ``may_miss`` requires; log the tensors that are initialised instead."""
     name = original_class(root).__name__
 
     def is_optional(target: Target) -> bool:
@@ -172,9 +172,9 @@ def _check_names(
 
 
 def _is_part_of_a_layer(target: Target, targets: Sequence[Target]) -> bool:
-    """Say whether a tensor belongs to what a base model is made of, and not to a head or a pooler.
+    """Return whether a tensor belongs to a layer of the base model, and not to a head or a pooler.
 
-    That is a numbered layer of it, or a module of it that the files hold in part.
+    It must be inside the base model, and in a numbered layer or in a module of which the files contain other tensors.
     """
     model = target.origin.model if target.origin else None
     prefix = getattr(model, "base_model_prefix", "")
@@ -186,10 +186,10 @@ def _is_part_of_a_layer(target: Target, targets: Sequence[Target]) -> bool:
 
 
 def check_ties(targets: Sequence[Target], reader: Reader) -> None:
-    """Compare what files hold for one tensor under two names.
+    """Compare the values of each tensor that the files contain under several names.
 
     Raises:
-        CheckpointError: they hold different values.
+        CheckpointError: the values differ.
     """
     for target in targets:
         for region in target.regions[1:]:

@@ -1,13 +1,12 @@
-"""Tensors that are only described: which strided part of which source lies where.
+"""Describe tensors without data: each box of a tensor as a strided view of a source.
 
-Input: sources, which are named tensors somewhere else (in a file, in a sharded parameter). Output: a `Region`, which
-passes for a tensor in code that stacks, concatenates, splits and transposes, and then tells, for any box of the result,
-where its elements come from.
+Input: sources, which are named tensors in a file or in a sharded model. Output: a `Region`, which code can stack,
+concatenate, split and transpose like a tensor. It records which elements of which sources the result consists of.
 
-[Note: regions] The conversion of a checkpoint's tensors into a model's (merging experts, splitting fused projections)
-is other people's code, run on whole tensors. Run on regions it moves no data, and its result is the recipe: a list of
-pieces, each a box of the result that equals a strided view of one source. Operations that are no such arrangement
-become a `Computed` source, which is carried out on real tensors when its piece is needed.
+[Note: regions] transformers converts the tensors of a checkpoint into those of a model (it merges experts, splits fused
+projections). Its code expects full tensors. If it runs on regions instead, no data moves, and the result is a list of
+pieces: each is a box of the result that equals a strided view of one source. Operations that do more than rearrange
+elements become a `Computed` source, which is evaluated on real tensors when its values are needed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ import torch
 from fsdp2_strategy.distributed.torch_internals import storage_address
 
 Box = tuple[tuple[int, int], ...]
-"""For each dimension where the box begins, and its length."""
+"""For each dimension the first index of the box, and its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a region, at ``start``, that equals a strided view of a source; strides and offset count elements."""
+    """A box of a region, at ``start``, that equals a strided view of a source; strides and offset are in elements."""
 
     source: Any
     start: tuple[int, ...]
@@ -37,7 +36,7 @@ class Piece:
     offset: int
 
     def narrow(self, dim: int, begin: int, length: int) -> Piece:
-        """Return the part of the piece that lies in ``length`` indices from its own index ``begin`` of ``dim``."""
+        """Return a slice of the piece: ``length`` indices of ``dim``, from ``begin`` within the piece."""
         return replace(
             self,
             start=_with(self.start, dim, self.start[dim] + begin),
@@ -46,7 +45,7 @@ class Piece:
         )
 
     def within(self, box: Box) -> Piece | None:
-        """Return the part of the piece that lies in a box of the region, moved to the box's own coordinates."""
+        """Return the intersection of the piece with a box of the region, in the box's coordinates; None if empty."""
         piece = self
         for dim, (begin, length) in enumerate(box):
             low = max(self.start[dim], begin)
@@ -58,7 +57,7 @@ class Piece:
         return replace(piece, start=tuple(s - b for s, (b, _) in zip(piece.start, box, strict=True)))
 
     def clip(self, low: int, high: int) -> Iterator[Piece]:
-        """Split off the parts whose elements lie in [low, high) of the source, counted in elements."""
+        """Yield slices that cover the piece's elements within [low, high) of the source, counted in elements."""
         span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         if self.offset + span < low or self.offset >= high or 0 in self.shape:
             return
@@ -67,7 +66,7 @@ class Piece:
             return
         dim = max(range(len(self.shape)), key=lambda d: self.strides[d] if self.shape[d] > 1 else -1)
         stride, inner = self.strides[dim], span - (self.shape[dim] - 1) * self.strides[dim]
-        # Slices from `first` to `last` lie inside as a whole; those beside them may straddle a limit.
+        # Slices from `first` to `last` are entirely inside; the slices next to them may cross a limit.
         first = min(max(0, math.ceil((low - self.offset) / stride)), self.shape[dim])
         last = max(first, min(self.shape[dim], (high - 1 - inner - self.offset) // stride + 1))
         if first < last:
@@ -88,7 +87,7 @@ def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A source that is a function of regions; see [Note: regions]."""
+    """A source whose values are a function of regions; see [Note: regions]."""
 
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
@@ -99,13 +98,13 @@ class Computed:
         return [value for value in _leaves((self.args, tuple(self.kwargs.values()))) if isinstance(value, Region)]
 
     def compute(self, tensor_of: Callable[[Region], torch.Tensor]) -> torch.Tensor:
-        """Return the value, from the values of its regions; contiguous."""
+        """Return the result as a contiguous tensor, computed from the values of its regions."""
         args, kwargs = _map(self.args, tensor_of), _map(dict(self.kwargs), tensor_of)
         return self.function(*args, **kwargs).clone(memory_format=torch.contiguous_format)
 
 
 class Region:
-    """A tensor that is only described: it has a shape, a dtype and pieces, and no data; see [Note: regions]."""
+    """A description of a tensor: its shape, dtype and pieces, without data; see [Note: regions]."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> None:
         self.shape = torch.Size(shape)
@@ -116,7 +115,7 @@ class Region:
 
     @classmethod
     def of(cls, source: Any, shape: Sequence[int], dtype: torch.dtype) -> Region:
-        """Describe a whole source, which lies in row-major order."""
+        """Describe a full source in row-major order."""
         shape = tuple(shape)
         return cls(shape, dtype, [Piece(source, (0,) * len(shape), shape, row_major(shape), 0)])
 
@@ -126,7 +125,7 @@ class Region:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one of its numbers."""
+        """Return the shape, or the length of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
@@ -138,11 +137,11 @@ class Region:
         return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:
-        """Say whether the dtype is a floating one."""
+        """Return whether the dtype is floating-point."""
         return self.dtype.is_floating_point
 
     def to(self, *args: Any, **kwargs: Any) -> Region:
-        """Return the region with another dtype; a device means nothing to it."""
+        """Return the region with another dtype; a device is ignored."""
         dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         return Region(self.shape, dtypes[0], self.pieces) if dtypes else self
 
@@ -152,7 +151,7 @@ class Region:
         return _run(torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
-        """Pass for a tensor: its methods run on the description."""
+        """Return a method of `torch.Tensor` that runs on the description."""
         method = getattr(torch.Tensor, name, None)
         if name.startswith("_") or not callable(method):
             raise AttributeError(f"a Region has no {name!r}")
@@ -168,7 +167,7 @@ class Region:
         return Region(_with(tuple(self.shape), dim, length), self.dtype, pieces)
 
     def _reorder(self, dims: Sequence[int]) -> Region:
-        """Return the region with its dimensions in another order, left out (of length 1), or put in (None)."""
+        """Permute the dimensions; dimensions of length 1 may be dropped, and None inserts one."""
 
         def pick(values: Sequence[int], new: int) -> tuple[int, ...]:
             return tuple(new if d is None else values[d] for d in dims)
@@ -189,14 +188,14 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out a torch function on regions: as an arrangement where it is one, else as a `Computed` source."""
+    """Run a torch function on regions: as a rearrangement of pieces if it is one, else as a `Computed` source."""
     arrange = _ARRANGEMENTS.get(function.__name__)
     if arrange is not None:
         return arrange(*args, **kwargs)
     stand_ins: dict[int, torch.Tensor] = {}
 
     def stand_in(region: Region) -> torch.Tensor:
-        # One covering piece keeps its strides, so that what is a view of it shows.
+        # The strides of a single piece are kept, so that the pieces of views of it can be computed.
         piece = region.pieces[0] if len(region.pieces) == 1 else None
         if piece is not None and piece.shape == tuple(region.shape):
             room = torch.empty(_span(piece) + piece.offset, dtype=region.dtype, device="meta")
@@ -306,12 +305,12 @@ _ARRANGEMENTS: dict[str, Callable[..., Any]] = {
 
 
 def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box | None = None) -> torch.Tensor:
-    """Return a box of the region as a real tensor, from whole sources.
+    """Return a box of the region as a real tensor, built from full sources.
 
     Args:
-        region: what to build.
-        tensor_of: gives a source's value, contiguous; called for one source after the other.
-        box: the part to build; all by default.
+        region: the region.
+        tensor_of: returns the value of a source, contiguous; called for one source at a time.
+        box: the box to build; by default the full region.
     """
     box = box or tuple((0, n) for n in region.shape)
     result: torch.Tensor | None = None
@@ -329,14 +328,14 @@ def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box 
 
 
 def value_of(source: Any, tensor_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Return the value of a source, computed from its regions where it is a function of them."""
+    """Return the value of a source; a `Computed` one is evaluated."""
     if isinstance(source, Computed):
         return source.compute(lambda region: assemble(region, tensor_of))
     return tensor_of(source)
 
 
 def target_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return the view of a tensor where a piece belongs."""
+    """Return the view of a tensor that a piece fills."""
     for dim, (begin, length) in enumerate(zip(piece.start, piece.shape, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin, length)
@@ -344,7 +343,7 @@ def target_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def sources_of(region: Region) -> list[Any]:
-    """Return the sources of a region, those within computed ones among them."""
+    """Return the sources of a region; a `Computed` one is replaced by the sources of its regions."""
     found: list[Any] = []
     for piece in region.pieces:
         if isinstance(piece.source, Computed):
@@ -356,7 +355,7 @@ def sources_of(region: Region) -> list[Any]:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 

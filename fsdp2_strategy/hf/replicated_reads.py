@@ -1,6 +1,6 @@
-"""Who reads what: each rank its shards, and where there are replicas, each its share of what it then hands round.
+"""Divide reads among ranks: each rank reads its shards; replicas read one share each and broadcast it.
 
-Input: tensors of a model, and the regions that fill them. Output: the wishes of this rank, and broadcasts.
+Input: tensors of a model, and the regions that fill them. Output: the read requests of this rank, and broadcasts.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fsdp2_strategy.model.shards import local_box
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Tensors that one rank of a group gives the others."""
+    """Tensors that one rank of a group broadcasts to the others."""
 
     group: dist.ProcessGroup
     source: int
-    """The rank within the group that has them."""
+    """The sending rank, numbered within the group."""
     tensors: list[torch.Tensor]
-    """As bytes."""
+    """The tensors, viewed as bytes."""
 
     def carry_out(self) -> None:
-        """Hand the tensors round; collective over the group."""
+        """Broadcast the tensors; collective over the group."""
         broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)
 
 
 def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wish], list[Broadcast]]:
-    """Return what this rank reads, and what is then broadcast over the replicas.
+    """Return the read requests of this rank, and the broadcasts over the replicas that follow.
 
-    Where parameters have replicas, each replica reads as many bytes as the others, and all of them end with all.
+    If parameters have replicas, each replica reads about the same number of bytes and broadcasts what it has read.
     """
     wishes: list[Wish] = []
     replicated: dict[dist.ProcessGroup, list[Wish]] = {}
@@ -69,12 +69,12 @@ def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wis
 
 
 def wish_for(name: str, region: Region, tensor: torch.Tensor) -> Wish:
-    """Return what this rank needs of a tensor."""
+    """Return the read request for this rank's shard of a tensor."""
     return Wish(name, region, local_box(tensor), values_of(tensor))
 
 
 def _replicas(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of ranks that need the same of a tensor, where there are several."""
+    """Return the group of ranks that hold the same shard of a tensor; None if there are no replicas."""
     if not isinstance(tensor, DTensor):
         return None
     copies = [

@@ -1,12 +1,12 @@
-"""Whether a load gives back what a save writes, decided before a byte is written.
+"""Check that a load will restore the tensors that a save writes, before any file is written.
 
-Input: the regions that files are to hold, and the model's tensors. Output: yes or no. Touches no file.
+Input: the regions that the files will contain, and the model's tensors. Output: a bool. Accesses no files.
 
-transformers' conversions on save and on load are not always the inverse of each other. This runs the load's
-conversions on the headers that the save would write, and traces every piece of every tensor from the model to the file
-and on to the tensor that is written there. Both ways are affine maps of indices, so a few elements of a piece decide
-for all of them. A value that is computed on save must be computed on load, too; that the two operations are inverse is
-transformers' promise and is not traced.
+transformers' conversions on save and on load are not always inverse to each other. This module runs the load's
+conversions on the headers that the save would write. For every piece of a loaded tensor it computes the elements of the
+file that it is read from, and the elements of the model that are saved there. Both steps are affine maps of indices, so
+a few elements of a piece decide for all. A value that is computed on save must be computed on load, too. Whether these
+two computations are inverse to each other is not checked.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fsdp2_strategy.hf.weights_folder import Origin, origin_for
 from fsdp2_strategy.model.names import clean
 
 _MOST_PARTS = 10_000
-"""Parts that one piece is cut into before it counts as not traceable, which no stock conversion needs."""
+"""Limit of the parts that a piece is cut into before it counts as untraceable; no stock conversion reaches it."""
 
 
 def round_trips(
     copied: Any, regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], *, converted: bool = True
 ) -> bool:
-    """Return whether a load of files with these regions gives every tensor its own values.
+    """Return whether a load of files with these regions restores every tensor.
 
     Args:
         copied: meta skeleton of the model.
-        regions: what the files would hold, by name there; the sources are names of tensors.
+        regions: the tensors of the files, by their names there; the sources are names of the model's tensors.
         tensors: the model's tensors by name, each once.
-        converted: whether the load passes names through transformers' conversions.
+        converted: whether the load applies transformers' conversions.
     """
     entries = {name: Entry(name, Path(), 0, region.dtype, tuple(region.shape)) for name, region in regions.items()}
     try:
         recipe = recipe_for(origin_for(copied) if converted else Origin(model=copied, files=()), entries)
-    except CheckpointError:  # a conversion refuses what it is given
+    except CheckpointError:  # a conversion does not fit the tensors
         return False
     if recipe.unexpected:
         return False
@@ -62,13 +62,13 @@ def round_trips(
 
 
 def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[str, Region]) -> bool:
-    """Return whether a piece of a tensor, as a load takes it from a file, holds the tensor's own values.
+    """Return whether a piece of a loaded tensor has the tensor's own values.
 
     Args:
-        name: of the tensor.
-        strides: of the tensor, in elements.
-        piece: of the region that the load makes of entries of files.
-        written: what each entry is written from.
+        name: name of the tensor.
+        strides: strides of the tensor, in elements.
+        piece: a piece of the loaded tensor; its source is an entry of a file, or computed from entries.
+        written: the region that each entry is written from.
     """
     if isinstance(piece.source, Computed):
         entries = itertools.chain.from_iterable(map(sources_of, piece.source.regions()))
@@ -97,9 +97,9 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
 
 
 def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
-    """Return the source of a part's first element, which element it is there, and the step of each longer dimension.
+    """Return the source of a part's first element, its offset there, and the stride of each dimension longer than 1.
 
-    None where the part is to be cut further, since it does not map to one piece by one affine map.
+    None if the part has to be cut further, because no single affine map takes it to one piece.
     """
     shape = row_major(in_file.shape)
     longer = [(s, n) for s, n in zip(part.strides, part.shape, strict=True) if n > 1]
@@ -107,7 +107,7 @@ def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
     for piece in in_file.pieces:
         whole = piece.shape == tuple(in_file.shape)
         dims = [d for d, n in enumerate(piece.shape) if n > 1]
-        if whole and all(piece.strides[d] == shape[d] for d in dims):  # as it is: elements are counted alike
+        if whole and all(piece.strides[d] == shape[d] for d in dims):  # offsets map directly
             return piece.source, piece.offset + part.offset, [s for s, _ in longer]
         first = _digits(part.offset, in_file.shape)
         each = [_digits(s, in_file.shape) for s, _ in longer]
@@ -122,5 +122,5 @@ def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
 
 
 def _digits(element: int, shape: Sequence[int]) -> list[int]:
-    """Return the index of an element, counted in row-major order."""
+    """Return the index tuple of an element that is given by its row-major offset."""
     return [element // s % n for s, n in zip(row_major(shape), shape, strict=True)]

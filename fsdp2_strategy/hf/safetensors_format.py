@@ -1,11 +1,11 @@
-"""The safetensors container: its header, its offsets, and positional reads and writes.
+"""The safetensors format: its header, its offsets, and positional reads and writes.
 
-Input: a path, or names with dtypes and shapes. Output: where every tensor lies in its file, and bytes moved between
-files and memory. Knows nothing of models or of other ranks.
+Input: a path, or names with dtypes and shapes. Output: the location of each tensor in its file, and bytes copied
+between files and memory. Independent of models and of other ranks.
 
-A file is 8 bytes (little endian) of header length, a JSON header, and the tensors' bytes without a gap
+A file is 8 bytes (little endian) of header length, a JSON header, and the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format). Offsets follow from names, dtypes and shapes alone, so many writers
-can fill one file without talking to each other.
+can fill one file without communication.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 CONVERTED = {"format": "pt"}
-"""Metadata of a header, as transformers and safetensors write it."""
+"""Metadata of a header as transformers and safetensors write it; loading applies transformers' conversions."""
 OWN_NAMES = {"format": "pt", "names": "model"}
-"""Metadata where names and arrangement are the model's own and no conversion applies."""
+"""Metadata of a header if names and layout are the model's own; loading applies no conversions."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Say where one tensor lies: ``shape`` elements of ``dtype``, row-major, from byte ``offset`` of ``path``."""
+    """The location of a tensor in a file: ``shape`` of ``dtype``, row-major, from byte ``offset`` of ``path``."""
 
     name: str
     path: Path
@@ -62,21 +62,21 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return where each tensor of a file lies; the file's length and its header are checked against each other.
+    """Return the location of each tensor of a file, after checking that the header describes exactly this file.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or no safetensors file; the message names it.
+        CheckpointError: the file is missing, truncated, or not a safetensors file; the message names it.
     """
     return read_header_and_metadata(path)[0]
 
 
 def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return where each tensor of a file lies, and the header's metadata.
+    """Return the location of each tensor of a file, and the header's metadata.
 
     Raises:
         CheckpointError: see `read_header`.
@@ -97,7 +97,7 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, st
 
 
 def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a file's header, where the tensors begin, and the file's length."""
+    """Return a file's header, the offset of the first tensor, and the file's length."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -146,12 +146,12 @@ def _broken(path: Path, what: str) -> CheckpointError:
 def lay_out(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Return the header of a file to be written, and where each tensor goes; equal input gives equal bytes.
+    """Return the header of a new file, and the location of each tensor; equal input gives equal bytes.
 
-    Tensors of larger items come first, then by name, so that every tensor is aligned to its item size.
+    Tensors are sorted by item size, largest first, then by name. So each tensor is aligned to its item size.
 
     Raises:
-        CheckpointError: the format has no name for a dtype.
+        CheckpointError: the format does not support a dtype.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -181,9 +181,9 @@ def total_bytes(prefix: bytes, entries: Iterable[Entry]) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor; writing to them changes it."""
+    """Return the bytes of a contiguous CPU tensor without a copy; writing to them changes the tensor."""
     flat = tensor.detach().reshape(-1)
-    # A single element may have any stride, and `view` wants 1.
+    # The stride of a single element may be any number, but `view` requires 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
@@ -204,7 +204,7 @@ def write_from(fd: int, offset: int, memory: memoryview) -> None:
     """Write all of ``memory`` at byte ``offset`` of an open file; threads may share the descriptor.
 
     Raises:
-        OSError: writing failed; the disk is full, say.
+        OSError: writing failed, for example because the disk is full.
     """
     while memory:
         count = os.pwritev(fd, [memory], offset)

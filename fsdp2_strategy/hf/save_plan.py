@@ -1,7 +1,7 @@
-"""A model's tensors -> files: names, arrangement and offsets, and what of them this rank writes.
+"""Plan a save: the names, layout and offsets of a model's tensors in files, and the ranges that this rank writes.
 
-Input: a model, sharded or not. Output: the files to be made, with their headers, and jobs for `write`. All of it
-follows from names, shapes and dtypes, which every rank knows, so ranks need not talk to each other.
+Input: a model, sharded or not. Output: the files to create, with their headers, and write requests for `write`. The
+plan follows from names, shapes, dtypes and placements alone, so ranks plan without communication.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from fsdp2_strategy.model.state import Slot, model_state
 
 
 def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors to write, each once, under the name that loading expects for tied ones.
+    """Return the tensors to write, each once; a tied tensor gets the name that loading expects.
 
     Args:
         root: a model.
-        copied: its twin, where there is one already.
+        copied: its meta skeleton, if one exists already.
 
     Raises:
-        CheckpointError: one has no values yet.
+        CheckpointError: a tensor has no values yet.
     """
     structure, held = _structure_of(root)
     known = model_state(root).get(_NAMES)
@@ -69,13 +69,13 @@ def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[s
 
 
 _NAMES = Slot[tuple[list[object], dict[str, int]]]("names in files")
-"""Of a model's tensors in its files, with their places among all that it holds; valid for one structure."""
+"""A model's structure, and for this structure the position of each tensor of its files among the model's tensors."""
 
 
 def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
-    """Return all that the names of a model's tensors in its files depend on, and its tensors in the order of modules.
+    """Return the facts that decide the names of a model's tensors in files, and its tensors in module order.
 
-    It costs little beside a copy of the model on meta and two state dicts, which is why names are remembered.
+    This is much cheaper than a meta skeleton and two state dicts, so the names are cached while the facts are the same.
     """
     structure: list[object] = []
     held: list[torch.Tensor] = []
@@ -83,7 +83,7 @@ def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
     return structure, held
 
 
-# Not within `_structure_of`: a function that refers to itself would keep the tensors until garbage is collected.
+# Not nested: a recursive closure is a reference cycle, which would keep the tensors until garbage collection.
 def _walk(module: nn.Module, structure: list[object], held: list[torch.Tensor]) -> None:
     structure.append(names_not_saved(module))
     structure.append(state_dict_hooks(module))
@@ -96,11 +96,11 @@ def _walk(module: nn.Module, structure: list[object], held: list[torch.Tensor]) 
         if child is not None:
             structure.append(name)
             _walk(child, structure, held)
-    structure.append(None)  # the end of its children
+    structure.append(None)  # end of the children
 
 
 def _find_tensors(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors to write by transformers' own rules, where the model is one of transformers."""
+    """Return the tensors to write; transformers' own rules select those of a transformers model."""
     if not is_transformers_model(root):
         return {**named_parameters(root), **persistent_buffers(root)}
     from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: PLC0415
@@ -116,13 +116,14 @@ def _find_tensors(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
 def regions_to_write(
     copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
 ) -> dict[str, Region]:
-    """Describe what goes to the files, by its name there.
+    """Return a description of each tensor in the files, by its name there.
 
     Args:
-        copied: twin of the model.
-        tensors: its tensors by name, each once.
-        dtype: of the floating parameters in the files; by default their own.
-        hub_names: arrange what a transformers model has as the hub does.
+        copied: meta skeleton of the model.
+        tensors: the model's tensors by name, each once.
+        dtype: dtype of floating-point parameters in the files; by default their own. Parameters that transformers
+            keeps in a fixed dtype are stored in that dtype.
+        hub_names: use Hugging Face names and layout for a transformers model.
     """
     transformers_model = is_transformers_model(copied)
     if transformers_model and hub_names:
@@ -144,30 +145,30 @@ def regions_to_write(
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Describe the tensors of a model's files by their names in the files."""
+    """The tensors of a model's files, by their names in the files."""
 
     regions: dict[str, Region]
     converted: bool = True
-    """Whether a load passes them through transformers' conversions; else their names are the model's own."""
+    """Whether a load applies transformers' conversions; if not, the names are the model's own."""
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of the files' headers."""
+        """Metadata of the files' headers."""
         return CONVERTED if self.converted else OWN_NAMES
 
 
 def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
-    """Choose names and arrangement of a checkpoint's files: written without a gather if possible, certain to load.
+    """Choose names and layout of a checkpoint's files: guaranteed to load, and written without a gather if possible.
 
-    This returns the first of these that `round_trips`:
+    Return the first of these that passes `round_trips`:
 
-    1. the hub's names where bytes map in place, the model's own elsewhere: no gather;
-    2. the hub's names for all tensors, which may need a gather;
+    1. Hugging Face names for tensors whose bytes map in place, the model's own names for the others: no gather;
+    2. Hugging Face names for all tensors, which may need a gather;
     3. the model's own names;
-    4. the model's own names, marked in the files' headers as not to be converted. ``from_pretrained`` ignores the mark.
+    4. the model's own names, and a mark in the headers that disables conversions. ``from_pretrained`` ignores the mark.
 
     Raises:
-        CheckpointError: none does.
+        CheckpointError: none of them passes.
     """
     hub = regions_to_write(copied, tensors)
     own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -194,17 +195,17 @@ def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangem
 
 @dataclass(frozen=True)
 class File:
-    """One file to be written."""
+    """A file to be written."""
 
     path: Path
     name: str
-    """The name that it is to have in the end."""
+    """Its final name."""
     header: bytes
     entries: dict[str, Entry]
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length of the file in bytes."""
         return total_bytes(self.header, self.entries.values())
 
     def moved_to(self, folder: Path) -> File:
@@ -223,15 +224,15 @@ def files_for(
     partial: bool = False,
     metadata: Mapping[str, str] = CONVERTED,
 ) -> list[File]:
-    """Fill files up to a limit in the order of names; a tensor above it gets a file of its own.
+    """Distribute tensors, in the given order, over files of limited size; a tensor above the limit gets its own file.
 
     Args:
-        folder: where they go.
-        stem: how their names begin.
-        regions: what goes to them.
-        most_bytes: of tensors in one file.
-        partial: write under names that nothing loads.
-        metadata: of the headers.
+        folder: folder of the files.
+        stem: beginning of the file names.
+        regions: the tensors by name.
+        most_bytes: the limit, in bytes of tensors per file.
+        partial: use temporary file names that nothing loads.
+        metadata: metadata of the headers.
     """
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
@@ -252,13 +253,13 @@ def files_for(
 
 
 def file_bytes(regions: Mapping[str, Region]) -> int:
-    """Return the size of a checkpoint's files: so that ranks and threads write to different ones, and few are small."""
+    """Return the size limit of a checkpoint's files; with several files, ranks and threads write in parallel."""
     total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
     return min(sizes.FILE_BYTES, max(sizes.LEAST_FILE_BYTES, -(-total // sizes.FILES)))
 
 
 def index_of(files: Sequence[File]) -> dict[str, Any]:
-    """Return the content of the index that lists what lies in which file."""
+    """Return the content of the index, which maps each tensor to its file."""
     entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
     return {
         "metadata": {
@@ -270,10 +271,10 @@ def index_of(files: Sequence[File]) -> dict[str, Any]:
 
 
 def check_free(folder: Path, needed_bytes: int) -> None:
-    """Refuse files that do not fit on a disk before anything is written; one rank calls it.
+    """Raise if the files do not fit on the disk; one rank calls it before the files are created.
 
     Raises:
-        CheckpointError: less is free.
+        CheckpointError: fewer than ``needed_bytes`` are free.
     """
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
@@ -284,7 +285,7 @@ def check_free(folder: Path, needed_bytes: int) -> None:
 
 
 def create(files: Iterable[File]) -> None:
-    """Make files in their full length, with their headers; what others write to them meanwhile stays."""
+    """Create files with their full length and their header; bytes that other ranks have written already are kept."""
     for file in files:
         fd = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
@@ -295,10 +296,10 @@ def create(files: Iterable[File]) -> None:
 
 
 def check_shared(files: Iterable[File]) -> None:
-    """Look for the headers of files that another rank has made.
+    """Check that this rank sees the files that another rank created.
 
     Raises:
-        CheckpointError: one is not there: this rank has another folder of the same name.
+        CheckpointError: a file is missing or has another header: the folder is not on a shared file system.
     """
     for file in files:
         try:
@@ -314,7 +315,7 @@ def check_shared(files: Iterable[File]) -> None:
 
 
 def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Say whether ranks can write their shards' parts of a region as they are, in runs that are not tiny."""
+    """Return whether ranks can write a region from their shards without a gather, in byte ranges that are not tiny."""
     if is_identity(region, tensors):
         return True
     for piece in region.pieces:
@@ -333,7 +334,7 @@ def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Say whether a region is a tensor as it is, so that any shard of the one is the same box of the other."""
+    """Return whether a region equals one tensor, so that a shard of the tensor is the same box of the region."""
     if len(region.pieces) != 1 or isinstance(region.pieces[0].source, Computed):
         return False
     [piece] = region.pieces
@@ -342,7 +343,7 @@ def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _is_in_rows(tensor: torch.Tensor) -> bool:
-    """Say whether a rank's shard is rows of the whole, one range of its elements."""
+    """Return whether a rank's shard consists of rows: one range of elements of the full tensor."""
     if not isinstance(tensor, DTensor):
         return True
     return all(p.is_replicate() or (p.is_shard() and p.dim == 0) for p in tensor.placements)  # type: ignore[attr-defined]
@@ -350,19 +351,19 @@ def _is_in_rows(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank writes of a region: which box of it, and which view of what it holds of a tensor."""
+    """A box of a region that this rank writes, and the view of a local tensor that contains its values."""
 
     name: str
-    """Of the region."""
+    """Name of the region."""
     box: Box
     source: str
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    """Shape, strides and offset among the elements that this rank holds; None for them as they are."""
+    """Shape, strides and offset of the view, in elements of the local tensor; None for the local tensor itself."""
     rows: tuple[int, int] | None = None
-    """Where these begin among those that the view or the rank has, and how many; None for all."""
+    """First row and number of rows, within the view or local tensor; None for all."""
 
     def cut(self, region: Region) -> Iterator[Share]:
-        """Cut it into shares that fit into a block each, as far as rows do, and have the same blocks in its file."""
+        """Split the share by rows into shares of at most one block or one row; the blocks in the file stay the same."""
         length = self.box[0][1] if self.box else 0
         row_bytes = math.prod(n for _, n in self.box[1:]) * region.dtype.itemsize
         step = max(1, sizes.BLOCK_BYTES // max(1, row_bytes))
@@ -375,9 +376,9 @@ class Share:
 
 
 def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[Share]:
-    """Give out what this rank writes of the regions: its shards' parts, shared fairly among replicas.
+    """Return the shares of the regions that this rank writes, from its shards; replicas divide the regions evenly.
 
-    It follows from names, shapes, dtypes and placements.
+    Not collective: the result follows from names, shapes, dtypes and placements.
     """
     places = _places_of(tensors)
     total = sum(region.numel() for region in regions.values())
@@ -404,10 +405,10 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
 def values_of_shares(
     shares: Iterable[Share], tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[list[tuple[Share, torch.Tensor]]]:
-    """Return shares with what this rank holds of them.
+    """Yield shares with this rank's values: one list, or several if values are computed.
 
-    It is one list, unless values are computed for it: then as many lists as keep these within bounds, for a list's are
-    let go of before the next one's are made.
+    Each list has computed values of at most `sizes.COMPUTED_BYTES`, or of one tensor. It is cleared before the values
+    of the next list are computed.
     """
     held: dict[str, torch.Tensor] = {}
     found: list[tuple[Share, torch.Tensor]] = []
@@ -436,12 +437,12 @@ def values_of_shares(
 
 
 def jobs_of(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mapping[str, Entry]) -> list[Job]:
-    """Return what writes shares, given with their values, to the entries of their files."""
+    """Return the write requests for shares and their values."""
     return [Job(entries[share.name], share.box, values) for share, values in shares]
 
 
 def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, Region]]:
-    """Return the regions so that those of one source follow each other, where its values are computed for them."""
+    """Return the regions; if values are computed, sorted so that regions of one source follow each other."""
     if not any(map(is_computed, tensors.values())):
         return regions.items()
     first: dict[str, int] = {}
@@ -453,7 +454,7 @@ def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
 
 @dataclass(frozen=True)
 class _Place:
-    """Which part of a tensor this rank holds, and which of how many replicas of it."""
+    """The box of a tensor that this rank holds, the index of its replica, and the number of replicas."""
 
     box: Box
     replica: int
@@ -469,20 +470,20 @@ class _Place:
                     replica = replica * size + tensor.device_mesh.get_local_rank(axis)
                     replicas *= size
         else:
-            # Buffers may differ between ranks (batch-norm statistics), and parameters that are not sharded are a
-            # number or two: all of them are rank 0's.
+            # Rank 0 writes all plain tensors: buffers, which may differ between ranks (batch-norm statistics), and
+            # parameters that are not sharded.
             replica = rank()
         return cls(box, replica, replicas)
 
     def rows(self) -> tuple[int, int]:
-        """Return which elements of the tensor these are, which is sharded by rows if at all."""
+        """Return the range of elements that this rank holds; the tensor must be sharded by rows or not at all."""
         row = math.prod(n for _, n in self.box[1:])
         begin, rows = self.box[0] if self.box else (0, 1)
         return begin * row, (begin + rows) * row
 
 
 def _places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
-    """Return what this rank holds; tensors that are alike, which are most, are looked at once."""
+    """Return what this rank holds of each tensor; computed once for all tensors of the same shape and placements."""
     known: dict[object, _Place] = {}
     places = {}
     for name, tensor in tensors.items():
@@ -496,13 +497,14 @@ def _places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
 def gathered_jobs(
     region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
 ) -> list[Job]:
-    """Return what this rank writes of a region that is gathered, a block each: an equal part of the whole; collective.
+    """Gather a region's sources, and return write requests, in blocks, for an equal share of it; collective.
 
     Args:
-        region: what to write.
-        tensors: the sources.
-        gathered: whole sources of the region before; kept where this one needs them, since several come from one.
-        entry: where it goes.
+        region: the region to write.
+        tensors: the sources by name.
+        gathered: full sources of earlier regions, reused because several regions may have the same source. Those that
+            this region does not need are removed.
+        entry: its location in a file.
     """
     needed = sources_of(region)
     for source in [source for source in gathered if source not in needed]:
@@ -521,7 +523,7 @@ def gathered_jobs(
 
 
 def write_configuration(folder: Path, copied: Any, regions: Mapping[str, Region]) -> None:
-    """Write what ``from_pretrained`` reads beside the weights; nothing for a model that is not transformers'."""
+    """Write the configuration files that ``from_pretrained`` reads; does nothing unless it is a transformers model."""
     if not is_transformers_model(copied):
         return
     config = copy.deepcopy(copied.config)

@@ -1,11 +1,11 @@
-"""A twin of a model: the same modules and names under their original classes, unsharded, without values.
+"""Build the meta skeleton of a model: the same module tree with the original classes, unsharded, without values.
 
-Input: a model, sharded or not. Output: a copy of its module tree, on the meta device, that other people's code may look
-at and change.
+Input: a model, sharded or not. Output: a copy of its module tree on the meta device, which library code may inspect
+and change.
 
-`fully_shard` renames the classes of modules and makes parameters DTensors. Code that asks a model for its class, its
-names or its shapes (transformers' conversions, initialisation and saving) takes a sharded one for something else. It
-gets the twin instead, and the model itself stays as it is.
+`fully_shard` renames the classes of modules and makes parameters DTensors. Code that depends on the class, names or
+shapes of a model (transformers' conversions, initialisation and saving) does not handle that. It gets the meta skeleton
+instead, and the model itself is not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2_strategy.model.state import CARRIED
 
 Stand = Callable[[torch.Tensor], torch.Tensor]
 
-# What init functions and generation look at, and what may hold on to the original.
+# Not copied: they change what initialisation and generation do, or may refer to the original model.
 _LEFT_OUT = (CARRIED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
 
 
@@ -38,7 +38,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def keep_recorded_outputs(module: nn.Module) -> None:
-    """Register hooks that keep a renamed module's hidden states, which transformers looks up by class name."""
+    """Register hooks so that transformers, which looks classes up by name, records a renamed module's hidden states."""
     if recorded_outputs(original_class(module)) is not None:
         module.register_forward_pre_hook(_lend, prepend=True)
         module.register_forward_hook(_take_back, always_call=True)
@@ -53,11 +53,11 @@ def _take_back(module: nn.Module, *_: object) -> None:
 
 
 def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
-    """Return a twin of the model, its parameters and buffers replaced, each once; not collective.
+    """Return a copy of the module tree with all parameters and buffers replaced, each once; not collective.
 
     Args:
         model: any module.
-        stand_in: gives what stands for a parameter or buffer; by default a meta tensor of its global shape.
+        stand_in: returns the replacement for a parameter or buffer; by default a meta tensor of its global shape.
     """
     tensors: dict[int, torch.Tensor] = {}
 
@@ -75,22 +75,22 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
 
 
 def twin_alone(module: nn.Module) -> nn.Module:
-    """Return a twin of a module without its parameters, buffers and children, which shares its attributes."""
+    """Return a copy of one module without its parameters, buffers and children; other attributes are shared."""
     cls = original_class(module)
     new = cls.__new__(cls)
-    nn.Module.__init__(new)  # hooks of its own: those of the original hold the original
+    nn.Module.__init__(new)  # without hooks: those of the original refer to the original
     own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
     new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
     return new
 
 
-# Not within `twin`: a function that refers to itself would keep what stands in for tensors until garbage is collected.
+# Not nested: a recursive closure is a reference cycle, which would keep the replacements until garbage collection.
 def _copied(
     module: nn.Module, tensor: Callable[[torch.Tensor | None], torch.Tensor | None], modules: dict[int, nn.Module]
 ) -> nn.Module:
     if id(module) not in modules:
         new = modules[id(module)] = twin_alone(module)
-        # Into the dictionary: `Module.__setattr__` looks at each value, which takes longer than all the rest.
+        # Not by attribute: `Module.__setattr__` inspects each value, which would take longer than the rest of the copy.
         new.__dict__ |= {
             "_parameters": {name: tensor(p) for name, p in module._parameters.items()},
             "_buffers": {name: tensor(b) for name, b in module._buffers.items()},
@@ -105,7 +105,7 @@ def _copied(
 
 
 def _is_its_own(name: str, value: object, cls: type[nn.Module]) -> bool:
-    """Say whether an attribute speaks of the module alone: what shadows a method is bound to the original."""
+    """Return whether to copy an attribute: a callable that shadows a method may be bound to the original."""
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
 

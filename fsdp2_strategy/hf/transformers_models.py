@@ -1,6 +1,6 @@
-"""Which modules are models of transformers.
+"""Find transformers models within a module.
 
-Input: a module. Output: whether it is one, and those within it.
+Input: a module. Output: whether it is a transformers model, or the transformers models that it contains.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Say whether a module is a model of transformers."""
+    """Return whether a module is a transformers model."""
     if not hasattr(model, "config"):
         return False
     from transformers import PreTrainedModel  # noqa: PLC0415
@@ -18,13 +18,13 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def inner_model(root: nn.Module) -> nn.Module:
-    """Return the one transformers model within a wrapper; the model itself where there is none, or several."""
+    """Return the only transformers model within a wrapper; the module itself if there is none or several."""
     models = list(outermost_models(root).values())
     return models[0] if len(models) == 1 else root
 
 
 def outermost_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """Return the outermost transformers models within a module, itself among them, by their dotted names there."""
+    """Return the outermost transformers models within a module by dotted name; the module itself if it is one."""
     if is_transformers_model(root):
         return {name: root}
     found: dict[str, nn.Module] = {}

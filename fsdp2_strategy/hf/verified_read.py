@@ -1,10 +1,10 @@
-"""Carry out reads: boxes of regions into memory, in parallel, checked, with the cast on the way.
+"""Read boxes of regions from safetensors files into tensors, in parallel; verify checksums and cast.
 
-Input: wishes, which name a region, a box of it, and the memory to fill. Output: filled memory. Knows nothing of models.
+Input: read requests, each with a region, a box of it, and the tensor to fill. Output: filled tensors.
 
-What is one range of a file and of one dtype is read straight into place. The rest passes through a scratch buffer a
-thread, so that the memory needed does not grow with the model. Where there are checksums, ranges are read by their
-blocks: a block of which only a part is wanted is read whole, once for each tensor that it ends in.
+A contiguous range of a file is read directly into a CPU tensor of the same dtype. All other reads go through one
+scratch buffer per thread, so the memory needed does not grow with the model. If there are checksums, a file is read
+block by block, with one checksum for each block. A block that is only partly requested is read in full.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, eq=False)
 class Wish:
-    """Ask for a box of a region in a tensor of the box's shape; values take the region's dtype, then the tensor's."""
+    """A read request for a box of a region; values are cast to the region's dtype, then to the tensor's."""
 
     name: str
     region: Region
@@ -47,7 +47,7 @@ class Wish:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """One piece of one wish: a strided view of one entry of a file, and where it goes."""
+    """One piece of a read request: a strided view of one file entry, and the tensor to fill."""
 
     entry: Entry
     piece: Piece
@@ -56,7 +56,7 @@ class _View:
 
     @property
     def begin(self) -> int:
-        """Where it begins in the file."""
+        """Offset in the file, in bytes."""
         return self.entry.offset + self.piece.offset * self.entry.dtype.itemsize
 
     @property
@@ -66,13 +66,13 @@ class _View:
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """Consecutive elements of one entry of a file, and where they go."""
+    """Contiguous elements of one file entry, and the tensor to fill."""
 
     entry: Entry
     begin: int
-    """Where it begins in the file, in bytes."""
+    """Offset in the file, in bytes."""
     target: torch.Tensor
-    """Consecutive, too."""
+    """Also contiguous."""
     dtype: torch.dtype
 
     @property
@@ -81,30 +81,30 @@ class _Range:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file."""
+        """Offset in the file after the last byte."""
         return self.begin + self.nbytes
 
     @property
     def is_as_it_is(self) -> bool:
-        """Whether the file's bytes are the target's."""
+        """Whether the file's bytes can be read directly into the target: no cast, and CPU memory."""
         return self.dtype == self.entry.dtype == self.target.dtype and self.target.device.type == "cpu"
 
 
 @dataclass(frozen=True, eq=False)
 class _Ranges:
-    """All ranges that are wanted of one block, or one that no checksum covers."""
+    """All requested ranges of one checksum block, or one range without a checksum."""
 
     block: Block | None
     ranges: list[_Range]
 
     @property
     def entry(self) -> Entry:
-        """The entry of the first one."""
+        """The entry of the first range."""
         return self.ranges[0].entry
 
     @property
     def begin(self) -> int:
-        """Where they begin in the file."""
+        """Offset of the first range in the file, in bytes."""
         return self.ranges[0].begin
 
     @property
@@ -112,14 +112,14 @@ class _Ranges:
         return sum(r.nbytes for r in self.ranges)
 
     def tile_it(self) -> bool:
-        """Say whether the ranges, one after the other, are the block, and can be read into place."""
+        """Return whether the ranges cover the block without gaps and can be read directly into their targets."""
         ends = [self.block.begin if self.block else self.begin, *(r.end for r in self.ranges)]
         in_a_row = all(r.begin == end and r.is_as_it_is for r, end in zip(self.ranges, ends, strict=False))
         return in_a_row and (self.block is None or self.block.end == ends[-1])
 
 
 def ranges_of(wishes: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
-    """Return what of which files wishes want: for each piece where it begins and ends, in bytes."""
+    """Yield the file ranges that read requests need, as (path, begin, end) in bytes; reads nothing."""
     for _, part in _parts_of(wishes):
         if isinstance(part.source, Computed):
             for entry in itertools.chain.from_iterable(map(sources_of, part.source.regions())):
@@ -130,7 +130,7 @@ def ranges_of(wishes: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
 
 
 def _parts_of(wishes: Iterable[Wish]) -> Iterator[tuple[Wish, Piece]]:
-    """Return what of the pieces of their regions wishes want."""
+    """Yield each request with each part of a piece that lies in the request's box."""
     for wish in wishes:
         for piece in wish.region.pieces:
             part = piece.within(wish.box)
@@ -139,11 +139,11 @@ def _parts_of(wishes: Iterable[Wish]) -> Iterator[tuple[Wish, Piece]]:
 
 
 class Reader:
-    """Read from any number of files, each opened once; use it in a ``with`` block.
+    """Read from any number of files and open each file once; use it in a ``with`` block.
 
     Args:
         what: label of rank 0's progress bar.
-        checksums: what the files' bytes are compared with, where there are any.
+        checksums: the expected checksums of the files, or None to read without verification.
     """
 
     def __init__(self, what: str, checksums: Checksums | None = None) -> None:
@@ -168,10 +168,10 @@ class Reader:
         self._computed = None
 
     def read(self, wishes: Sequence[Wish]) -> None:
-        """Fill the memory of all wishes.
+        """Fill the tensors of all read requests.
 
         Raises:
-            CheckpointError: a file cannot be read; the message names tensor and file.
+            CheckpointError: a file cannot be read; the message names the tensor and the file.
             DamageError: bytes do not match their checksum.
         """
         views: list[_View] = []
@@ -191,7 +191,7 @@ class Reader:
             target_of(wish.tensor, part).copy_(view.to(wish.region.dtype))
 
     def read_whole(self, entry: Entry) -> torch.Tensor:
-        """Return a whole tensor of a file."""
+        """Return the full tensor of a file entry."""
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self._open(entry.path)
         region = Region.of(entry, entry.shape, entry.dtype)
@@ -200,7 +200,7 @@ class Reader:
         return tensor
 
     def _cut(self, view: _View) -> Iterator[_View | _Ranges]:
-        """Cut what is one range of the file into parts that are checked and read by themselves."""
+        """Split a view into separate reads: a contiguous view by checksum block, any other by rows."""
         if not view.nbytes:
             return
         if not (_is_dense(view.piece) and view.target.is_contiguous()):
@@ -221,7 +221,7 @@ class Reader:
             begin = stop
 
     def _carry_out_all(self, reads: Sequence[_View | _Ranges]) -> None:
-        """Let a few threads take one read after the other, until all are done or one fails."""
+        """Execute all reads in a few threads; no read starts after one has failed."""
         waiting = deque(reads)
         total = sum(read.nbytes for read in reads)
         silent = not (total and is_rank_0())
@@ -246,7 +246,7 @@ class Reader:
                 worker.result()
 
     def _value(self, piece: Piece) -> torch.Tensor:
-        """Return the value of a computed source; the last one is kept, since several tensors may come from it."""
+        """Return the value of a computed source; the last one is cached because several tensors may need it."""
         if self._computed is None or self._computed[0] is not piece.source:
             self._computed = None
             self._computed = (piece.source, value_of(piece.source, self.read_whole))
@@ -275,7 +275,7 @@ class Reader:
             ) from error
 
     def _read_ranges(self, reads: _Ranges) -> None:
-        """Read into place, or by way of the scratch buffer where there is a cast, a device, or a block in part."""
+        """Read directly into the targets, or through the scratch buffer for a cast, a device or a partial block."""
         block, path = reads.block, reads.entry.path
         if reads.tile_it():
             digest = None if block is None else xxhash.xxh3_64()
@@ -294,7 +294,7 @@ class Reader:
             read.target.copy_(values if read.dtype in (read.entry.dtype, read.target.dtype) else values.to(read.dtype))
 
     def _check_around(self, view: _View) -> None:
-        """Check all blocks that a strided view touches; its bytes are then read once more."""
+        """Verify all blocks that a strided view touches; the caller reads the view's bytes again."""
         if self._checksums is None:
             return
         path, end = view.entry.path, view.begin + _span(view.piece) * view.entry.dtype.itemsize
@@ -304,7 +304,7 @@ class Reader:
                 self._checked.add((path, block.begin))
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
-        """Read a view whose dimensions are in the file's order, as much at once as fits into the scratch buffer."""
+        """Read a view, its strides descending, in parts that fit into the scratch buffer."""
         for part in _fitting(piece, read.entry.dtype.itemsize):
             span = _span(part)
             scratch = self._buffer(span * read.entry.dtype.itemsize)
@@ -322,7 +322,7 @@ class Reader:
             self._check(read, block, digest.hexdigest())
 
     def _read_bytes(self, path: Path, begin: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
-        """Read bytes of a file; hash them while they are in the processor's cache."""
+        """Read bytes of a file, and hash them while they are in the processor's cache."""
         fd = self._files[path]
         if digest is None:
             read_into(fd, begin, memory)
@@ -340,7 +340,7 @@ class Reader:
         check(read.entry.path, block, digest, f"{names[0]}{more}")
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Return this thread's scratch buffer, grown where a file's blocks are larger than ours."""
+        """Return this thread's scratch buffer; it grows if a file has blocks larger than `BLOCK_BYTES`."""
         buffer: torch.Tensor | None = getattr(self._scratch, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             size = max(sizes.BLOCK_BYTES, nbytes)
@@ -349,7 +349,7 @@ class Reader:
 
 
 def _by_block(reads: Iterable[_View | _Ranges]) -> list[_View | _Ranges]:
-    """Put together what is wanted of one block, and order all by where it lies."""
+    """Merge the ranges of each block into one read, and sort the reads by path and offset."""
     found: list[_View | _Ranges] = []
     of_block: dict[tuple[Path, int], _Ranges] = {}
     for read in reads:
@@ -365,7 +365,7 @@ def _by_block(reads: Iterable[_View | _Ranges]) -> list[_View | _Ranges]:
 
 
 def _rows(view: _View) -> Iterator[_View]:
-    """Cut a large view along its leading dimension, so that threads share it."""
+    """Split a large view along its leading dimension, so that threads can share it."""
     rows = view.piece.shape[0] if view.piece.shape else 1
     at_once = max(1, rows * sizes.BLOCK_BYTES // view.nbytes)
     for begin in range(0, rows, at_once):
@@ -378,9 +378,9 @@ def _rows(view: _View) -> Iterator[_View]:
 
 
 def _fitting(piece: Piece, itemsize: int) -> Iterator[Piece]:
-    """Cut a view, its strides descending, into parts of at most the scratch buffer's span, with little between them.
+    """Split a view, its strides descending, into parts that fit into the scratch buffer and have small gaps.
 
-    Starts of the parts are relative to the view.
+    The ``start`` of each part is relative to the view.
     """
     piece = Piece(piece.source, (0,) * len(piece.shape), piece.shape, piece.strides, piece.offset)
     waiting = [piece]
@@ -397,7 +397,7 @@ def _fitting(piece: Piece, itemsize: int) -> Iterator[Piece]:
         apart = span > 2 * needed and needed // part.shape[dim] * itemsize >= sizes.SHORT_READ_BYTES
         fitting = max(1, (sizes.SCRATCH_BYTES // itemsize - _span(row)) // part.strides[dim] + 1)
         if not apart and fitting >= part.shape[dim]:
-            yield part  # many short runs: reading what lies between them costs less than as many calls
+            yield part  # many short runs: reading the gaps costs less than one call per run
             continue
         step = 1 if apart or _span(row) * itemsize > sizes.SCRATCH_BYTES else fitting
         waiting += [

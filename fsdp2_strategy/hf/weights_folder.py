@@ -1,7 +1,7 @@
-"""Hugging Face folders: which files hold a model's weights, and under which names.
+"""Find the files that contain a model's weights in a Hugging Face folder.
 
-Input: a folder, a file or an index. Output: the `Origin` that `load` reads: the files, and the twin whose names the
-files speak.
+Input: a folder, a file or an index. Output: an `Origin`, which `load` reads: the files, and a meta skeleton of the
+model that they belong to.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Origin:
-    """Where the values of a model come from."""
+    """The source of a model's values."""
 
     model: nn.Module
-    """Twin of the model that the files belong to: its names, and the dtypes that it asked for."""
+    """Meta skeleton of the model that the files belong to; its tensors have the requested dtypes."""
     files: tuple[Path, ...]
     index: Path | None = None
-    """The index that lists the files, where there is one."""
+    """The index that lists the files, if there is one."""
     conversions: list[Any] | None = None
-    """transformers' weight conversions; None where the model is not a transformers model."""
+    """transformers' weight conversions; None if the files use the model's own names."""
     ignore_mismatched_sizes: bool = False
     where: str = ""
     """The folder or hub id, for messages."""
 
     def __deepcopy__(self, _memo: object) -> Origin:
-        return self  # a copied module has the same origin
+        return self  # copies of a module share its origin
 
 
 _ORIGIN = Slot[tuple[Origin, str]]("origin")
-"""Of each module of a model that was built by from_pretrained on meta; carried, so that copies have it, too."""
+"""Set on each module of a model that from_pretrained built on meta; deep copies keep it."""
 
 
 def remember_origin(model: nn.Module, origin: Origin) -> None:
-    """Store on each module of a model where its values come from, and its name there."""
+    """Store the origin on each module of a model, together with the module's name."""
     for name, module in model.named_modules():
         carry(module, _ORIGIN, (origin, name))
 
 
 def origin_of(module: nn.Module) -> tuple[Origin, str] | None:
-    """Return where a module's values are to come from, and the module's name there; None where nobody said."""
+    """Return a module's origin, and its name in the origin's model; None if no origin was stored."""
     return carried(module, _ORIGIN)
 
 
 def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) -> Origin:
-    """Say that a model's values come from a folder, or from one safetensors file or index.
+    """Return the origin for a folder, a safetensors file or an index.
 
     Args:
-        model: the model; where it has adapters, the files are those of the model without.
+        model: the model; if it has adapters, the files are those of the model without adapters.
         path: the folder, file or index.
-        own_names: the files have the model's own names, adapters included, and not the hub's.
+        own_names: whether the files use the model's own names, adapters included, and not Hugging Face names.
 
     Raises:
-        CheckpointError: there is no such folder, or none of the files that it should hold.
+        CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
     """
     path = Path(path)
     chosen = path
@@ -87,7 +87,7 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
 
 
 def origin_for(copied: nn.Module) -> Origin:
-    """Return an origin without files for a twin of a model."""
+    """Return an origin without files for a model's meta skeleton."""
     return Origin(model=copied, files=(), conversions=_conversions(copied))
 
 
@@ -100,7 +100,7 @@ def _conversions(model: Any) -> list[Any] | None:
 
 
 def folder_of(model: nn.Module) -> Path | None:
-    """Return the folder that a transformers model came from, where it is there."""
+    """Return the local folder that a transformers model was built from; None if there is none."""
     if not is_transformers_model(model):
         return None
     origin = origin_of(model)
@@ -109,10 +109,10 @@ def folder_of(model: nn.Module) -> Path | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file name of every tensor that an index lists.
+    """Return the file name of every tensor in an index.
 
     Raises:
-        CheckpointError: it cannot be read, or is no index.
+        CheckpointError: the file cannot be read or is not an index.
     """
     try:
         index = json.loads(path.read_bytes())
@@ -131,10 +131,10 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_headers(origin: Origin) -> tuple[Origin, dict[str, Entry]]:
-    """Return where each tensor of an origin's files lies, and the origin, without conversions if a header says so.
+    """Return the origin, without conversions if a header declares own names, and the location of each tensor.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the index does not agree with the files.
+        CheckpointError: a file is missing or invalid, or the index does not match the files.
     """
     index = read_index(origin.index) if origin.index else {}
     if missing := sorted(set(index.values()) - {file.name for file in origin.files}):

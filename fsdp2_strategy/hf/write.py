@@ -1,11 +1,11 @@
-"""Carry out writes: parts of tensors into their places in files, in parallel, hashed, with the cast on the way.
+"""Execute write requests: cast boxes of tensors and write them into files in parallel, with optional checksums.
 
-Input: jobs, which name a part of a tensor and the box of a file's entry that it is. Output: bytes in files, and their
-checksums. Knows nothing of models.
+Input: write requests (`Job`): a tensor, and the box of a file's entry that it fills. Output: bytes in files, and their
+checksums. Independent of models.
 
-[Note: in turn] The kernel lets one writer at a time into a file, and every rank writes to all files, for it holds a
-part of every tensor. So ranks begin at different files, and threads of a rank at different ones again. With fewer files
-than writers, some wait.
+[Note: in turn] The kernel admits one writer at a time per file. Every rank writes to all files, because it holds a
+shard of every tensor. So each rank begins at a different file, and so does each thread of a rank. If there are fewer
+files than writers, some of them wait.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _THREADS = 4
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Write ``tensor`` to a box of an entry, which has its shape."""
+    """A request to write ``tensor`` to a box of an entry; tensor and box have the same shape."""
 
     entry: Entry
     box: Box
     tensor: torch.Tensor
     alone: bool = False
-    """Whether it shares no block with what lies beside it: what is written before or after others."""
+    """Whether to write it as a block of its own, because adjacent bytes may be written in another call."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Rows of a tensor that go to consecutive bytes of a file."""
+    """Rows of a tensor that fill consecutive bytes of a file."""
 
     path: Path
     offset: int
@@ -57,24 +57,24 @@ class _Run:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file."""
+        """Offset of its end in the file."""
         return self.offset + self.tensor.numel() * self.dtype.itemsize
 
 
 def write_all(jobs: Sequence[Job], *, hashed: bool = False, create: bool = False) -> dict[Path, list[Block]]:
-    """Write all jobs into files.
+    """Execute write requests.
 
     Args:
-        jobs: what to write.
+        jobs: the requests.
         hashed: return checksums.
-        create: make files that are not there yet. Otherwise such a file is an error: it is one that another rank has
-            made in a folder of the same name, which is not this one.
+        create: create missing files. If false, a missing file is an error: another rank created it in a folder that
+            this rank does not see.
 
     Returns:
-        For each file the checksums of what was written to it; none unless ``hashed``.
+        For each file the checksums of the blocks written to it; empty lists unless ``hashed``.
 
     Raises:
-        OSError: a file cannot be written, or is not there; its name is in the error.
+        OSError: a file is missing or cannot be written; the error names it.
     """
     runs = sorted(itertools.chain.from_iterable(map(_runs, jobs)), key=lambda run: (run.path, run.offset))
     waiting: dict[Path, deque[list[_Run]]] = {}
@@ -88,7 +88,7 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False, create: bool = False
             while groups:
                 try:
                     group = groups.popleft()
-                except IndexError:  # another thread has taken the last one
+                except IndexError:  # another thread took the last one
                     return
                 block = _write(fd, group, scratch, hashed=hashed)
                 if block is not None:
@@ -99,10 +99,10 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False, create: bool = False
 
 
 def force_to_disk(paths: Iterable[Path]) -> None:
-    """Return when what this rank wrote to the files is on disk.
+    """Flush files to disk with fsync.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file is missing or cannot be flushed.
     """
 
     def force(path: Path, waiting: deque[Path]) -> None:
@@ -114,13 +114,13 @@ def force_to_disk(paths: Iterable[Path]) -> None:
 
 
 def _in_turn(work: Callable[[Path, deque[Any]], None], waiting: Mapping[Path, deque[Any]]) -> None:
-    """Let a few threads work through what waits for files; see [Note: in turn]."""
+    """Process the queues of the files in a few threads; see [Note: in turn]."""
     nobodys = deque(waiting)
     nobodys.rotate(-(rank() * len(nobodys) // world_size()))
     choosing = threading.Lock()
 
     def next_file() -> Path:
-        """Return a file that no thread of ours works in; where there is none, the one with the most to do."""
+        """Return a file that no thread of this rank has taken; if there is none, the one with the longest queue."""
         with choosing:
             return nobodys.popleft() if nobodys else max(waiting, key=lambda path: len(waiting[path]))
 
@@ -144,14 +144,14 @@ def _in_turn(work: Callable[[Path, deque[Any]], None], waiting: Mapping[Path, de
         try:
             for worker in workers:
                 worker.result()
-        except BaseException:  # of a thread, or what interrupts this one
+        except BaseException:  # raised by a worker, or an interrupt of this thread
             stop()
             raise
 
 
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file; an error names it."""
+    """Open a file, and add its name to errors."""
     fd = os.open(path, flags, 0o666)
     try:
         yield fd
@@ -162,7 +162,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Group runs, in the order of the file, that follow each other without a gap and fit into one block."""
+    """Group sorted runs: those of a group are adjacent in the file and fit into one block."""
     group: list[_Run] = []
     for run in runs:
         follows = group and (run.path, run.offset, False) == (group[-1].path, group[-1].end, run.alone)
@@ -175,7 +175,7 @@ def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
 
 
 def _runs(job: Job) -> Iterator[_Run]:
-    """Cut a job into parts that are consecutive in the file, and each fit into one block."""
+    """Split a request into runs: consecutive bytes of the file, at most one block each."""
     shape, itemsize = job.entry.shape, job.entry.dtype.itemsize
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     whole = _whole_from(job)
@@ -198,7 +198,7 @@ def _runs(job: Job) -> Iterator[_Run]:
 
 
 def _whole_from(job: Job) -> int:
-    """Return a dimension, such that those after it are covered in full: a range of its indices is one run."""
+    """Return the outermost dimension such that the box covers all later ones: a range of its indices is one run."""
     whole = len(job.entry.shape) - 1
     while whole > 0 and job.box[whole] == (0, job.entry.shape[whole]):
         whole -= 1
@@ -206,7 +206,7 @@ def _whole_from(job: Job) -> int:
 
 
 def _small_enough(run: _Run) -> Iterator[_Run]:
-    """Cut a single row that is larger than the scratch buffer along its next dimensions."""
+    """Split a run of one row that is larger than a block along its next dimensions."""
     if run.tensor.numel() * run.dtype.itemsize <= sizes.BLOCK_BYTES or run.tensor.ndim < 2:
         if run.tensor.numel():
             yield run
@@ -221,7 +221,7 @@ def _small_enough(run: _Run) -> Iterator[_Run]:
 
 @torch.no_grad()
 def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
-    """Write runs that follow each other; small ones meet in the scratch buffer and are written at once."""
+    """Write adjacent runs: directly if large, on the CPU and without a cast, else through the scratch buffer."""
     digest = xxhash.xxh3_64() if hashed else None
     begin, filled = runs[0].offset, 0
     for run in runs:
@@ -254,7 +254,7 @@ def _buffer(scratch: threading.local) -> torch.Tensor:
 
 
 def _write_bytes(fd: int, offset: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
-    """Write bytes of a file; hash them while they are in the processor's cache."""
+    """Write bytes to a file; hash them in chunks that fit into the processor's cache."""
     if digest is None:
         write_from(fd, offset, memory)
         return

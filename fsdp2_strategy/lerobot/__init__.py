@@ -1,9 +1,9 @@
-"""LeRobot: data sets of its v3 format, its layout of checkpoints, and its folder of a policy.
+"""LeRobot: read and write its v3 data sets, save checkpoints in its layout, and export its policies.
 
-`LeRobotDataset` gives samples by index, `ResumableLoader` their order. The modules: where files come from
-(`dataset_source`), what they hold (`metadata`), an episode's numbers (`rows`) and frames (`video`), windows in time
-(`windows`), what is fetched ahead (`prefetch`, `fetching`), and a writer of the format (`generate`); all with the extra
-`vla`. `checkpoint_layout` and `policy_export` need nothing.
+`LeRobotDataset` returns samples by index; `ResumableLoader` decides their order. The modules: access to local and
+remote files (`dataset_source`), metadata (`metadata`), an episode's table rows (`rows`) and video frames (`video`),
+time windows (`windows`), fetching ahead (`prefetch`, `fetching`), and a writer (`generate`). These need the extra
+`vla`; `checkpoint_layout` and `policy_export` do not.
 """
 
 from __future__ import annotations

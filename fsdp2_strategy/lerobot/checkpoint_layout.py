@@ -1,7 +1,7 @@
-"""What LeRobot wants of a checkpoint: how it is named, what it tells, and what lies beside a policy's weights.
+"""Name checkpoints as LeRobot does, and write the sidecar files of a policy's weights.
 
-Input: what the trainer has: configurations, processors. Output: files in ``pretrained_model/`` and
-``training_state/training_step.json``. Where what else there is lies, `paths` says.
+Input: the trainer's configurations and processors. Output: files in ``pretrained_model/``, and values for
+``training_state/training_step.json``. `checkpoint.paths` defines the paths of all other files.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ TRAIN_CONFIG = "train_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LeRobotLayout:
-    """Lay a checkpoint out as LeRobot does: ``005000/{pretrained_model, training_state}``, and a link ``last``.
+    """LeRobot's layout of a checkpoint: ``005000/{pretrained_model, training_state}``, and a link ``last``.
 
-    ``pretrained_model/`` is what a robot loads: one ``model.safetensors``, whatever its size, that all ranks write at
-    once, and beside it what the fields say. A model of peft has its adapters there instead, and no weights of its base.
-    ``training_state/`` has all that a run goes on from.
+    A robot loads ``pretrained_model/``. It contains the sidecar files of the fields below and one ``model.safetensors``
+    of any size, which all ranks write in parallel. For a PEFT model it contains the adapters instead, without the base
+    weights. ``training_state/`` contains the rest of the state that a run resumes from.
 
     Raises:
-        ConfigError: a number is under 1, or an object cannot be saved.
+        ConfigError: a number is less than 1, or an object cannot be saved.
     """
 
     total_steps: int
-    """Steps of the whole run: names of checkpoints have as many digits, and six at least."""
+    """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, at least six."""
     batch_size: int
-    """Samples that one process takes at once, for ``training_step.json``."""
+    """Samples per batch of one process, for ``training_step.json``."""
     train_config: Any = None
-    """For ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass."""
+    """Content of ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass."""
     preprocessor: Any = None
-    """With ``save_pretrained``, which writes its files."""
+    """An object whose ``save_pretrained`` writes its files."""
     postprocessor: Any = None
-    """With ``save_pretrained``, which writes its files."""
+    """An object whose ``save_pretrained`` writes its files."""
     gather_for_save_pretrained: bool = False
-    """Let the policy write ``pretrained_model/`` itself, for one that insists: rank 0 gathers it, parameter by
-    parameter, in host memory, and calls ``save_pretrained(folder, state_dict=...)`` of a copy that is not sharded. It
-    costs rank 0 the model's memory, and the disk the bytes twice: the weights that a run goes on from lie in
-    ``training_state/model/``."""
+    """Write ``pretrained_model/`` by the policy's own ``save_pretrained``, for policies that need it. Rank 0 gathers
+    the full parameters one by one in host memory and calls ``save_pretrained(folder, state_dict=...)`` of an unsharded
+    copy. This needs memory for the full model on rank 0, and disk space for the weights twice, because the run resumes
+    from other files, in ``training_state/model/``."""
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "batch_size"):
@@ -66,10 +66,10 @@ class LeRobotLayout:
 
 
 def check_beside(train_config: Any, preprocessor: Any, postprocessor: Any) -> None:
-    """Raise where something cannot be saved beside a policy's weights.
+    """Check that the objects for a policy's sidecar files can be saved.
 
     Raises:
-        ConfigError: it has no ``save_pretrained``, and is no mapping and no dataclass where these would do.
+        ConfigError: an object has no ``save_pretrained``; ``train_config`` may also be a mapping or a dataclass.
     """
     for name, value in (("preprocessor", preprocessor), ("postprocessor", postprocessor)):
         if value is not None and not hasattr(value, "save_pretrained"):
@@ -87,27 +87,27 @@ def check_beside(train_config: Any, preprocessor: Any, postprocessor: Any) -> No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BesidePolicy:
-    """What lies beside a policy's weights."""
+    """The objects that are saved as sidecar files of a policy's weights."""
 
     config: Any
-    """The policy's own, where it has one that is not transformers'; as it is now, whatever becomes of the policy's."""
+    """A copy of the policy's own configuration. None for a transformers model, or without ``save_pretrained``."""
     train_config: Any
     preprocessor: Any
     postprocessor: Any
 
     @classmethod
     def of(cls, policy: nn.Module, train_config: Any, preprocessor: Any, postprocessor: Any) -> Self:
-        """Collect it.
+        """Collect the objects, and copy the policy's configuration.
 
         Args:
-            policy: without adapters.
-            train_config: as in `LeRobotLayout`, like the next two.
-            preprocessor: what prepares its inputs.
-            postprocessor: what makes actions of its outputs.
+            policy: the policy without adapters.
+            train_config: as in `LeRobotLayout`.
+            preprocessor: prepares the policy's inputs; as in `LeRobotLayout`.
+            postprocessor: converts the policy's outputs to actions; as in `LeRobotLayout`.
 
         Raises:
-            ConfigError: something cannot be saved.
-            CheckpointError: ``train_config`` holds what JSON does not.
+            ConfigError: an object cannot be saved.
+            CheckpointError: ``train_config`` contains a value that JSON cannot represent.
         """
         check_beside(train_config, preprocessor, postprocessor)
         config = None if is_transformers_model(policy) else getattr(policy, "config", None)
@@ -122,7 +122,7 @@ class BesidePolicy:
         )
 
     def write(self, folder: Path) -> None:
-        """Write its files; one rank calls it."""
+        """Write the sidecar files; called on one rank."""
         for item in (self.config, self.train_config, self.preprocessor, self.postprocessor):
             if hasattr(item, "save_pretrained"):
                 item.save_pretrained(folder)
@@ -131,7 +131,7 @@ class BesidePolicy:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON holds of a configuration: paths as text, choices by their values."""
+    """Convert a configuration to JSON values: dataclasses to dicts, paths to strings, enum members to their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

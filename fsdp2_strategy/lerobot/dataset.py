@@ -1,11 +1,11 @@
-"""LeRobot v3 data sets as samples by index: numbers, windows of them, and pictures that are decoded when they leave.
+"""Return the samples of LeRobot v3 data sets by index: numbers, time windows, and images that are decoded on access.
 
 Input: a folder or remote root in LeRobot's format. Output: samples for `ResumableLoader`, which decides their order.
 
-[Note: where what happens] Nothing but metadata is read at first. The loader tells the trainer's process which episodes
-the samples ahead are of; its threads cut out their rows, and fetch the bytes of their videos where the root is remote.
-Workers decode the frames of the samples that they were asked for. Where nobody told, whoever asks for a sample fetches
-what it needs.
+[Note: where what happens] The constructor reads only metadata. The loader calls `hold` in the trainer's process with
+the episodes of the next samples. Threads of that process extract the rows of these episodes and, if the root is remote,
+fetch the bytes of their videos. Workers decode the frames of the samples that they are asked for. Without a call of
+`hold`, the process that asks for a sample extracts and fetches its data itself.
 """
 
 from __future__ import annotations
@@ -46,33 +46,35 @@ _PREFIX = "fsdp2-lerobot-"
 
 
 class LeRobotDataset(Dataset[Sample]):
-    """Give the samples of a LeRobot v3 data set by index; not collective.
+    """A LeRobot v3 data set that returns samples by index; not collective.
 
-    A sample is one frame: each feature under its name, in its dtype, pictures as (C, H, W); with ``delta_timestamps`` a
-    window of frames in a first dimension, and ``"<feature>_is_pad"`` (bool) beside it; and the text of its ``"task"``.
+    A sample is a dict for one frame: each feature under its name and in its dtype, camera images as (C, H, W), and the
+    text of its ``"task"``. A feature in ``delta_timestamps`` has an additional first dimension for the frames of its
+    window, and ``"<feature>_is_pad"`` (bool) marks those that are padding.
 
     Args:
-        root: a folder, or a URL that fsspec knows (``https://…``, ``s3://…``, ``hf://datasets/owner/name``).
-        episodes: those that are used, in this order; by default all.
-        delta_timestamps: seconds from the sample's frame, by feature: ``{"action": [0.0, 0.1, 0.2]}``. What lies before
-            the episode or after it is its first or last frame, and padding.
-        tolerance_s: how far a step or a video's time stamp may be from where it should be, in seconds.
-        pool: episodes whose rows a process keeps mapped; give the loader's.
+        root: a folder, or a URL that fsspec supports (``https://…``, ``s3://…``, ``hf://datasets/owner/name``).
+        episodes: the episodes to use, in this order; by default all.
+        delta_timestamps: seconds relative to the sample's frame, by feature: ``{"action": [0.0, 0.1, 0.2]}``. Steps
+            outside the episode repeat its first or last frame and count as padding.
+        tolerance_s: maximum deviation, in seconds, of a step from a frame and of a video's time stamp from its frame.
+        pool: episodes whose rows a process keeps mapped; pass the same value as to the loader.
         decoder_cache: videos that a process keeps open; by default ``pool``, at most 128.
-        on_corrupt: ``"raise"``, or ``"skip"``: a sample that cannot be read is zeros but for its number, and every
-            sample says in ``"sample_mask"`` (bool) whether it counts; `worker_counters` tells how many did not.
-        video_dtype: float32 (0 to 1) or uint8 (0 to 255), of all pictures.
-        image_transforms: what is done to each feature's pictures, (C, H, W) or (T, C, H, W).
-        cache_dir: where fetched bytes and rows are kept as long as this lives; by default the system's folder for
-            temporary files.
-        disk_bytes: from where on the next episodes are not fetched ahead; by default there is no limit but the episodes
-            of two pools.
-        tries: how often a request to a remote root is made before it is given up, with growing pauses.
-        timeout_seconds: how long one request may take.
-        storage_options: what fsspec's file system takes: headers, credentials, ...
+        on_corrupt: ``"raise"``, or ``"skip"`` to return zeros, with the right indices, for a sample that cannot be
+            read. With ``"skip"``, every sample has ``"sample_mask"`` (bool), which is False for skipped samples.
+            `counts` contains their number.
+        video_dtype: dtype of all camera images: float32 (0 to 1) or uint8 (0 to 255).
+        image_transforms: applied to the images of each feature, (C, H, W) or (T, C, H, W).
+        cache_dir: folder for fetched bytes and extracted rows, which are deleted with this object; by default the
+            system's folder for temporary files.
+        disk_bytes: stop fetching ahead while the cache takes more disk space than this. By default there is no limit;
+            the cache contains the episodes of two pools.
+        tries: maximum number of attempts per request to a remote root, with growing pauses.
+        timeout_seconds: time limit of one request.
+        storage_options: options of fsspec's file system: headers, credentials, ...
 
     Raises:
-        DataError: the root has no such data set, or an argument does not fit it.
+        DataError: the root contains no such data set, or an argument does not fit it.
         CorruptDataError: its metadata cannot be parsed.
     """
 
@@ -109,10 +111,10 @@ class LeRobotDataset(Dataset[Sample]):
         options = {"tries": tries, "timeout_seconds": timeout_seconds, "storage_options": storage_options}
         self._source = open_source(root, self._folder.path / "files", **options)
         self.metadata = metadata = Metadata.read(self._source)
-        """What the data set says of itself; its ``stats`` are those for normalisation."""
+        """The data set's metadata; ``metadata.stats`` are the statistics for normalisation."""
         self._episodes = _chosen(episodes, metadata.total_episodes)
         self.episode_lengths: npt.NDArray[np.int64] = metadata.lengths[self._episodes]
-        """Frames of each episode that is used."""
+        """Number of frames of each used episode."""
         self._begins = np.concatenate([[0], np.cumsum(self.episode_lengths)])
         self._offsets = offsets_of(delta_timestamps or {}, metadata.features, metadata.fps, tolerance_s)
         self._tolerance_s, self._on_corrupt = tolerance_s, on_corrupt
@@ -122,15 +124,15 @@ class LeRobotDataset(Dataset[Sample]):
         self._begin_process()
 
     def __len__(self) -> int:
-        """Return how many frames there are in the episodes that are used."""
+        """Return the number of frames in the used episodes."""
         return int(self._begins[-1])
 
     def __getitem__(self, i: int) -> Sample:
         """Return a sample.
 
         Raises:
-            CorruptDataError: a file of it cannot be parsed or decoded, unless those are to be skipped.
-            DataError: a file of it cannot be had.
+            CorruptDataError: a file of the sample cannot be parsed or decoded; only with ``on_corrupt="raise"``.
+            DataError: a file of the sample cannot be read or fetched.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
@@ -149,23 +151,27 @@ class LeRobotDataset(Dataset[Sample]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """What this process and its workers did: samples given and skipped, frames decoded and made pictures."""
+        """Totals of this process and its workers: samples returned and skipped, frames decoded and converted."""
         return self._counts.total()
 
     def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
-        """Have episodes ready, and let go of all others; `ResumableLoader` calls it, with numbers among those used.
+        """Start to fetch episodes, and release all others; called by `ResumableLoader`.
+
+        Args:
+            now: the present episodes, as positions in the list of used episodes.
+            soon: the episodes after them, likewise.
 
         Raises:
-            DataError: they take more than ``disk_bytes``.
+            DataError: an earlier call's present episodes took more than ``disk_bytes``.
         """
         self._staging.hold(self._episodes[list(now)].tolist(), self._episodes[list(soon)].tolist())
 
     def pause(self) -> None:
-        """End the threads that fetch; a process that forks has none then."""
+        """End the fetching threads, so that the process can fork safely; the next `hold` starts them again."""
         self._staging.pause()
 
     def close(self) -> None:
-        """Close all files, and delete what was fetched and cut out."""
+        """Close all files, and delete the fetched bytes and extracted rows."""
         self._staging.pause()
         self._decoders.close()
         self._folder.remove()
@@ -226,7 +232,7 @@ class LeRobotDataset(Dataset[Sample]):
         return pictures if self._transform is None else self._transform(pictures)
 
     def _blank(self, episode: int, frame: int) -> Sample:
-        """Return a sample of zeros, all of it padding, under the number of one that cannot be read."""
+        """Return zeros and padding in place of a sample that cannot be read, with the indices of that sample."""
         sample: Sample = {"task": ""}
         for key, feature in self.metadata.features.items():
             steps = (len(self._offsets[key]),) if key in self._offsets else ()
@@ -243,7 +249,7 @@ class LeRobotDataset(Dataset[Sample]):
         return sample | {key: torch.full_like(sample[key], number) for key, number in numbers.items()}
 
     def _report(self, error: CorruptDataError) -> None:
-        """Log an error where none of this rank's processes has logged one of the file."""
+        """Log an error, unless a process of this rank has already logged one for the same file."""
         digest = blake2b(error.location.encode(), digest_size=8).hexdigest()
         with suppress(FileExistsError):
             (self._folder.path / f"reported-{digest}").touch(exist_ok=False)
@@ -251,7 +257,7 @@ class LeRobotDataset(Dataset[Sample]):
 
 
 class _Folder:
-    """A folder of this process's own, which is gone when it is; those of processes that were killed are swept."""
+    """A temporary folder, deleted with this object; the constructor also deletes those of killed processes."""
 
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
         within = Path(parent if parent is not None else tempfile.gettempdir())
@@ -263,7 +269,7 @@ class _Folder:
         self._remove: Callable[[], object] | None = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
 
     def remove(self) -> None:
-        """Delete it, unless this is a copy in a worker."""
+        """Delete the folder, unless this object is a copy in a worker."""
         if self._remove is not None:
             self._remove()
 
@@ -272,12 +278,12 @@ class _Folder:
 
 
 def _begun(within: Path) -> tuple[Path, IO[str]]:
-    """Return a new folder, and its lock, which forked workers hold, too."""
+    """Return a new folder and its lock file; forked workers inherit the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
         lock = (path / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock.fileno()).st_nlink:  # else it was swept before it was locked
+        if os.fstat(lock.fileno()).st_nlink:  # 0: another process deleted it before it was locked
             return path, lock
         lock.close()
 
@@ -285,7 +291,7 @@ def _begun(within: Path) -> tuple[Path, IO[str]]:
 def _bytes_on_disk(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # it has left meanwhile
+        with suppress(FileNotFoundError):  # deleted in the meantime
             total += path.stat().st_blocks * 512
     return total
 
@@ -297,13 +303,13 @@ def _remove(path: Path, owner: int, lock: IO[str]) -> None:
 
 
 def _sweep(old: Path) -> None:
-    """Delete a folder whose process is gone."""
+    """Delete a folder, unless a running process holds its lock."""
     try:
         with (old / "lock").open("r") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     except OSError:
-        return  # somebody's, or just being made
+        return  # in use, or just being created
 
 
 def _chosen(episodes: Sequence[int] | None, total: int) -> npt.NDArray[np.int64]:
@@ -323,4 +329,4 @@ def _tensor(column: Any, rows: int | Offsets) -> Any:
 
 def _shape_of_picture(feature: Mapping[str, Any]) -> tuple[int, ...]:
     first, _, last = shape = feature["shape"]
-    return 3, *(shape[1:] if first < last else shape[:2])  # (C, H, W) or (H, W, C); a decoder gives three colours
+    return 3, *(shape[1:] if first < last else shape[:2])  # (C, H, W) or (H, W, C); decoded images have three channels

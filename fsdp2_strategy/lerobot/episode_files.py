@@ -1,7 +1,7 @@
-"""Files of several episodes, a new one where the last is full.
+"""Write episodes to numbered files, several per file.
 
-Input: one episode after the other, as rows or as video. Output: files ``chunk-000/file-000`` and so on, and where in
-them each episode stands. An episode is never in two files of a kind.
+Input: one episode after the other, as table rows or as video. Output: files ``chunk-000/file-000`` and so on, and the
+location of each episode in them. An episode is never split over two files.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ _Episode_contra = TypeVar("_Episode_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class Place:
-    """Say where an episode stands."""
+    """The location of an episode."""
 
     chunk: int
     file: int
     start: int
-    """How many rows or frames stand before it in the file."""
+    """Number of rows or frames before it in the file."""
 
 
 class File(Protocol[_Episode_contra]):
-    """One file of episodes."""
+    """A file of episodes that is being written."""
 
     def bytes_with(self, episode: _Episode_contra) -> float:
-        """Return how large the file is expected to be with one more episode."""
+        """Estimate the size of the file in bytes with one more episode."""
 
     def append(self, episode: _Episode_contra) -> int:
-        """Write an episode; return how many rows or frames stand before it."""
+        """Append an episode; return the number of rows or frames before it."""
 
     def close(self) -> None:
         """Finish the file."""
 
 
 class Files(Generic[_Episode]):
-    """Write episodes into files, a new one where the last would become too large, a new chunk where one is full.
+    """Write episodes to files; start a new file if the last is full, and a new chunk folder if the last is full.
 
     Args:
-        folder: of all of them; the chunks are folders in it.
-        suffix: of their names.
-        begin: makes a file at a path.
-        chunks_size: files in a chunk.
-        most_episodes: in a file; None for any number.
-        most_bytes: where a file is expected to reach them, the next one begins.
+        folder: the folder that contains the chunk folders.
+        suffix: suffix of the file names.
+        begin: opens a new file at a path.
+        chunks_size: number of files per chunk.
+        most_episodes: maximum number of episodes per file; None for no limit.
+        most_bytes: start a new file before one is expected to reach this size.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Files(Generic[_Episode]):
         self._file: File[_Episode] | None = None
 
     def append(self, episode: _Episode) -> Place:
-        """Write an episode."""
+        """Append an episode, and return its location."""
         file = self._with_room(episode)
         start = file.append(episode)
         self._episodes += 1
         return Place(*divmod(self._n_files - 1, self._chunks_size), start)
 
     def close(self) -> None:
-        """Finish the file that is open."""
+        """Close the file that is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -98,19 +98,19 @@ class Files(Generic[_Episode]):
 
 
 class RowsFile:
-    """Write the rows of episodes to a parquet file, a row group each."""
+    """A parquet file with one row group per episode."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path, self._rows = path, 0
         self._writer = pq.ParquetWriter(path, schema, compression="snappy", use_dictionary=True)
 
     def bytes_with(self, episode: pa.Table) -> float:
-        """Guess from the rows that are in."""
+        """Estimate the size in bytes from the rows written so far."""
         size = self._path.stat().st_size
         return size + size / self._rows * len(episode)
 
     def append(self, episode: pa.Table) -> int:
-        """Write the rows."""
+        """Write the rows; return the number of rows before them."""
         start = self._rows
         self._writer.write_table(episode)
         self._rows += len(episode)
@@ -122,18 +122,18 @@ class RowsFile:
 
 
 class EpisodesFile:
-    """Write a row about each episode to a parquet file, all when it is complete; each says in which file it is."""
+    """A parquet file with a metadata row per episode, written on close; rows contain their chunk and file index."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._bytes = path, 0
         self._rows: list[dict[str, Any]] = []
 
     def bytes_with(self, episode: dict[str, Any]) -> float:
-        """Return the size in memory: what is not written yet has no other."""
+        """Estimate the size by the size in memory, because no row is written yet."""
         return self._bytes + _bytes_of(episode)
 
     def append(self, episode: dict[str, Any]) -> int:
-        """Keep the row."""
+        """Keep the row; return the number of rows before it."""
         chunk, file = (int(part.rpartition("-")[2]) for part in (self._path.parent.name, self._path.stem))
         self._rows.append(episode | {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file})
         self._bytes += _bytes_of(episode)
@@ -145,7 +145,7 @@ class EpisodesFile:
 
 
 def write_tasks(path: Path, tasks: list[str]) -> None:
-    """Write the tasks as pandas writes a frame whose index they are."""
+    """Write the tasks as pandas writes a data frame that has them as its index."""
 
     def described(name: str | None, pandas_type: str, numpy_type: str) -> dict[str, Any]:
         kind: dict[str, Any] = {"name": name, "field_name": name, "pandas_type": pandas_type, "numpy_type": numpy_type}

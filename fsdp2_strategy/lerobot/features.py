@@ -1,7 +1,7 @@
-"""Features: what a data set's frames are made of, and what stands for them in its tables.
+"""Check the features of a data set and their values, and convert them to table columns.
 
-Input: features as a caller or ``meta/info.json`` describes them, and values of them. Output: the same, checked, and
-columns.
+Input: features as a caller or ``meta/info.json`` describes them, and their values. Output: checked features and values,
+a schema, and columns.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 
 def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
-    """Return a feature as ``meta/info.json`` holds it.
+    """Return a feature in the form of ``meta/info.json``.
 
     Raises:
-        DataError: its name is taken, or its dtype or shape is none that can be written.
+        DataError: its name is reserved or contains "/", or its dtype or shape is not supported.
     """
     dtype, shape = feature.get("dtype"), [int(n) for n in feature.get("shape", ())]
     cannot = f"cannot write a data set: feature {name!r}"
@@ -70,10 +70,10 @@ def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
 
 
 def checked_values(name: str, feature: Feature, value: Any) -> Any:
-    """Return the values of a feature: a list of texts, or an array, images with their channels last.
+    """Return the values of a feature as a list of strings or an array; images are returned with their channels last.
 
     Raises:
-        DataError: they are of another dtype or shape.
+        DataError: they have another dtype or shape than the feature.
     """
     dtype, shape = feature["dtype"], tuple(feature["shape"])
     if dtype == "string":
@@ -95,13 +95,13 @@ def checked_values(name: str, feature: Feature, value: Any) -> Any:
 
 
 def size_of(shape: list[int]) -> tuple[int, int]:
-    """Return the height and the width of images of a shape."""
+    """Return the height and width of images of a shape."""
     height, width = shape[:2] if shape[-1] == 3 else shape[1:]
     return height, width
 
 
 def schema_of(features: Mapping[str, Feature]) -> pa.Schema:
-    """Return the columns of the tables, with what Hugging Face datasets says about them."""
+    """Return the schema of the tables, with the metadata of Hugging Face datasets."""
     fields: list[tuple[str, pa.DataType]] = []
     described: dict[str, Any] = {}
     for name, feature in features.items():
@@ -122,7 +122,7 @@ def schema_of(features: Mapping[str, Feature]) -> pa.Schema:
 
 
 def column(values: Any, kind: pa.DataType) -> pa.Array:
-    """Return checked values as a column of the schema."""
+    """Convert checked values to a column of the schema."""
     if kind == _IMAGE:
         files = [{"bytes": png, "path": f"frame-{i:06d}.png"} for i, png in enumerate(encode_png(values))]
         return pa.array(files, type=kind)

@@ -1,13 +1,13 @@
-"""Data sets in LeRobot's format v3.0, written with pyarrow and PyAV alone.
+"""Write data sets in LeRobot's format v3.0, with pyarrow and PyAV only.
 
-Input: features, and the frames of one episode after the other. Output: a folder that LeRobot's own reader opens:
+Input: features, and the frames of one episode after the other. Output: a folder that LeRobot's own reader can open:
 
     meta/info.json, meta/stats.json, meta/tasks.parquet
-    meta/episodes/chunk-000/file-000.parquet       a row an episode
-    data/chunk-000/file-000.parquet                several episodes, a row group each
+    meta/episodes/chunk-000/file-000.parquet       one row per episode
+    data/chunk-000/file-000.parquet                several episodes, one row group per episode
     videos/{camera}/chunk-000/file-000.mp4         several episodes
 
-What holds the format together, ``meta/info.json``, is written last: a folder that was left half-written has none.
+``meta/info.json``, which every reader needs, is written last, so that an incomplete folder cannot be read.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ TASKS = ("pick up the cube", "put the cube into the box", "öffne die Schublade"
 class DatasetWriter:
     """Write a data set, episode by episode.
 
-    Leave it as a context manager, or call ``close``: before, the folder is no data set. A block that is left by an
-    exception leaves none.
+    The folder is a valid data set only after ``close`` or the end of the ``with`` block. If an exception leaves the
+    block, the folder stays incomplete.
 
     Args:
         root: a folder that does not exist or is empty.
-        fps: frames a second, an integer.
+        fps: frames per second, an integer.
         features: by name, each with ``dtype`` (float32, float64, int32, int64, uint8, bool, string, or for cameras
-            video or image), ``shape`` ((n,); for cameras (height, width, 3) or (3, height, width)) and perhaps
+            video or image), ``shape`` ((n,); for cameras (height, width, 3) or (3, height, width)) and optionally
             ``names``.
-        robot_type: what ``meta/info.json`` says.
-        codec: of the videos.
-        gop: every which frame of an episode is a key frame.
-        b_frames: how many frames in a row may refer to later ones.
-        crf: the quality of videos; None for the codec's usual one.
-        episodes_per_data_file: at most; None for as many as the size allows.
+        robot_type: value of ``robot_type`` in ``meta/info.json``.
+        codec: video codec.
+        gop: key-frame interval of an episode, in frames.
+        b_frames: maximum number of consecutive B-frames.
+        crf: quality of the videos; None for the codec's default.
+        episodes_per_data_file: maximum number of episodes per file; None for as many as the size allows.
         episodes_per_video_file: likewise.
         episodes_per_metadata_file: likewise.
-        data_files_size_in_mb: where a file is expected to become larger, the next one begins.
+        data_files_size_in_mb: start a new file before one is expected to reach this size (MiB).
         video_files_size_in_mb: likewise.
-        chunks_size: files in a folder.
+        chunks_size: number of files per chunk folder.
 
     Raises:
-        DataError: an argument is not as it should be, or the folder holds something.
+        DataError: an argument is invalid, or the folder is not empty.
 
     Example:
         >>> import tempfile
@@ -145,12 +145,12 @@ class DatasetWriter:
         """Write one episode.
 
         Args:
-            frames: for each feature its values (T, *shape), of exactly its dtype; images are uint8. A shape of (1,) may
-                be left out.
-            task: in words, of the episode or of each of its frames.
+            frames: the values of each feature, (T, *shape), in exactly its dtype; images are uint8. For the shape
+                (1,), values of shape (T,) are accepted too.
+            task: the task in words, of the episode or of each frame.
 
         Raises:
-            DataError: the writer is closed, or a feature is missing, unknown, or of another shape or dtype; nothing of
+            DataError: the writer is closed, or a feature is missing, unknown, or of another shape or dtype. Nothing of
                 the episode is written then.
         """
         if self._is_closed or self._is_broken:
@@ -189,10 +189,10 @@ class DatasetWriter:
         self._is_broken = False
 
     def close(self) -> None:
-        """Finish all files and write what describes the data set; once is enough.
+        """Close all files and write the metadata; further calls do nothing.
 
         Raises:
-            DataError: there is no episode, or one is half-written.
+            DataError: there is no episode, or an episode is incomplete.
         """
         if self._is_closed:
             return
@@ -236,7 +236,7 @@ class DatasetWriter:
         }
 
     def _write(self, values: dict[str, Any], videos: dict[str, EncodedEpisode], length: int) -> dict[str, Any]:
-        """Write rows and videos; return where they stand."""
+        """Write rows and videos; return their locations as columns of the episode's metadata row."""
         arrays = [column(values[field.name], field.type) for field in self._schema]
         rows = self._data.append(pa.Table.from_arrays(arrays, schema=self._schema))
         row: dict[str, Any] = {
@@ -256,7 +256,7 @@ class DatasetWriter:
         return row
 
     def _checked(self, frames: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of all features, images with their channels last."""
+        """Return the checked values of all features, images with their channels last."""
         expected = [name for name in self._features if name not in OWN]
         for name in frames:
             if name not in expected:
@@ -301,23 +301,23 @@ def write_barcoded(
     episodes_per_video_file: int | None = 3,
     **options: Any,
 ) -> Path:
-    """Write a data set whose every value says which frame of which episode it belongs to.
+    """Write a data set whose values identify the episode and frame that they belong to.
 
-    ``observation.state`` is (episode, frame), ``action`` (episode + 0.5, frame + 0.5), both float32 and exact;
-    ``next.done`` is true of last frames. Images are ``barcode(episode, frame, camera=...)``, the cameras numbered from
-    0, videos before images. Episode ``i`` has task ``tasks[i % len(tasks)]``.
+    ``observation.state`` is (episode, frame), ``action`` (episode + 0.5, frame + 0.5), both exact in float32.
+    ``next.done`` is True for the last frame of an episode. Images are ``barcode(episode, frame, camera=...)``; cameras
+    are numbered from 0, videos before images. Episode ``i`` has the task ``tasks[i % len(tasks)]``.
 
     Args:
         root: a folder that does not exist or is empty.
-        lengths: frames of each episode.
-        fps: frames a second.
-        cameras: names of features kept as video.
-        image_cameras: names of features kept as PNG in the tables.
-        height: of images, even.
-        width: of images, even.
-        tasks: in words.
-        episodes_per_data_file: at most.
-        episodes_per_video_file: at most.
+        lengths: number of frames of each episode.
+        fps: frames per second.
+        cameras: names of the features that are stored as video.
+        image_cameras: names of the features that are stored as PNG in the tables.
+        height: height of the images, an even number.
+        width: width of the images, an even number.
+        tasks: tasks in words.
+        episodes_per_data_file: maximum number of episodes per file.
+        episodes_per_video_file: maximum number of episodes per file.
         options: further arguments of ``DatasetWriter``.
 
     Returns:

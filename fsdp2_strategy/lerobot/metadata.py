@@ -1,7 +1,7 @@
-"""What LeRobot's v3 format says of a data set: its features, episodes, tasks and statistics, and which file holds what.
+"""Read the metadata of a LeRobot v3 data set: features, episodes, tasks, statistics, and the files of each episode.
 
-Input: a source's `meta/info.json`, `meta/stats.json`, `meta/tasks.parquet` and `meta/episodes/*/*.parquet`, of which
-those columns are read that say where an episode is. Output: `Metadata`. Format: LeRobot's documentation of v3.0.
+Input: a source's `meta/info.json`, `meta/stats.json`, `meta/tasks.parquet` and, from `meta/episodes/*/*.parquet`, only
+the columns that locate episodes. Output: `Metadata`. Format: LeRobot's documentation of v3.0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHERE_OF_VIDEO = ("chunk_index", "file_index", "from_timestamp", "to_timestamp"
 
 @dataclass(frozen=True)
 class Span:
-    """Where an episode's video is."""
+    """The file and time span of an episode's video."""
 
     path: str
     begin_seconds: float
@@ -41,16 +41,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """Describe a data set; see the file's docstring."""
+    """The metadata of a data set."""
 
     fps: float
     features: Mapping[str, Mapping[str, Any]]
-    """By name: dtype, shape, names."""
+    """By feature name: dtype, shape, names."""
     stats: Mapping[str, Mapping[str, torch.Tensor]]
-    """By feature: mean, std, min, max, and what else there is, in float32; of the whole data set."""
+    """By feature name: mean, std, min, max and further statistics of the whole data set, in float32."""
     tasks: tuple[str, ...]
     info: Mapping[str, Any]
-    """All of `meta/info.json`."""
+    """The content of `meta/info.json`."""
     _columns: Mapping[str, Column] = field(repr=False)
 
     @classmethod
@@ -58,8 +58,8 @@ class Metadata:
         """Read a data set's metadata.
 
         Raises:
-            DataError: it is not there, or of another version.
-            CorruptDataError: it cannot be parsed, or contradicts itself.
+            DataError: it does not exist, has another version, or describes features that are not supported.
+            CorruptDataError: it cannot be parsed, or is inconsistent.
         """
         info = _json(source, "meta/info.json")
         version = str(info.get("codebase_version"))
@@ -95,51 +95,51 @@ class Metadata:
 
     @property
     def total_episodes(self) -> int:
-        """How many episodes there are."""
+        """Number of episodes."""
         return len(self._columns["length"])
 
     @property
     def total_frames(self) -> int:
-        """How many frames they have together."""
+        """Number of frames of all episodes together."""
         return int(self.lengths.sum())
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Frames of each episode."""
+        """Number of frames of each episode."""
         return self._columns["length"]
 
     @cached_property
     def video_keys(self) -> tuple[str, ...]:
-        """Features that are videos."""
+        """Names of the features that are videos."""
         return tuple(key for key, feature in self.features.items() if feature["dtype"] == "video")
 
     @cached_property
     def image_keys(self) -> tuple[str, ...]:
-        """Features that are single images, in the data files."""
+        """Names of the features that are single images in the data files."""
         return tuple(key for key, feature in self.features.items() if feature["dtype"] == "image")
 
     @cached_property
     def camera_keys(self) -> tuple[str, ...]:
-        """Features that are pictures."""
+        """Names of the features that are videos or images."""
         return self.video_keys + self.image_keys
 
     def data_path(self, episode: int) -> str:
-        """Return the file of an episode's rows."""
+        """Return the path of the file that contains an episode's rows."""
         chunk, file = (int(self._columns[f"data/{name}"][episode]) for name in ("chunk_index", "file_index"))
         return str(self.info["data_path"]).format(chunk_index=chunk, file_index=file)
 
     def video(self, key: str, episode: int) -> Span:
-        """Return where the video of an episode is."""
+        """Return the file and time span of an episode's video."""
         chunk, file, begin, end = (self._columns[f"videos/{key}/{name}"][episode] for name in _WHERE_OF_VIDEO)
         path = str(self.info["video_path"]).format(video_key=key, chunk_index=int(chunk), file_index=int(file))
         return Span(path, float(begin), float(end))
 
     def first_index(self, episode: int) -> int:
-        """Return the number of an episode's first frame."""
+        """Return the index of an episode's first frame in the data set."""
         return int(self._columns["dataset_from_index"][episode])
 
     def first_row(self, episode: int) -> int:
-        """Return where in its file an episode's rows begin, as files are written: episode after episode."""
+        """Return the first row of an episode in its file, if the file contains its episodes in ascending order."""
         return self.first_index(episode) - self._file_begins[self.data_path(episode)]
 
     @cached_property
@@ -170,7 +170,7 @@ def _stats(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _tasks(source: Source) -> tuple[str, ...]:
-    """Return the texts of tasks by their number; pandas keeps the text in an index of whatever name."""
+    """Return the task texts in the order of ``task_index``; their column, a pandas index, can have any name."""
     path = "meta/tasks.parquet"
     table = read_parquet(source, path)
     texts = [name for name in table.column_names if name != "task_index"]
@@ -184,7 +184,7 @@ def _tasks(source: Source) -> tuple[str, ...]:
 def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -> dict[str, Column]:
     """Return columns of the episodes' files, in the order of episodes.
 
-    The files are numbered through; a remote root cannot always be listed.
+    The files are found by their consecutive numbers, because a remote root cannot always be listed.
     """
     tables: list[pa.Table] = []
     rows = 0
@@ -223,13 +223,13 @@ def _numbered(chunk_files: int) -> Iterator[str]:
 
 
 def read_parquet(source: Source, path: str, columns: list[str] | None = None) -> pa.Table:
-    """Return columns of a parquet file that is read once.
+    """Return columns of a parquet file, and drop the file from the cache.
 
-    pyarrow's threads do not read it: one that still holds a Python file when the interpreter ends aborts the process
+    pyarrow's threads are not used: a thread that still uses a Python file when the interpreter exits aborts the process
     (https://github.com/apache/arrow/issues/34314).
 
     Raises:
-        CorruptDataError: it is not one, or lacks a column.
+        CorruptDataError: the file is not a parquet file, or lacks a column.
     """
     with source.open(path) as file, parsing(source, path):
         table = pq.ParquetFile(file, pre_buffer=False).read(columns, use_threads=False)
@@ -241,16 +241,16 @@ def read_parquet(source: Source, path: str, columns: list[str] | None = None) ->
 
 @contextmanager
 def parsing(source: Source, path: str) -> Iterator[None]:
-    """Raise what pyarrow says of a file with the file's name.
+    """Convert pyarrow's errors inside the block to errors that name the file.
 
     Raises:
-        CorruptDataError: it cannot be parsed.
-        DataError: the disk fails.
+        CorruptDataError: the file cannot be parsed.
+        DataError: the operating system cannot read the file.
     """
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk says so, not pyarrow
+        if isinstance(error, OSError) and error.errno is not None:  # from the operating system, not from pyarrow
             raise DataError(
                 f"cannot read {source.location(path)}: {error}, expected a file that can be read. Look after the disk."
             ) from error
@@ -258,7 +258,7 @@ def parsing(source: Source, path: str) -> Iterator[None]:
 
 
 def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptDataError:
-    """Return the error that a file is not what it should be."""
+    """Return the error for a file with invalid content."""
     return CorruptDataError(
         f"cannot read {source.location(path)}: {found}, expected {expected}. Get the file again; else "
         'on_corrupt="skip" leaves out the samples that it spoils, and episodes= whole episodes.',

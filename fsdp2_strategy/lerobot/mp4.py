@@ -1,9 +1,9 @@
-"""mp4 files of several episodes, one after the other.
+"""Write mp4 files that contain several episodes one after the other.
 
-Input: the frames of episodes. Output: files of one stream, whose frames are shown at multiples of 1/fps.
+Input: the frames of episodes. Output: files with one video stream, whose time stamps are multiples of 1/fps.
 
-Each episode is encoded by itself, so that it begins with a key frame, and copied behind the one before. Encoders work
-in one thread: the same frames give the same bytes. The index of a file stands at its front.
+Each episode is encoded separately, so that it starts with a key frame, and its packets are appended to the file.
+Encoders use one thread, so that equal frames give equal bytes. The index is at the start of the file (faststart).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _NAMES: dict[str, str] = {"libx264": "h264", "libsvtav1": "av1"}
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Say how frames become videos.
+    """Settings of the video encoder.
 
-    libsvtav1 tells about itself on standard error, unless the environment has ``SVT_LOG=1``.
+    libsvtav1 logs its settings to standard error, unless the environment has ``SVT_LOG=1``.
     """
 
     fps: int
     codec: Codec = "libx264"
     gop: int = 2
-    """Every which frame of an episode is a key frame."""
+    """Key-frame interval of an episode, in frames."""
     b_frames: int = 0
-    """How many frames in a row may refer to later ones; libsvtav1 knows only whether."""
+    """Maximum number of consecutive B-frames; for libsvtav1, any positive number only enables them."""
     crf: int | None = None
-    """The quality, better where lower; None for the codec's usual one."""
+    """Constant rate factor: lower is better; None for the default of the codec."""
 
     def __post_init__(self) -> None:
         for name, least in (("fps", 1), ("gop", 1), ("b_frames", 0)):
@@ -55,27 +55,27 @@ class Encoding:
 
     @property
     def quality(self) -> int:
-        """The crf that is used."""
+        """The constant rate factor in use."""
         return _CRF[self.codec] if self.crf is None else self.crf
 
     @property
     def delay(self) -> int:
-        """How many frames are decoded before the first is shown, at most."""
+        """Maximum number of frames that are decoded before the first one is shown."""
         return 2 if self.codec == "libx264" and self.b_frames else 0
 
     def options(self) -> dict[str, str]:
         """Return the codec's options."""
         common = {"g": str(self.gop), "crf": str(self.quality), "preset": _PRESET[self.codec]}
         if self.codec == "libx264":
-            # Key frames where gop says and nowhere else; without mbtree, whose bytes differ from run to run where there
-            # are B frames.
+            # sc_threshold=0 allows key frames only at multiples of gop. With B-frames, mbtree makes the bytes differ
+            # from run to run.
             fixed = {"sc_threshold": "0", "mbtree": "0", "threads": "1"}
             return common | fixed | {"bf": str(self.b_frames)}
         order = 2 if self.b_frames else 1
         return common | {"svtav1-params": f"pred-struct={order}:lp=1"}
 
     def info(self, height: int, width: int) -> dict[str, Any]:
-        """Return what ``meta/info.json`` says about a camera's videos."""
+        """Return the entry about a camera's videos in ``meta/info.json``."""
         return {
             "video.height": height,
             "video.width": width,
@@ -93,7 +93,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodedEpisode:
-    """Hold the video of one episode."""
+    """The video of one episode."""
 
     mp4: bytes
     frames: int
@@ -103,7 +103,7 @@ def encode(frames: NDArray[np.uint8], encoding: Encoding) -> EncodedEpisode:
     """Encode the frames (T, height, width, 3) of one episode.
 
     Raises:
-        DataError: the codec refuses them.
+        DataError: the encoder rejects the frames or options.
     """
     height, width = frames.shape[1:3]
     memory = io.BytesIO()
@@ -125,28 +125,28 @@ def encode(frames: NDArray[np.uint8], encoding: Encoding) -> EncodedEpisode:
 
 
 class VideoFile:
-    """Write one mp4 file, episode by episode."""
+    """An mp4 file that is written episode by episode."""
 
     def __init__(self, path: Path, encoding: Encoding) -> None:
         self._encoding, self._frames, self._bytes = encoding, 0, 0
         self._container: OutputContainer = av.open(str(path), "w", format="mp4", options={"movflags": "faststart"})
 
     def bytes_with(self, episode: EncodedEpisode) -> float:
-        """Return how large the file is with one more episode."""
+        """Estimate the size of the file in bytes with one more episode."""
         return self._bytes + len(episode.mp4)
 
     def append(self, episode: EncodedEpisode) -> int:
-        """Write an episode; return how many frames stand before it."""
+        """Append an episode; return the number of frames before it."""
         start = self._frames
         with av.open(io.BytesIO(episode.mp4), "r") as source:
             stream = source.streams.video[0]
             tick = cast(Fraction, stream.time_base)
             if not self._container.streams:
                 self._container.add_stream_from_template(stream, opaque=True).time_base = tick
-            # A frame is a whole number of ticks: the muxer makes their rate a multiple of fps.
+            # A frame lasts a whole number of ticks: the muxer chooses a tick rate that is a multiple of fps.
             ticks = int(1 / (tick * self._encoding.fps))
             for i, packet in enumerate(packet for packet in source.demux(stream) if packet.size):
-                # Episodes of a frame or two have less delay than others, and one order of decoding goes through all.
+                # Very short episodes have a smaller delay; use the same one for all, so that dts keeps increasing.
                 packet.dts = (start + i - self._encoding.delay) * ticks
                 packet.pts = cast(int, packet.pts) + start * ticks
                 packet.stream = self._container.streams.video[0]
@@ -155,12 +155,12 @@ class VideoFile:
         return start
 
     def close(self) -> None:
-        """Finish the file."""
+        """Write the index and close the file."""
         self._container.close()
 
 
 def encode_png(images: NDArray[np.uint8]) -> list[bytes]:
-    """Encode images (T, height, width, 3), each by itself."""
+    """Encode images (T, height, width, 3) as one PNG each."""
     encoder = av.CodecContext.create("png", "w")
     assert isinstance(encoder, av.VideoCodecContext)
     encoder.height, encoder.width, encoder.pix_fmt = *images.shape[1:3], "rgb24"

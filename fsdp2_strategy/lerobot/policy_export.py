@@ -1,6 +1,6 @@
-"""A sharded policy -> the folder that a robot loads, as LeRobot's ``from_pretrained`` reads it.
+"""Export a sharded policy to a folder that LeRobot's ``from_pretrained`` loads, for example on a robot.
 
-Input: a policy, and what goes beside its weights. Output: what ``pretrained_model/`` of a checkpoint holds, by itself.
+Input: a policy, and the objects for its sidecar files. Output: a folder with the content of ``pretrained_model/``.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ def save_policy(
     train_config: Any = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the folder that a robot loads: one ``model.safetensors``, or adapters, and what goes beside; collective.
+    """Write a policy as one ``model.safetensors``, or its adapters, with sidecar files; collective.
 
-    All ranks write, each its own ranges. A model of peft is written as its adapters alone, which
-    ``PeftModel.from_pretrained`` loads, with the configuration of its base.
+    Each rank writes its own byte ranges. Of a PEFT model only the adapters are written, which
+    ``PeftModel.from_pretrained`` loads, and the configuration of the base model.
 
     Args:
-        policy: sharded or not, or a wrapper.
-        output_dir: the folder, seen by every rank; files of an earlier export are replaced. One with weights takes no
-            adapters, and the other way round, for a robot would load both.
-        preprocessor: with ``save_pretrained``, or None.
-        postprocessor: with ``save_pretrained``, or None.
-        train_config: for ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass, or None.
-        dtype: of the floating parameters in the files; by default that of the shards: after training the fp32 masters.
+        policy: a policy, sharded or not, or a wrapper of one.
+        output_dir: a folder that every rank can access. Files of an earlier export are replaced. Adapters cannot be
+            written into a folder with full weights, or the other way round, because a robot would load both.
+        preprocessor: an object with ``save_pretrained``, or None.
+        postprocessor: an object with ``save_pretrained``, or None.
+        train_config: content of ``train_config.json``: an object with ``save_pretrained``, a mapping, a dataclass, or
+            None.
+        dtype: dtype of the floating-point parameters in the files; by default that of the shards, which is fp32 (the
+            master weights) after mixed-precision training.
 
     Raises:
-        CheckpointError: on every rank: an object cannot be saved, the folder holds an export of the other kind, or see
-            `save_model`.
+        CheckpointError: on every rank: an object cannot be saved, the folder contains an export of the other kind, or
+            for the reasons of `save_model`.
     """
     folder, adapted = Path(output_dir), has_adapters(policy)
     with all_or_none("export a policy", CheckpointError):

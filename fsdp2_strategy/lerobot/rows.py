@@ -1,10 +1,10 @@
-"""The numbers of an episode, frame by frame: cut out of the data files once, then shared by all processes of a rank.
+"""Extract the table rows of each episode from the data files once, and share them with all processes of a rank.
 
-Input: parquet files that hold several episodes each. Output: one file an episode, mapped into memory, as columns.
+Input: parquet files that contain several episodes each. Output: one memory-mapped Arrow file per episode, as columns.
 
-[Note: rows once] A row group may hold one episode or a thousand. It is decoded once for all episodes that are wanted of
-it at a time, by whichever process comes first; the others map what it wrote. So the rows of a pool are in memory once a
-rank, however many workers it has, and the kernel may drop them.
+[Note: rows once] A row group may contain one episode or a thousand. The first process that needs rows of it decodes it
+once, for all episodes that are requested together, and writes one file per episode. The other processes map these
+files. So a rank has the rows of a pool in memory only once, for any number of workers, and the kernel can evict them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
 
 Rows = Mapping[str, Any]
-"""By feature: an array of as many rows as the episode has frames; of texts and images a list or Arrow array."""
+"""By feature name: an array with one row per frame of the episode; strings are a list, images an Arrow array."""
 
 
 class EpisodeRows:
-    """Give the rows of episodes.
+    """The rows of episodes, by episode index.
 
     Args:
-        source: where the data files come from.
-        metadata: of the data set.
-        folder: for the files that are cut out; it exists.
-        kept: how many episodes this process keeps mapped.
+        source: the source of the data files.
+        metadata: metadata of the data set.
+        folder: an existing folder for the extracted files.
+        kept: maximum number of episodes that this process keeps mapped.
     """
 
     def __init__(self, source: Source, metadata: Metadata, folder: Path, kept: int) -> None:
@@ -47,18 +47,18 @@ class EpisodeRows:
         self._mapped: OrderedDict[int, Rows] = OrderedDict()
 
     def __getitem__(self, episode: int) -> Rows:
-        """Return the rows of an episode, by feature.
+        """Return the rows of an episode by feature name; extract them if no process has done so.
 
         Raises:
-            CorruptDataError: its data file cannot be parsed, or holds other episodes or values than it should.
-            DataError: the file cannot be had, or there is no room for its rows.
+            CorruptDataError: the data file cannot be parsed, or does not contain the expected episodes or values.
+            DataError: the data file cannot be read or fetched, or the disk is full.
         """
         if episode in self._mapped:
             self._mapped.move_to_end(episode)
             return self._mapped[episode]
         table = self._map(episode)
         for old in [old for old in self._mapped if not self._path(old).exists()]:
-            del self._mapped[old]  # what has left takes room on the disk as long as it is mapped
+            del self._mapped[old]  # a deleted file uses disk space until it is unmapped
         while len(self._mapped) >= self._kept:
             self._mapped.popitem(last=False)
         rows = {}
@@ -72,11 +72,11 @@ class EpisodeRows:
         return rows
 
     def cut_out(self, episodes: Iterable[int]) -> None:
-        """Write the files of episodes that have none; see [Note: rows once].
+        """Write the files of those episodes that have none; see [Note: rows once].
 
         Raises:
-            CorruptDataError: a data file cannot be parsed, or holds other episodes than it should.
-            DataError: a file cannot be had, or there is no room for its rows.
+            CorruptDataError: a data file cannot be parsed, or does not contain the expected episodes.
+            DataError: a data file cannot be read or fetched, or the disk is full.
         """
         by_file: dict[str, list[int]] = {}
         for episode in episodes:
@@ -89,13 +89,13 @@ class EpisodeRows:
                     self._cut_out_of(path, missing)
 
     def forget(self, episode: int) -> None:
-        """Delete the file of an episode; whoever has it mapped keeps it until it maps another."""
+        """Delete the file of an episode; a process that has it mapped keeps it until it maps another one."""
         self._path(episode).unlink(missing_ok=True)
 
     def _map(self, episode: int) -> pa.Table:
         while True:
             self.cut_out([episode])
-            with suppress(FileNotFoundError), pa.memory_map(str(self._path(episode))) as file:  # unless it was let go
+            with suppress(FileNotFoundError), pa.memory_map(str(self._path(episode))) as file:  # deleted since: retry
                 return pa.ipc.open_file(file).read_all()
 
     def _cut_out_of(self, path: str, episodes: Sequence[int]) -> None:
@@ -110,13 +110,13 @@ class EpisodeRows:
                 places = {episode: int(np.argmax(numbers == episode)) for episode in astray}
                 astray = self._cut(file, places)
             footer_bytes = file.metadata.serialized_size
-        self._source.forget(path, [(0, self._source.size(path) - footer_bytes)])  # nobody reads the groups again
+        self._source.forget(path, [(0, self._source.size(path) - footer_bytes)])  # the row groups are not read again
         if astray:
             found = f"it lacks the rows of the episodes {', '.join(map(str, astray[:5]))}"
             raise corrupt(self._source, path, found, "those that meta/episodes names")
 
     def _cut(self, file: pq.ParquetFile, places: Mapping[int, int]) -> list[int]:
-        """Write episodes that begin at rows of a file; return those that are not there."""
+        """Write the files of episodes that start at the given rows; return those that do not start there."""
         groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         begins = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
         pieces: dict[int, list[pa.Table]] = {episode: [] for episode in places}
@@ -136,12 +136,12 @@ class EpisodeRows:
         return [episode for episode in places if episode not in written]
 
     def _write(self, episode: int, table: pa.Table) -> bool:
-        """Write the rows of an episode; say whether they are those."""
+        """Write the file of an episode, if ``table`` contains exactly its rows; return whether it does."""
         right = table["episode_index"].to_numpy() == episode
         if len(right) != self._metadata.lengths[episode] or not right.all():
             return False
         unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
-        with naming_the_disk(f"the rows of episode {episode}", self._folder):  # else the data file seemed damaged
+        with naming_the_disk(f"the rows of episode {episode}", self._folder):  # else the error names the data file
             try:
                 with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table.combine_chunks())
@@ -161,20 +161,20 @@ class EpisodeRows:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 yield
-            finally:  # not left to closing: a worker forked meanwhile keeps it open
+            finally:  # closing does not unlock if a forked worker has it open
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
-    """Return a column as an array of shape (T,) or (T, *shape); texts as a list, images as they are.
+    """Convert a column to an array of shape (T,) or (T, *shape), or strings to a list; return images unchanged.
 
     Raises:
-        ValueError: it is of another shape, or lacks values.
-        TypeError: there is no such dtype.
+        ValueError: the column has another shape, or values are missing.
+        TypeError: the feature's dtype is unknown.
     """
     if feature["dtype"] == "image":
         return column
-    values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies even one
+    values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # copies even a single chunk
     if isinstance(values, pa.ChunkedArray):
         values = pa.concat_arrays(values.chunks)
     if isinstance(values, pa.ExtensionArray):

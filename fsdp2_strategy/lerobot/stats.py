@@ -1,10 +1,11 @@
-"""Statistics of features, as ``meta/stats.json`` and the tables of episodes hold them.
+"""Compute the statistics of features for ``meta/stats.json`` and the tables of episodes.
 
-Input: the values of an episode, or the statistics of several. Output: minimum, maximum, mean, standard deviation, count
-and five quantiles by name: arrays of a feature's shape, for images (3, 1, 1) in [0, 1].
+Input: the values of an episode, or the statistics of several episodes. Output: minimum, maximum, mean, standard
+deviation, count and five quantiles by name, as arrays of the feature's shape; for images (3, 1, 1) in [0, 1].
 
-The format: those of a data set are put together from those of its episodes; its quantiles are their means, weighted by
-length. An episode's own are exact. Of a long episode not every image counts, and of a large image not every pixel.
+As in LeRobot, the statistics of a data set are aggregated from those of its episodes. Its quantiles are the means of
+the episodes' quantiles, weighted by count. An episode's statistics are exact for numbers. For images they are computed
+on a sample of the frames and, if images are large, of the pixels.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
 def feature_stats(values: NDArray[Any]) -> Stats:
-    """Return the statistics of an episode's numbers, (T,) or (T, n); a flag counts as 0 or 1."""
+    """Return the statistics of an episode's numbers, (T,) or (T, n); booleans count as 0 or 1."""
     return _by_row(values.reshape(len(values), -1).T, count=len(values))
 
 
 def image_stats(images: NDArray[np.uint8]) -> Stats:
-    """Return the statistics of an episode's images (T, height, width, 3), by channel."""
+    """Return the statistics of an episode's images (T, height, width, 3), per channel."""
     length, height, width, channels = images.shape
     n = max(min(length, 100), min(int(length**0.75), 10_000))
     every = int(max(height, width) / 150) if max(height, width) >= 300 else 1

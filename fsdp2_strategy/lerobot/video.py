@@ -1,14 +1,14 @@
-"""The frames of mp4 files that are asked for: exact by their time stamps, from a bounded number of open decoders.
+"""Decode single frames of mp4 files by their time stamps, with a bounded number of open decoders.
 
-Input: a file that holds several episodes, and seconds in it. Output: pictures, uint8 of shape (T, C, H, W).
+Input: a file that contains several episodes, and times in seconds. Output: images, uint8 of shape (T, C, H, W).
 
-[Note: decoding] A frame can be decoded only after those before it, back to a key frame. Those are decoded and not
-converted. Frames that are asked for together are decoded in one go, from one key frame to the next. One thread decodes:
-a decoder with several runs ahead of what is wanted; workers are what runs side by side.
+[Note: decoding] To decode a frame, all frames since the last key frame must be decoded. Those are not converted to RGB.
+The frames of one request are decoded in one pass in ascending order. A decoder uses one thread, because with several it
+decodes frames ahead that nobody asked for. Parallelism comes from the workers.
 
-[Note: planes] A sample holds one colour after the other. FFmpeg can give pictures so; turned round behind it, they cost
-twice as much. For the formats of `_PLANAR` in widths that are multiples of 16, which nearly all videos have, its values
-are those that it gives pixel after pixel; elsewhere they may not be, and that longer way is gone.
+[Note: planes] A sample needs channels first, (C, H, W). FFmpeg can convert to planar RGB directly; packed RGB with a
+transpose afterwards costs twice as much. For the formats in `_PLANAR`, a width that is a multiple of 16 and an even
+height, which nearly all videos have, both give equal values. For other frames they may not, so packed RGB is used.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fsdp2_strategy.lerobot.metadata import corrupt
 from fsdp2_strategy.lerobot.worker_counters import Counts
 
 _PLANAR = {"yuv420p", "yuvj420p"}
-_BUFFER_BYTES = 1 << 15  # what lies behind an episode is read ahead, and fetched for nothing
+_BUFFER_BYTES = 1 << 15  # small: data after an episode that is read ahead is fetched for nothing
 _KEYS_BACK = 4
-# A flipped bit is an error, not a picture with a hole in it.
+# Raise an error for corrupt data. FFmpeg would conceal it in the image by default.
 _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
 
 class Decoders:
-    """Keep files open between frames.
+    """A least-recently-used cache of open video decoders.
 
     Args:
-        source: where the files come from.
-        most: how many are open at a time; the one that was used longest ago is closed.
-        counts: what is decoded is counted there.
+        source: the source of the files.
+        most: maximum number of open files.
+        counts: counters of decoded and converted frames.
     """
 
     def __init__(self, source: Source, most: int, counts: Counts) -> None:
@@ -51,7 +51,7 @@ class Decoders:
         self._process = os.getpid()
 
     def __len__(self) -> int:
-        """Return how many are open."""
+        """Return the number of open files."""
         return len(self._open)
 
     def frames(self, path: str, seconds: Sequence[float], tolerance_s: float) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Decoders:
 
         Raises:
             CorruptDataError: the file cannot be decoded, or has no frame within the tolerance of a time.
-            DataError: it cannot be had.
+            DataError: the file cannot be read or fetched.
         """
         try:
             decoder = self._opened(path)
@@ -68,22 +68,22 @@ class Decoders:
         except (av.FFmpegError, IndexError) as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
-        except BaseException:  # it does not go on from there
+        except BaseException:  # the decoder cannot continue from there
             self.close(path)
             raise
         self._counts.add(frames_decoded=decoder.decoded - before, frames_converted=len(pictures))
-        if len(seconds) == 1:  # needs no copy
+        if len(seconds) == 1:  # without a copy
             return pictures[seconds[0]].unsqueeze(0)
         return torch.stack([pictures[second] for second in seconds])
 
     def close(self, path: str | None = None) -> None:
-        """Close a file, or all."""
+        """Close one file, or all files."""
         for name in [path] if path is not None else list(self._open):
             if (decoder := self._open.pop(name, None)) is not None:
                 decoder.close()
 
     def _opened(self, path: str) -> _Decoder:
-        if self._process != os.getpid():  # a fork reads with its parent's place in the file
+        if self._process != os.getpid():  # a fork shares the file offset with its parent
             self._open, self._process = OrderedDict(), os.getpid()
         if path in self._open:
             self._open.move_to_end(path)
@@ -95,13 +95,13 @@ class Decoders:
 
 
 class _Decoder:
-    """An open file."""
+    """The decoder of an open file."""
 
     def __init__(self, source: Source, path: str) -> None:
         self._source, self._path = source, path
         self.decoded = 0
         local, opened = source.local(path), source.open(path)
-        if local is not None:  # by name it is read without Python
+        if local is not None:  # FFmpeg opens it by name and reads it without Python
             opened.close()
         self._file = None if local is not None else opened
         self._container = _container(opened if local is None else str(local))
@@ -117,7 +117,7 @@ class _Decoder:
         self._last: av.VideoFrame | None = None
 
     def at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
-        """Return the frames at ascending times."""
+        """Return the frames at times in ascending order."""
         found = {}
         for second in seconds:
             found[second] = _channels_first(self._frame(second, tolerance_s), self._reformatter)
@@ -140,11 +140,11 @@ class _Decoder:
         return frame
 
     def _nearest(self, wanted: int) -> av.VideoFrame | None:
-        """Return the frame that is nearest to a time."""
+        """Return the frame that is nearest to a time stamp; decode on, or seek if necessary."""
         if self._last is None or not self._is_ahead(_pts(self._last), wanted):
             self._go_back(wanted)
         before, frame = None, self._last
-        while frame is not None and _pts(frame) < wanted - 1:  # ticks: times are rounded when they are written
+        while frame is not None and _pts(frame) < wanted - 1:  # 1 tick: written time stamps are rounded
             before, frame = frame, self._next()
         self._last = frame
         if frame is None or (before is not None and wanted - _pts(before) < _pts(frame) - wanted):
@@ -152,9 +152,10 @@ class _Decoder:
         return frame
 
     def _go_back(self, wanted: int) -> None:
-        """Decode from a key frame on that is not after a time.
+        """Seek to a key frame from which decoding reaches a time stamp, and decode the first frame.
 
-        The frames shown before a key frame may need those of the one before it, which this index does not tell.
+        Frames shown before a key frame may refer to frames before it, which the index does not record. If the first
+        decoded frame is after the time stamp, try earlier key frames.
         """
         start = wanted
         for _ in range(_KEYS_BACK):
@@ -172,7 +173,7 @@ class _Decoder:
         return frame
 
     def _is_ahead(self, at: int, wanted: int) -> bool:
-        """Return whether a frame is reached by going on: it is not behind, and no key frame is nearer."""
+        """Return whether to decode on from ``at``: ``wanted`` is not before it, and no key frame is in between."""
         if wanted <= at:
             return wanted == at
         key = self._index.search_timestamp(wanted, backward=True)
@@ -184,7 +185,7 @@ def _pts(frame: av.VideoFrame) -> int:
 
 
 def picture(content: bytes) -> torch.Tensor:
-    """Return an encoded image (PNG, JPEG), uint8 of shape (C, H, W).
+    """Decode an image (PNG, JPEG) to uint8 of shape (C, H, W).
 
     Raises:
         av.FFmpegError: it cannot be decoded.
@@ -198,11 +199,11 @@ def _container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputConta
 
 
 def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torch.Tensor:
-    """Return the picture of a frame; see [Note: planes]."""
+    """Convert a frame to RGB, uint8 of shape (C, H, W); see [Note: planes]."""
     if frame.format.name not in _PLANAR or frame.width % 16 or frame.height % 2:
         pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers, though their types say not
+    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers, but not in their type stubs
     green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
     pixels = np.empty((3, frame.height, frame.width), np.uint8)
     pixels[0], pixels[1], pixels[2] = (colour[:, : frame.width] for colour in (red, green, blue))

@@ -1,7 +1,7 @@
-"""Which frames a sample spans: steps in time as steps in frames, held at the edges of the episode.
+"""Convert time windows around a frame to rows of its episode, with padding at the ends of the episode.
 
-Input: seconds before and after a frame, for each feature that wants them. Output: rows of the episode, and which
-of them stand for frames that it does not have.
+Input: seconds relative to a frame, for each feature with a window. Output: rows of the episode, and a mask of those
+that are padding.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Offsets = npt.NDArray[np.int64]
 def offsets_of(
     delta_timestamps: Mapping[str, Sequence[float]], features: Iterable[str], fps: float, tolerance_s: float
 ) -> dict[str, Offsets]:
-    """Return the steps of each feature in frames.
+    """Convert the steps of each feature from seconds to frames.
 
     Args:
-        delta_timestamps: seconds from the sample's frame, by feature.
-        features: those that there are.
-        fps: frames a second.
-        tolerance_s: how far a step may be from a frame, in seconds.
+        delta_timestamps: seconds relative to the sample's frame, by feature.
+        features: the features of the data set.
+        fps: frames per second.
+        tolerance_s: maximum deviation of a step from a frame, in seconds.
 
     Raises:
-        DataError: a feature does not exist, or a step is no whole number of frames.
+        DataError: a feature does not exist, or a step is not a whole number of frames.
     """
     found = {}
     for key, seconds in delta_timestamps.items():
@@ -50,7 +50,7 @@ def offsets_of(
 
 
 def window(frame: int, offsets: Offsets, length: int) -> tuple[Offsets, npt.NDArray[np.bool_]]:
-    """Return the rows of a window, and which are padding: before the first or after the last of ``length`` frames."""
+    """Return the rows of a window, clamped to the ``length`` frames of the episode, and a mask of clamped rows."""
     rows = frame + offsets
     held = np.clip(rows, 0, length - 1)
     return held, rows != held

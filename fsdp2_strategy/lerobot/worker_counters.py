@@ -1,6 +1,6 @@
-"""Counters of all processes of a rank: what its workers gave, decoded and left out.
+"""Count samples and decoded frames over all processes of a rank.
 
-Input: names and numbers, in any process that has the data set. Output: their sums, in any of them.
+Input: increments by name, in any process that uses the data set. Output: their sums, in any of these processes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ NAMES = ("samples", "samples_skipped", "frames_decoded", "frames_converted")
 
 
 class Counts:
-    """Add up in a file a process, mapped into memory.
+    """Counters in memory-mapped files, one file per process.
 
     Args:
-        folder: for the files; it exists.
+        folder: an existing folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +27,7 @@ class Counts:
         self._own = np.zeros(len(NAMES), dtype=np.int64)
 
     def add(self, **numbers: int) -> None:
-        """Count."""
+        """Add numbers to the counters of this process."""
         if self._process != os.getpid():
             self._open()
         for name, number in numbers.items():
@@ -38,12 +38,12 @@ class Counts:
         total = np.zeros(len(NAMES), dtype=np.int64)
         for path in self._folder.glob("counts-*"):
             found = np.fromfile(path, dtype=np.int64, count=len(NAMES))
-            total[: len(found)] += found  # one that is just being made is empty
+            total[: len(found)] += found  # a file that is just being created is empty
         return dict(zip(NAMES, total.tolist(), strict=True))
 
     def _open(self) -> None:
         with (self._folder / f"counts-{os.getpid()}").open("a+b") as file:
-            file.write(bytes(len(NAMES) * 8))  # no hole: a full disk would kill whoever counts first
+            file.write(bytes(len(NAMES) * 8))  # allocated now: SIGBUS if a mapped hole meets a full disk
             file.flush()
             self._own = np.frombuffer(mmap.mmap(file.fileno(), len(NAMES) * 8), dtype=np.int64)
         self._process = os.getpid()

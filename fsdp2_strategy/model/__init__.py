@@ -1,1 +1,1 @@
-"""Models as objects: wrappers, names, where values are, offloading, fingerprints; nothing about sharding plans."""
+"""Models as objects: wrappers, names, locations of values, offloading, fingerprints; not sharding plans."""

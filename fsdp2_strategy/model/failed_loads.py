@@ -1,6 +1,6 @@
-"""Models and optimizers that a failed load left with values of nothing: unusable until a load succeeds.
+"""Mark models and optimizers that a failed load left inconsistent: unusable until a load succeeds.
 
-Input: a model, an optimizer. Output: the same, refusing to compute, to step and to be saved.
+Input: a model or an optimizer. Output: the same object, for which a forward pass, a step and a save raise.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.model.state import Slot, model_state
 
 _MARK = Slot[tuple[str, Any]]("unusable")
-"""Why, and the handle of the hook that refuses."""
+"""The error of the failed load, and the handle of the hook that raises."""
 
 
 def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
-    """Let a model refuse its forward pass, or an optimizer its step."""
+    """Register a hook that raises before a model's forward pass or an optimizer's step; not collective."""
     mark_usable(subject)
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -34,16 +34,16 @@ def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
 
 
 def mark_usable(subject: nn.Module | Optimizer) -> None:
-    """Take the mark away."""
+    """Remove the mark, if any; not collective."""
     if mark := model_state(subject).pop(_MARK):
         mark[1].remove()
 
 
 def check_usable(subject: nn.Module | Optimizer) -> None:
-    """Raise where a subject is marked.
+    """Raise if a model or optimizer is marked as unusable; not collective.
 
     Raises:
-        CheckpointError: its values are those of a load that failed midway.
+        CheckpointError: a load failed and left inconsistent values.
     """
     if mark := model_state(subject).get(_MARK):
         raise CheckpointError(_message(subject, mark[0]))
@@ -51,7 +51,7 @@ def check_usable(subject: nn.Module | Optimizer) -> None:
 
 @contextmanager
 def unusable_unless_done(subjects: Sequence[nn.Module | Optimizer]) -> Iterator[None]:
-    """Mark the subjects where the block fails, and take their marks away where it succeeds."""
+    """Mark the subjects as unusable if the block raises CheckpointError, and as usable if it succeeds."""
     try:
         yield
     except CheckpointError as error:

@@ -1,11 +1,12 @@
-"""Whether tensors hold the same values, told by a few digits each, on any number of ranks and without a gather.
+"""Fingerprints of tensors: short hashes to compare values across any number of ranks, without a gather.
 
 Input: tensors, sharded or not. Output: a `Fingerprint` for each.
 
-[Note: fingerprint] The bits of each element are an integer; it is multiplied with a weight of its position in the whole
-tensor, and all products are summed modulo 2^64. A sum does not ask how elements are spread over ranks. The weight of
-position p is one for p's place in its block of elements, times one of the block. Where a run stores in another
-dtype what it does not train, a second sum, of the elements as bfloat16, says what can be said.
+[Note: fingerprint] The bits of each element are read as an integer and multiplied by a weight, which depends on the
+element's position in the full tensor. All products are summed modulo 2^64, so the result does not depend on the
+sharding. The weight of a position is the product of two weights: one for the offset in its block of elements, one for
+the index of the block. Another run may store frozen tensors in another dtype. To compare with those, a second sum is
+computed over the elements rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from fsdp2_strategy.model.shards import local_box
 from fsdp2_strategy.model.state import Slot, model_state
 
 _AS_BUILT = Slot[dict[str, torch.Tensor]]("sums of what was frozen as it was built")
-"""By name, when the model was sharded."""
+"""Local sums of frozen parameters by name, from when the model was sharded and loaded."""
 
-# Odd constants without structure: that of the golden ratio, and one of splitmix64's, as signed integers.
+# Odd 64-bit hash constants as signed integers: 2^64 / golden ratio, and a multiplier of splitmix64.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Tell values apart; see [Note: fingerprint]."""
+    """The fingerprint of one tensor; see [Note: fingerprint]."""
 
     dtype: str
     exact: str
-    """Of the elements as they are stored, 16 hexadecimal digits."""
+    """Sum over the elements as stored, as 16 hexadecimal digits."""
     as_bfloat16: str
-    """Of the elements as bfloat16; of those that are no floating numbers, the same as ``exact``."""
+    """Sum over the elements rounded to bfloat16; equal to ``exact`` for bfloat16 and non-floating dtypes."""
 
     def fits(self, other: Fingerprint) -> bool | None:
-        """Say whether two are of the same values, as far as the coarser dtype tells; None where none tells.
+        """Return whether two tensors hold the same values, up to rounding to bfloat16 if their dtypes differ.
 
-        float16 rounds otherwise than bfloat16, so that of two that came from one fp32 value neither tells the other.
+        Return None if the dtypes differ and one is float16: float16 and bfloat16 round one fp32 value differently, so
+        neither can be derived from the other.
         """
         if self.dtype == other.dtype:
             return self.exact == other.exact
@@ -58,11 +60,11 @@ class Fingerprint:
 
 
 def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None) -> torch.Tensor:
-    """Return what this rank's elements add to the fingerprints: int64 of shape (tensors, 2); not collective.
+    """Return the fingerprint sums over this rank's elements: int64 of shape (tensors, 2); not collective.
 
     Args:
-        tensors: sharded or not.
-        elements: of a block; by default ``sizes.FINGERPRINT_ELEMENTS``. Those of blocks of different sizes differ.
+        tensors: tensors by name, sharded or not.
+        elements: elements per block, by default ``sizes.FINGERPRINT_ELEMENTS``. The sums depend on it.
     """
     of_place = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
     sums = [_sums(t, of_place).to(control_device()) for t in tensors.values()]
@@ -70,7 +72,7 @@ def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None)
 
 
 def remember_as_built(model: nn.Module) -> None:
-    """Keep the sums of what is frozen in a model that trains, once it is sharded and real; not collective."""
+    """Store the sums of the frozen parameters of a partly frozen model, unless one is on meta; not collective."""
     parameters = named_parameters(model)
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     if 0 < len(frozen) < len(parameters) and not any(p.is_meta for p in frozen.values()):
@@ -78,7 +80,10 @@ def remember_as_built(model: nn.Module) -> None:
 
 
 def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
-    """Return which tensors, whose sums are given, are not as `remember_as_built` found them; collective."""
+    """Return which of the named tensors have changed on any rank since `remember_as_built`; collective.
+
+    ``local`` holds their present `local_sums`. Tensors without a stored sum count as changed.
+    """
     before = model_state(model).get(_AS_BUILT) or {}
     names = list(names)
     differs = [name not in before or not torch.equal(before[name], own) for name, own in zip(names, local, strict=True)]
@@ -89,7 +94,7 @@ def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Ten
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> dict[str, Fingerprint]:
-    """Add what `local_sums` gave up over the ranks; collective."""
+    """Return the fingerprints of tensors from their `local_sums`, which are all-reduced in place; collective."""
     if local.numel():
         dist.all_reduce(local, group=group_in_use())
     digits = [[f"{value % (1 << 64):016x}" for value in pair] for pair in local.tolist()]
@@ -97,7 +102,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
 
 
 def _counts_here(tensor: torch.Tensor) -> bool:
-    """Say whether this rank is the one of its replicas that counts."""
+    """Return whether this rank adds its elements; of several replicas only the first does."""
     if not isinstance(tensor, DTensor):
         return is_rank_0()
     mesh = tensor.device_mesh
@@ -106,7 +111,7 @@ def _counts_here(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _sums(tensor: torch.Tensor, of_place: torch.Tensor) -> torch.Tensor:
-    """Return the two sums over this rank's elements; see [Note: fingerprint]."""
+    """Return the two sums of one tensor over this rank's elements."""
     values = values_of(tensor)
     totals = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not values.numel() or not _counts_here(tensor):
@@ -123,7 +128,7 @@ def _sums(tensor: torch.Tensor, of_place: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(integers: torch.Tensor, first: int, of_place: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of a part of one block, or of whole blocks, whose first element is at a position."""
+    """Return the weighted sum of integers from position ``first`` on: a part of one block, or whole blocks."""
     size = len(of_place)
     block, place = divmod(first, size)
     if place or len(integers) % size:
@@ -134,14 +139,14 @@ def _weighted(integers: torch.Tensor, first: int, of_place: torch.Tensor) -> tor
 
 
 def _weights(numbers: torch.Tensor) -> torch.Tensor:
-    """Return an odd weight for each number."""
+    """Return an odd pseudo-random weight for each number."""
     return (numbers * _STRIDE) ^ ((numbers + 1) * _MIX >> 29) | 1
 
 
 def _runs(
     values: torch.Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Return the flat runs of a box that lie in a row in the whole tensor, and where there they begin."""
+    """Yield the runs of a shard that are contiguous in the full tensor, flat, each with its offset there."""
     cut = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for index in itertools.product(*(range(length) for _, length in box[:cut])):
@@ -150,7 +155,7 @@ def _runs(
 
 
 def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut a run at the ends of blocks: parts of a block, and some whole ones at once."""
+    """Split a range of positions at block boundaries into partial blocks and groups of whole blocks."""
     while begin < end:
         whole = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)
         cut = begin + whole * size if whole else min(end, begin + size - begin % size)
@@ -159,7 +164,7 @@ def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values, or values that are no floating numbers, as int64 that are nobody else's."""
+    """Return the bits of floating-point values, or integer values, as a new int64 tensor."""
     if values.is_floating_point():
         values = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
     return values.to(torch.int64, copy=True)

@@ -1,6 +1,6 @@
-"""FSDP2's own records of a model: its units' parameter groups, resharded or reset.
+"""FSDP2's state of a model: iterate over the parameter groups of its units, reshard them, reset them.
 
-Input: a model that went through `shard_model`, or not. Output: its parameters registered in sharded form.
+Input: a model, sharded by `shard_model` or not. Output: the model with its sharded parameters registered.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether the model went through ``shard_model``."""
+    """Return whether a model, or the one in a wrapper, was sharded by ``shard_model``; not collective."""
     return isinstance(unwrap_model(model), FSDPModule)
 
 
 def has_unsharded_parameters(model: nn.Module) -> bool:
-    """Say whether any parameter lies outside the sharded modules within ``model``."""
+    """Return whether any parameter of ``model`` is outside all sharded modules; not collective."""
     if isinstance(model, FSDPModule):
         return False
     own = any(True for _ in model.parameters(recurse=False))
@@ -36,19 +36,18 @@ def has_unsharded_parameters(model: nn.Module) -> bool:
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
-    """Return FSDP2's own record of each unit's parameters; not collective."""
+    """Yield the ``FSDPParamGroup`` of each unit that has parameters; not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield from records_of(state_of(module))
 
 
 def reshard(model: nn.Module) -> None:
-    """Register the sharded parameters wherever a forward pass left gathered ones; not collective.
+    """Free the unsharded parameters that a forward pass left, and register the sharded ones; not collective.
 
-    FSDP2 keeps the root gathered after a forward pass, because a backward pass usually follows. After one that none
-    follows (evaluation, generation) the modules would show full parameters to an optimizer or a checkpoint, and the
-    next forward pass would compute with values from before the step. So it would
-    with what was gathered ahead for a unit that did not run any more.
+    FSDP2 keeps the root unsharded after a forward pass, because a backward pass usually follows. If none follows
+    (evaluation, generation), an optimizer or a checkpoint would find unsharded parameters in the modules, and the next
+    forward pass would use values from before the optimizer step. The same holds for a prefetched unit that did not run.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -58,10 +57,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Bring FSDP2's records to rest, all units sharded, also after a pass that raised midway; not collective.
+    """Reshard all units and mark them idle, also after a forward or backward pass that raised; not collective.
 
-    A pass that raises leaves units in the middle of a forward pass: they would stay gathered, and the next pass would
-    not count as one that begins.
+    After a pass that raised, FSDP2 still has units in their forward state: they would stay unsharded, and FSDP2 would
+    treat the next forward pass as a part of the failed one.
     """
     for record in parameter_groups(model):
         reset_record(record)

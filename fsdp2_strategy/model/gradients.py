@@ -1,6 +1,6 @@
-"""Gradients: dropped wherever FSDP2 keeps them, and averaged over the ranks where a parameter is not sharded.
+"""Gradients: clear all that FSDP2 keeps, and average those of parameters that are not sharded.
 
-Input: a model, a parameter. Output: gradients cleared; a hook that averages.
+Input: a model or a parameter. Output: the model without gradients; the parameter with an all-reduce hook.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fsdp2_strategy.model.fsdp_state import parameter_groups
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """Drop all gradients, also those that FSDP2 holds back between micro-batches; not collective.
+    """Clear all gradients, also those that FSDP2 keeps between micro-batches; not collective.
 
-    Accumulation without communication keeps unsharded sums on FSDP2's parameters, and a deferred all-reduce keeps
-    reduced ones on its groups: `zero_grad` sees neither.
+    `zero_grad` does not clear them: accumulation without communication keeps unsharded gradients in ``FSDPParam``, and
+    a deferred all-reduce keeps reduce-scattered gradients in ``FSDPParamGroup``.
     """
     for parameter in model.parameters():
         parameter.grad = None
@@ -36,14 +36,14 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def average_gradient(parameter: nn.Parameter) -> None:
-    """Let a parameter that every rank holds whole add the same averaged gradient everywhere.
+    """Register a hook that averages the gradient of an unsharded parameter over the ranks; not collective.
 
-    So accumulation over micro-batches needs no further care. Those ranks are the group in use now. One that can have no
-    gradient is left alone.
+    The ranks are those of the group in use at this call. Each backward pass adds an averaged gradient, so accumulation
+    needs no extra step. A parameter that is not floating-point gets no hook.
     """
     if not parameter.is_floating_point():
         return
-    group = group_in_use()  # a backward pass may run on threads that know none
+    group = group_in_use()  # autograd may run the hook on a thread without it
 
     def average(grad: torch.Tensor) -> torch.Tensor:
         total = grad.clone()
@@ -52,4 +52,4 @@ def average_gradient(parameter: nn.Parameter) -> None:
 
     trained = parameter.requires_grad
     parameter.requires_grad_(True).register_hook(average)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(trained)  # one that is frozen now may be trained later
+    parameter.requires_grad_(trained)  # a frozen parameter may be trained later

@@ -1,7 +1,7 @@
-"""fp32 masters of a model's parameters, wherever optimizers keep them.
+"""Registry of the optimizers that keep fp32 master weights.
 
-Input: optimizers that keep masters, as they are made. Output: the masters of a model; masters refreshed after its
-weights came from elsewhere.
+Input: such optimizers, registered at construction. Output: the master weights of a model, which can also be refreshed
+after new weights were loaded into the model.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import torch
 from torch import nn
 
 MASTER = "master"
-"""Key of a master in the optimizer's state of its parameter."""
+"""Key of the fp32 master weights in the optimizer's state of a parameter."""
 
 
 class KeepsMasters(Protocol):
-    """An optimizer that keeps fp32 masters in its state."""
+    """An optimizer that keeps fp32 master weights in its state."""
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
         """The optimizer's state of each parameter."""
 
     def refresh_masters(self, own: Collection[int] | None = None) -> None:
-        """Take the masters' values from the parameters; ``own``: identities of those that are meant, None for all."""
+        """Copy the parameters into their master weights; ``own``: the ``id`` of each parameter, None for all."""
 
 
 _alive: WeakSet[Any] = WeakSet()
 
 
 def register_masters(optimizer: KeepsMasters) -> None:
-    """Register an optimizer for `masters_of` and `refresh_masters_of`, as long as it lives."""
+    """Register an optimizer for `masters_of` and `refresh_masters_of`, by a weak reference."""
     _alive.add(optimizer)
 
 
 def masters_of(model: nn.Module) -> dict[int, torch.Tensor]:
-    """Return the fp32 masters that optimizers keep of a model's parameters, by the identity of the parameter."""
+    """Return the fp32 master weights of a model's parameters, by the ``id`` of the parameter; not collective."""
     own = {id(parameter) for parameter in model.parameters()}
     return {
         id(parameter): state[MASTER]
@@ -48,7 +48,7 @@ def masters_of(model: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def refresh_masters_of(model: nn.Module) -> None:
-    """Note that a model's weights came from elsewhere: masters of them take their values; not collective."""
+    """Copy a model's parameters into their master weights, after new weights were loaded; not collective."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in list(_alive):
         optimizer.refresh_masters(own)

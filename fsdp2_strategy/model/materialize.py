@@ -1,6 +1,6 @@
-"""Memory for models that were built on the meta device, and which of their tensors have no values yet.
+"""Allocate memory for models that were built on the meta device, and track which tensors are uninitialised.
 
-Input: a model with parameters or buffers on meta. Output: memory on a device; marks of what is still empty.
+Input: a model with parameters or buffers on meta. Output: the model on a device; a record of uninitialised tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.placeholders import is_away, is_computed
 
 _empty: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
-"""Tensors that have memory and no values yet; a tensor is known here by what it is, and not by what it holds."""
+"""Tensors that were allocated but not filled yet; keyed by identity, not by value."""
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give memory, but no values, to all parameters and buffers on the meta device; ties are kept; not collective.
+    """Allocate all parameters and buffers that are on the meta device, without values; not collective.
 
-    They count as empty until `has_values_now` says otherwise. A sharded model gets the memory of its shards alone, in
-    host memory where they are offloaded; FSDP2 pads and pins them as it needs.
+    Tied tensors stay tied. The new tensors count as uninitialised until `has_values_now`. Of sharded parameters only
+    this rank's shards are allocated, in host memory under ``CPUOffloadPolicy``; FSDP2 pads and pins them.
     """
     sharded = is_sharded(model)
     offloaded = {
@@ -60,18 +60,18 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is on meta, or got memory from `materialize` and nothing else yet."""
+    """Return whether a tensor is uninitialised: on meta and not a placeholder, or allocated but not filled."""
     stands_for_none = tensor.is_meta and not is_away(tensor) and not is_computed(tensor)
     return stands_for_none or (len(_empty) > 0 and tensor in _empty)
 
 
 def is_unreal(model: nn.Module) -> bool:
-    """Say whether any parameter or buffer of the model has no values yet."""
+    """Return whether any parameter or buffer of the model is uninitialised; not collective."""
     return any(lacks_values(tensor) for module in model.modules() for _, tensor in _own_tensors(module))
 
 
 def has_values_now(model: nn.Module) -> None:
-    """Note that all parameters and buffers got their values."""
+    """Record that all parameters and buffers of the model are initialised; not collective."""
     for module in model.modules():
         for _, tensor in _own_tensors(module):
             _empty.pop(tensor, None)

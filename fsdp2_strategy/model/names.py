@@ -1,7 +1,7 @@
-"""Parameter and module names: patterns that users write, and what they match.
+"""Names of parameters and buffers, and the patterns that select them.
 
-A pattern with ``*``, ``?`` or ``[`` is a shell-style pattern over the whole dotted name; any other matches wherever
-it occurs in the name (``"norm"`` matches ``model.norm.weight``).
+A pattern with ``*``, ``?`` or ``[`` is a shell-style pattern for the full dotted name. Any other pattern matches each
+name that contains it (``"norm"`` matches ``model.norm.weight``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COMPILE_PREFIX = "_orig_mod."
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Say whether any of ``patterns`` matches the dotted ``name``."""
+    """Return whether any of ``patterns`` matches the dotted ``name``."""
     return any(
         fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
         for pattern in patterns
@@ -27,17 +27,17 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def clean(name: str) -> str:
-    """Return ``name`` without the prefixes that torch's checkpoint and compile wrappers add."""
+    """Remove the prefixes that torch's checkpoint and compile wrappers add to ``name``."""
     return name.replace(_CHECKPOINT_PREFIX, "").replace(_COMPILE_PREFIX, "")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return each parameter once, under its first clean name, in module order."""
+    """Return the parameters by `clean` name, in module order; a tied one only under its first name."""
     return {clean(name): parameter for name, parameter in model.named_parameters()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return each buffer that belongs in a checkpoint once, under its first clean name."""
+    """Return the persistent buffers by `clean` name, in module order; a shared one only under its first name."""
     found = {}
     seen = set()
     for prefix, module in model.named_modules():

@@ -1,12 +1,11 @@
-"""Models and optimizers go away to host memory, and come back as they were.
+"""Offload models and optimizers to host memory, and reload them unchanged.
 
-Input: a sharded model, or an optimizer over one. Output: the same objects, with no more than their small tensors on the
-accelerator, or all of them back, bit for bit; see [Note: away] in `placeholders`.
+Input: a sharded model, or an optimizer over one. Output: the same object, with its large tensors replaced by
+placeholders ([Note: away] in `placeholders`), or reloaded to the device with bitwise equal values.
 
-Values travel in slabs of host memory, pinned where there is an accelerator and then handed from one trip to the next.
-All copies of a trip are queued on a stream of their own: going away ends when they are through, coming back does not
-wait, for whatever computes next waits on the device. What holds a single number (Adam's ``step``) stays where the
-optimizer wants it. Gradients go along with their parameters.
+Values are copied into large host buffers, which are pinned if there is an accelerator and are reused by the next
+offload. Copies are queued on a separate stream. `offload` waits for them. `reload` does not: later kernels wait for
+them on the device. Tensors of one element (Adam's ``step``) are not moved. Gradients are moved with their parameters.
 """
 
 from __future__ import annotations
@@ -53,19 +52,19 @@ Put = Callable[[torch.Tensor], None]
 
 @dataclass(eq=False)
 class _Item:
-    """One storage that travels: the tensor that holds its values, and where that is registered."""
+    """One tensor to offload, and the functions that register a replacement for it."""
 
     tensor: torch.Tensor
-    """While the values are away, a meta tensor that stands for them."""
+    """The placeholder while the values are offloaded."""
     places: list[Put]
 
     @property
     def span(self) -> int:
-        """Elements from its first to its last."""
+        """Number of storage elements from the tensor's first to its last, both included."""
         return 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register another tensor in its place, and let go of the one before."""
+        """Register another tensor in place of the present one."""
         self.tensor = tensor
         for place in self.places:
             place(tensor)
@@ -73,31 +72,32 @@ class _Item:
 
 @dataclass(frozen=True, eq=False)
 class _Trip:
-    """What is away of a unit or an optimizer."""
+    """The record of the offloaded tensors of one unit or optimizer."""
 
     slabs: list[torch.Tensor]
-    """Host memory that the values lie in."""
+    """Host buffers that hold the values."""
     let_in: Callable[[Any], None]
-    """Lifts the guard that refuses to compute meanwhile, of the unit or optimizer."""
+    """Removes the hook that raises while the unit or optimizer is offloaded."""
 
 
 _TRIP = Slot[_Trip]("what is away of it")
-"""Of FSDP2's record of a unit, or of an optimizer. It knows the memory alone: which tensors stand for what is there is
-found again by asking them, also where some were replaced meanwhile."""
+"""Slot of an ``FSDPParamGroup`` or an optimizer. It does not hold the placeholders, because some may be replaced before
+the reload."""
 
 
 def offload(subject: nn.Module | Optimizer) -> None:
     """Move a sharded model's parameters and gradients, or an optimizer's state, to host memory; not collective.
 
-    Until `reload` brings them back, a forward pass or a step raises OffloadError; saving, loading and exporting work on
-    them where they are. What is away already stays there. Buffers and single numbers stay on the device.
+    Until `reload`, a forward pass or a step raises OffloadError; saving, loading and exporting use the host memory.
+    Tensors that are already offloaded are left where they are. Buffers, parameters that are not sharded, and tensors of
+    one element stay on the device.
 
     Args:
         subject: a prepared model or its wrapper, or an optimizer over one.
 
     Raises:
-        OffloadError: the model is between two micro-batches whose gradients FSDP2 holds back; or the host has no memory
-            left, and everything is back where it was.
+        OffloadError: FSDP2 keeps gradients of a micro-batch that are not reduced yet; or the host is out of memory. In
+            both cases nothing is offloaded by this call.
     """
     if isinstance(subject, Optimizer):
         if not _is_away(subject):
@@ -119,21 +119,21 @@ def offload(subject: nn.Module | Optimizer) -> None:
 
 
 def reload(subject: nn.Module | Optimizer) -> None:
-    """Bring back what `offload` moved away; not collective. What is there already stays there."""
+    """Copy offloaded tensors back to the device; not collective. Tensors on the device are left as they are."""
     away = [key for key in _keys(subject) if _is_away(key)]
     _fetch(away)
     _end_watch()
     if away and isinstance(subject, nn.Module):
-        settle(unwrap_model(subject))  # a pass that was refused meanwhile counts as begun
+        settle(unwrap_model(subject))  # a forward pass that raised left FSDP2 in the middle of it
 
 
 def _keys(subject: nn.Module | Optimizer) -> list[Any]:
-    """Return what trips of a subject are kept on."""
+    """Return the objects that have a `_TRIP` slot: the optimizer, or each ``FSDPParamGroup`` of the model."""
     return [subject] if isinstance(subject, Optimizer) else list(parameter_groups(unwrap_model(subject)))
 
 
 def _fetch(keys: Sequence[Any]) -> None:
-    """Bring back what is away of units or optimizers."""
+    """Reload the given units or optimizers; skip those that are not offloaded."""
     with CopyQueue() as queue:
         for key in filter(_is_away, keys):
             trip = model_state(key).get(_TRIP)
@@ -142,7 +142,7 @@ def _fetch(keys: Sequence[Any]) -> None:
             for item in _items_of(key):
                 if is_away(item.tensor):
                     of_slab[storage_address(values_of(item.tensor))].append(item)
-            while trip.slabs:  # freed one by one: if device memory runs out, the rest stays offloaded
+            while trip.slabs:  # one by one: if device memory runs out, the other buffers stay valid
                 for item in of_slab[storage_address(trip.slabs[-1])]:
                     like = item.tensor
                     back = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())
@@ -154,22 +154,22 @@ def _fetch(keys: Sequence[Any]) -> None:
 
 
 def is_offloaded(subject: nn.Module | Optimizer) -> bool:
-    """Say whether any of it is away; not collective."""
+    """Return whether any tensor of the model or optimizer is offloaded; not collective."""
     return any(map(_is_away, _keys(subject)))
 
 
 def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
-    """Raise where any of it is away; not collective.
+    """Raise if any tensor of the model or optimizer is offloaded; not collective.
 
     Raises:
-        OffloadError: it is.
+        OffloadError: it is offloaded. ``action`` begins the error text.
     """
     if is_offloaded(subject):
         raise _error(action, subject)
 
 
 def forget_slabs() -> None:
-    """Give pinned host memory back that waits for the next trip."""
+    """Free the pinned host buffers that are kept for the next offload; not collective."""
     _slabs.clear()
     _end_watch()
 
@@ -180,7 +180,7 @@ def _is_away(key: Any) -> bool:
 
 def _send(key: Any, guard: Callable[[Any], Callable[[Any], None]]) -> None:
     for parameter in () if isinstance(key, Optimizer) else parameters_of(key):
-        take_over_shard(parameter)  # FSDP2 looks late at what took the shard's place
+        take_over_shard(parameter)  # the module's parameter may have been replaced since the last pass
     slabs: list[torch.Tensor] = []
     sent: list[tuple[_Item, torch.Tensor]] = []
     try:
@@ -203,14 +203,14 @@ def _send(key: Any, guard: Callable[[Any], Callable[[Any], None]]) -> None:
             "use a larger host."
         ) from error
     for item, values in sent if queue.is_async else ():
-        item.put(stand_in(values, item.tensor))  # all copies are through: the device's memory can go
+        item.put(stand_in(values, item.tensor))  # all copies are complete, so device memory can be freed
     model_state(key).set(_TRIP, _Trip(slabs, guard(key)))
     if not isinstance(key, Optimizer):
         _watch_steps()
 
 
 def _items_of(key: Any) -> Iterator[_Item]:
-    """Return what may travel of a unit or an optimizer, whether it is away or not."""
+    """Yield the tensors of a unit or an optimizer, offloaded or not."""
     return _state_items(key) if isinstance(key, Optimizer) else _unit_items(key)
 
 
@@ -223,7 +223,7 @@ def _unit_items(record: Any) -> Iterator[_Item]:
 
 
 def _state_items(optimizer: Optimizer) -> Iterator[_Item]:
-    """Return an optimizer's tensors; those that are registered twice come once."""
+    """Yield an optimizer's tensors; a tensor that is registered several times is yielded once."""
     places: dict[int, list[Put]] = defaultdict(list)
     tensors: dict[int, torch.Tensor] = {}
     for state in optimizer.state.values():
@@ -255,7 +255,7 @@ def _check_between_steps(group: Any) -> None:
 
 
 def _guard_gathers(group: Any) -> Callable[[Any], None]:
-    """Let a unit refuse to be gathered, by whatever path: forward, generate, unshard, backward."""
+    """Make every all-gather of a unit raise, in forward, generate, unshard and backward; return the undo function."""
     names = [name_of(parameter) for parameter in parameters_of(group)]
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -278,11 +278,11 @@ def _refuse_step(optimizer: Optimizer, *_args: Any) -> None:
 
 
 _step_watch: list[Any] = []
-"""The handle of a hook on the steps of all optimizers, which is there while anything is away."""
+"""At most one handle of a step hook on all optimizers: added when a model is offloaded, removed when no tensor is."""
 
 
 def _watch_steps() -> None:
-    """Let any optimizer refuse to step parameters that are away, until nothing is."""
+    """Register a hook on all optimizers that raises before a step of offloaded parameters."""
     if not _step_watch:
         _step_watch.append(register_optimizer_step_pre_hook(_refuse_step_without_model))
 
@@ -293,7 +293,7 @@ def _end_watch() -> None:
 
 
 def _refuse_step_without_model(optimizer: Optimizer, *_args: Any) -> None:
-    """Refuse to step parameters that are away: on meta a step would do nothing, and say nothing."""
+    """Raise if an optimizer's parameters are offloaded; on meta tensors a step would silently do nothing."""
     if any(is_away(p) for group in optimizer.param_groups for p in group["params"]):
         raise OffloadError(
             "cannot step: the model that this optimizer steps is in host memory, expected it on the device. Call "
@@ -310,7 +310,7 @@ def _error(action: str, subject: nn.Module | Optimizer) -> OffloadError:
 
 
 def _packed(items: Sequence[_Item]) -> Iterator[tuple[list[tuple[_Item, int]], int]]:
-    """Lay items out in slabs; return those of each slab with where they begin, and the bytes that they take."""
+    """Pack items into host buffers; yield for each buffer its items with byte offsets, and its size in bytes."""
     members: list[tuple[_Item, int]] = []
     end = 0
     for item in items:
@@ -326,14 +326,14 @@ def _packed(items: Sequence[_Item]) -> Iterator[tuple[list[tuple[_Item, int]], i
 
 
 class _Slabs:
-    """Host memory for values that are away; pinned slabs are expensive to make, and wait for the next trip."""
+    """A pool of host buffers. Pinned buffers are kept for the next offload, because they are expensive to allocate."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return a slab of at least that many bytes."""
-        size = 1 << (nbytes - 1).bit_length() if _pins() else nbytes  # as torch rounds pinned memory itself
+        """Return a buffer of at least ``nbytes`` bytes."""
+        size = 1 << (nbytes - 1).bit_length() if _pins() else nbytes  # torch rounds pinned memory up like this
         if self._free[size]:
             slab, through = self._free[size].pop()
             if through is not None:
@@ -342,12 +342,12 @@ class _Slabs:
         return torch.empty(size, dtype=torch.uint8, pin_memory=_pins())
 
     def give_back(self, slab: torch.Tensor, through: Any) -> None:
-        """Take a slab back, which is free once an event has come."""
+        """Return a buffer to the pool; it can be reused once the event ``through`` has completed."""
         if _pins():
             self._free[slab.numel()].append((slab, through))
 
     def clear(self) -> None:
-        """Forget all slabs that are free."""
+        """Free all buffers in the pool."""
         for waiting in self._free.values():
             for _, through in waiting:
                 if through is not None:
@@ -365,7 +365,10 @@ def _pins() -> bool:
 
 
 class CopyQueue:
-    """Copies between host and device, queued on a stream of their own where there is an accelerator."""
+    """Copy tensors between host and device, on a separate stream if there is an accelerator.
+
+    At the end of the ``with`` block, the host waits if values were copied to it; else only the current stream waits.
+    """
 
     def __init__(self) -> None:
         self.is_async = current_device().type == "cuda"
@@ -380,11 +383,11 @@ class CopyQueue:
         return self
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy values, without gradients; the queue's end says when they are there."""
+        """Queue the copy of one tensor."""
         self.copy_all([target], [source])
 
     def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy values of many tensors."""
+        """Queue the copies of several tensors, without autograd."""
         if not targets:
             return
         if not self.is_async:
@@ -395,7 +398,7 @@ class CopyQueue:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def event(self) -> Any:
-        """Return an event that comes when all copies so far are through; None where they are already."""
+        """Return an event that completes with all copies queued so far; None if copies are synchronous."""
         return self._stream.record_event() if self.is_async else None
 
     def __exit__(self, *_: object) -> None:
@@ -403,7 +406,7 @@ class CopyQueue:
         if not self.is_async:
             return
         if self._to_host:
-            self._stream.synchronize()  # the host cannot wait on the device's own terms
+            self._stream.synchronize()  # the host will read these values
         else:
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -1,13 +1,12 @@
-"""Where a tensor's values are: in its own memory, away in host memory, or nowhere until they are computed.
+"""Meta tensors as placeholders for values that are offloaded to host memory, or computed on demand.
 
-Input: tensors, and what stands behind them. Output: placeholders on the meta device, and the values behind those.
+Input: values in host memory, or a function that computes them. Output: placeholders, and the values of any tensor.
 
-[Note: away] While values are away in host memory (`offload`), their tensors stand on the meta device: nothing computes
-with them, and nothing reads garbage. `values_of` finds the values, so that files are written from there and read to
-there without a byte on the accelerator.
+[Note: away] `offload` copies values to host memory and replaces their tensors by meta tensors, so that no code can read
+freed device memory. `values_of` returns the host values of such a placeholder: saving and loading use host memory
+directly, without device memory.
 
-Values may also be nowhere until somebody asks for them (weights with adapters merged into them): `computed` makes the
-tensor that stands for these.
+A placeholder made by `computed` has no stored values: `values_of` computes them (weights with merged adapters).
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.torch_internals import dtensor_like, local_of, storage_address
 from fsdp2_strategy.model.shards import sharded_like
 
-# Host memory that stands behind a meta tensor: by the address of the tensor's storage.
+# Host values of offloaded tensors, by the storage address of the placeholder.
 _away: dict[int, torch.Tensor] = {}
 
 
 def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor with the form of ``like`` that stands for values in host memory; see [Note: away].
+    """Return a meta tensor like ``like`` as a placeholder for values in host memory; see [Note: away].
 
     Args:
-        values: all elements of the storage, in one dimension.
-        like: what it stands for.
+        values: all elements of the storage, as a 1-d tensor.
+        like: the tensor that is replaced; it gives size, stride and dtype.
     """
     meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
     key = storage_address(meta)
@@ -40,16 +39,16 @@ def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return meta
 
 
-# What computes the values behind a meta tensor: by the address of the tensor's storage.
+# Functions that compute values, by the storage address of the placeholder.
 _computed: dict[int, Callable[[], torch.Tensor]] = {}
 
 
 def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Parameter:
-    """Return a parameter in the form of ``like`` whose values are computed each time that `values_of` asks for them.
+    """Return a meta parameter like ``like`` whose values are computed at each call of `values_of`.
 
     Args:
-        compute: gives this rank's part; not collective.
-        like: the form; sharded or not.
+        compute: returns this rank's shard; must not be collective.
+        like: a tensor with the size, dtype and sharding of the result.
     """
     local = local_of(like)
     meta = torch.empty(local.size(), dtype=local.dtype, device="meta")
@@ -61,12 +60,12 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's values are computed when somebody asks for them."""
+    """Return whether a tensor is a placeholder made by `computed`; not collective."""
     return bool(_computed) and storage_address(local_of(tensor)) in _computed
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor where its values are: in host memory while they are away."""
+    """Return this rank's shard of a tensor: on its device, in host memory if offloaded, or computed; not collective."""
     local = local_of(tensor)
     if local.is_meta and (values := _away.get(storage_address(local))) is not None:
         offset = values.storage_offset() + local.storage_offset()
@@ -77,18 +76,18 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_away(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's values are in host memory."""
+    """Return whether a tensor is a placeholder for offloaded values; not collective."""
     local = local_of(tensor)
     return local.is_meta and storage_address(local) in _away
 
 
 def anything_is_away() -> bool:
-    """Say whether any tensor's values are."""
+    """Return whether any tensor of this process is offloaded; not collective."""
     return bool(_away)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor, wherever its values are; collective where it is sharded."""
+    """Return the full tensor, also of a placeholder; collective if the tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return values_of(tensor)
     if not local_of(tensor).is_meta:

@@ -1,6 +1,6 @@
-"""The ranks of a model: collectives inside a call reach those that share the model's mesh.
+"""Run collectives on the process group of a model's mesh, for a block of code or a function.
 
-Input: a model, a mesh or tensors. Output: the process group in use, for a block of code or a function.
+Input: a model, a mesh or tensors. Output: their process group as the group in use; see [Note: group in use].
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @contextmanager
 def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let what this thread says to other ranks reach those that share a mesh, a model or tensors, inside.
+    """Run this block's collectives on the ranks of a mesh, or of the mesh of a model or tensors.
 
-    Nothing changes where these are the ranks of the group in use, or where nothing is sharded. Collective the first
-    time, for a mesh of two axes on some of the ranks.
+    The group in use is kept if it has the same ranks, or if no tensor is sharded. Else, for a mesh with several axes,
+    the first call is collective over the mesh, because it creates a process group.
     """
     mesh = subject if isinstance(subject, DeviceMesh) else _mesh_of(subject)
     group = group_in_use()
@@ -46,7 +46,7 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
 
 
 def on_its_ranks(function: F) -> F:
-    """Let a function, whose first parameter is ``model``, run `on_ranks_of` that model."""
+    """Decorate a function, whose first parameter is ``model``, to run within `on_ranks_of` that model."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,11 +57,11 @@ def on_its_ranks(function: F) -> F:
 
 
 def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
-    """Return the mesh of a model or of tensors, the largest of several; None where nothing is sharded."""
+    """Return the mesh of a model or of tensors, the largest if there are several; None if no tensor is sharded."""
     meshes: dict[int, DeviceMesh] = {}
     if isinstance(subject, nn.Module):
         root = unwrap_model(subject)
-        for record in parameter_groups(root):  # it knows while parameters are gathered, too
+        for record in parameter_groups(root):  # has the mesh also while parameters are unsharded
             meshes[id(mesh_of(record))] = mesh_of(record)
         subject = () if meshes else root.parameters()
     for tensor in subject:

@@ -1,6 +1,6 @@
-"""Shards: which part of a whole tensor this rank holds, and tensors that are sharded like others.
+"""Shards: the index range of this rank's shard, and DTensors built from local shards.
 
-Input: DTensors, or plain tensors, which every rank holds whole. Output: boxes of indices; DTensors made by hand.
+Input: DTensors, or plain tensors, which are replicated on all ranks. Output: index ranges; DTensors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from fsdp2_strategy.errors import ShardError
 
 
 def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded as ``source`` is, from this rank's part of it, on whatever device that lies."""
+    """Return a tensor that is sharded like ``source``, from this rank's shard on any device; not collective."""
     if not isinstance(source, DTensor):
         return local
     return dtensor_like(source, local)
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Return which part of the whole tensor this rank holds: for each dimension where it begins, and its length."""
+    """Return the offset and length of this rank's shard in each dimension of the full tensor; not collective.
+
+    Raises:
+        ShardError: a placement is neither a shard nor a replica.
+    """
     box = [(0, length) for length in tensor.shape]
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
@@ -42,7 +46,7 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def shard_count(model: nn.Module) -> int:
-    """Return how many parts a model's parameters are cut into; 1 where none is."""
+    """Return the number of shards of a model's first sharded parameter; 1 if none is sharded; not collective."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

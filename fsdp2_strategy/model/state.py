@@ -1,10 +1,10 @@
-"""What is known of a model beside the model itself: one state for each, in slots that other modules register.
+"""Per-model data of this package: one `ModelState` per model, with slots that other modules register.
 
-Input: a model, or what belongs to one: its optimizer, FSDP2's record of a unit. Output: its `ModelState`.
+Input: a model, an optimizer, or the ``FSDPParamGroup`` of a unit. Output: its `ModelState`.
 
-[Note: slots] A module that remembers something of a model makes a `Slot` at its top, and so says its name and type. The
-table of states is keyed weakly. So a value must not reach its model again, by a module, a bound method or a hook: it
-would keep the model for ever. What has to follow deep copies of a module is carried by the module: `carry`.
+[Note: slots] A module of this package that stores data per model defines a `Slot` at its top, with a name and a type.
+The table of states has weak keys. So a value must not reference its model, not even through a submodule, a bound method
+or a hook: the model would never be freed. Data that deep copies of a module must keep is stored on it with `carry`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """One thing that a module of this package remembers of a model.
+    """The typed key of one value in a `ModelState`; see [Note: slots].
 
     Args:
-        name: what it is, in words; each name is taken once.
+        name: a unique description of the value.
 
     Raises:
-        ValueError: another slot has the name.
+        ValueError: another slot has the same name.
     """
 
     names: ClassVar[set[str]] = set()
@@ -40,23 +40,23 @@ class Slot(Generic[T]):
 
 
 class ModelState:
-    """Hold the values of one model's slots."""
+    """The slot values of one model."""
 
     def __init__(self) -> None:
         self._values: dict[Slot[Any], Any] = {}
 
     def get(self, slot: Slot[T]) -> T | None:
-        """Return what a slot holds; None where nothing was set."""
+        """Return the value of a slot; None if it is not set."""
         value: T | None = self._values.get(slot)
         return value
 
     def set(self, slot: Slot[T], value: T) -> T:
-        """Put a value into a slot, and return it."""
+        """Set the value of a slot, and return it."""
         self._values[slot] = value
         return value
 
     def pop(self, slot: Slot[T]) -> T | None:
-        """Empty a slot, and return what it held."""
+        """Remove the value of a slot, and return it; None if it is not set."""
         value: T | None = self._values.pop(slot, None)
         return value
 
@@ -68,7 +68,7 @@ _states: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
 
 
 def model_state(subject: object) -> ModelState:
-    """Return the state of a model, an optimizer or a unit; a fresh one the first time."""
+    """Return the state of a model, an optimizer or an ``FSDPParamGroup``, created on first use; not collective."""
     state = _states.get(subject)
     if state is None:
         state = _states[subject] = ModelState()
@@ -76,7 +76,7 @@ def model_state(subject: object) -> ModelState:
 
 
 CARRIED = "_fsdp2_strategy_carried"
-"""The one attribute that this package gives to modules."""
+"""Name of the module attribute that holds carried values."""
 
 
 def carry(module: nn.Module, slot: Slot[T], value: T) -> None:
@@ -85,11 +85,11 @@ def carry(module: nn.Module, slot: Slot[T], value: T) -> None:
 
 
 def carried(module: nn.Module, slot: Slot[T]) -> T | None:
-    """Return what a module carries; None where it carries nothing of that name."""
+    """Return the value that `carry` stored on a module; None if there is none."""
     value: T | None = module.__dict__.get(CARRIED, {}).get(slot.name)
     return value
 
 
 def put_down(module: nn.Module, slot: Slot[Any]) -> None:
-    """Remove a value that a module carries; copies that were made of it keep theirs."""
+    """Remove a value that `carry` stored on a module; copies of the module keep theirs."""
     module.__dict__.get(CARRIED, {}).pop(slot.name, None)

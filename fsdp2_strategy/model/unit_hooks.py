@@ -1,7 +1,7 @@
-"""What this package runs around FSDP2's own calls for a unit: every feature in one declared order.
+"""Hooks around FSDP2's own methods of a unit, such as its all-gather; all features run in one declared order.
 
-Input: FSDP2's record of a unit ([Note: FSDP2's objects] in `torch_internals`), one of its calls, a feature, and what it
-does around the call. Output: the record, whose call runs all features in `ORDER`, and then FSDP2's own.
+Input: the ``FSDPParamGroup`` of a unit ([Note: FSDP2's objects] in `torch_internals`), a call, a feature and its hook.
+Output: the group, whose method runs the hooks of all features in `ORDER`, around FSDP2's own method.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from fsdp2_strategy.distributed.torch_internals import UNIT_CALLS, original_call
 from fsdp2_strategy.model.state import Slot, model_state
 
 Around = Callable[..., Any]
-"""Called with the record, the rest of the chain, and the call's own arguments."""
+"""A hook. Its arguments: the ``FSDPParamGroup``, the next function of the chain, and the arguments of the call."""
 
 ORDER: dict[str, tuple[str, ...]] = {
-    # What is offloaded refuses before ranks tell each other of it.
+    # An offloaded unit raises before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
-    # Zeros for parameters that only others used come first: then there is something to reduce, and to compare.
+    # First add zero gradients for parameters that only other ranks used: the other hooks check what is to be reduced.
     "reduce": ("unequal use", "units that never ran", "divergence"),
-    # Masters in the optimizer want fp32 gradients of whatever dtype was chosen.
+    # Master weights in the optimizer need fp32 gradients, so their hook runs around the other one and overrides it.
     "choose gradient dtypes": ("masters in the optimizer", "units that are frozen at first"),
     "note the order of forward": ("replicated encoder",),
 }
-"""For each call of a unit the features that may hang on it, the outermost first."""
+"""The features that may hook each call of a unit, outermost first."""
 
 _AROUND = Slot[dict[str, dict[str, Around]]]("what hangs on the calls of a unit")
-"""By call and feature; a function gets the record, and holds none."""
+"""Hooks by call and feature. A hook must not reference its ``FSDPParamGroup``: it receives it as an argument."""
 
 
 def hang(record: Any, call: str, feature: str, around: Around) -> None:
-    """Run ``around(record, proceed, *arguments)`` in place of a call of a unit; not collective.
+    """Register ``around(record, proceed, *arguments)`` as a hook around a call of a unit; not collective.
 
     Args:
-        record: of the unit.
+        record: the ``FSDPParamGroup`` of the unit.
         call: a key of `ORDER`.
-        feature: one that `ORDER` lists for the call; it takes the place of what it hung there before.
-        around: runs ``proceed(*arguments)`` for the rest, or does not.
+        feature: a feature that `ORDER` lists for the call; its earlier hook is replaced.
+        around: the hook; it calls ``proceed(*arguments)`` to run the rest of the chain, or skips it.
 
     Raises:
-        KeyError: the order of the feature is not declared.
+        KeyError: `ORDER` does not list the feature for the call.
     """
     if feature not in ORDER[call]:
         raise KeyError(f"{feature} is not declared in the order of {call}")
@@ -50,7 +50,7 @@ def hang(record: Any, call: str, feature: str, around: Around) -> None:
 
 
 def take_off(record: Any, call: str, feature: str) -> None:
-    """Take away what a feature hung on a call; the others stay."""
+    """Remove the hook of a feature from a call of a unit; not collective."""
     if _hung_on(record, call).pop(feature, None) is not None:
         _install(record, call)
 

@@ -1,6 +1,6 @@
-"""Wrappers: an actor that holds a model, and which of the two is sharded as a whole.
+"""Actor wrappers: decide whether the wrapper or its inner model is the root of sharding.
 
-Input: a model or its wrapper. Output: the module that is sharded.
+Input: a model or its wrapper. Output: the module that is passed to `shard_model`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import nn
 from fsdp2_strategy.model.state import Slot, model_state
 
 _WRAPPER = Slot[ref[nn.Module]]("wrapper")
-"""Of an inner model, the wrapper that was sharded as a whole."""
+"""The wrapper of an inner model, if the wrapper was sharded."""
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module that is sharded as a whole: the inner model of an actor wrapper, else the model itself.
+    """Return the root module of sharding for a model or its wrapper; not collective.
 
-    A wrapper that says ``is_actor`` holds the model as ``.model``. It is peeled off where it owns no parameter or
-    buffer of its own; one that does (a fresh value head) is sharded as a whole, and its inner model then stands for it.
+    A wrapper has a true ``is_actor`` and an inner model ``.model``. If it has no parameters or buffers of its own, the
+    inner model is the root. Else (a value head) the wrapper is; once it is sharded, the inner model maps to it, too.
     """
     reference = model_state(model).get(_WRAPPER)
     if reference is not None and (wrapper := reference()) is not None:
@@ -34,7 +34,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def remember_wrapper(root: nn.Module) -> None:
-    """Let the inner model of a wrapper that was sharded as a whole mean the wrapper."""
+    """Map the inner model of a sharded wrapper to the wrapper; not collective."""
     inner = getattr(root, "model", None)
     if getattr(root, "is_actor", False) and isinstance(inner, nn.Module):
         model_state(inner).set(_WRAPPER, ref(root))

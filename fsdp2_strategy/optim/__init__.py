@@ -1,1 +1,1 @@
-"""Optimizers: parameter groups, fp32 masters, learning rates, one step over all gradients, averages of weights."""
+"""Optimizers: parameter groups, fp32 master weights, learning-rate schedules, optimizer steps, weight averages."""

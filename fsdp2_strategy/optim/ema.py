@@ -1,7 +1,7 @@
 """Exponential moving averages of a sharded model's parameters: each rank averages its shards, in fp32.
 
-Input: a sharded model, and again after its steps. Output: averages, sharded as the parameters are, that can take the
-parameters' place for an evaluation or an export.
+Input: a sharded model, at construction and after optimizer steps. Output: averages, sharded like the parameters, that
+can replace the parameters for an evaluation or an export.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 class EMA:
-    """Average the trainable parameters of a model: average = decay x average + (1 - decay) x parameter.
+    """Average the parameters of a model: average = decay x average + (1 - decay) x parameter.
 
-    Where an optimizer keeps fp32 masters, it averages those. What is frozen when it is made is not averaged.
+    If an optimizer keeps fp32 master weights, those are averaged in place of the half-precision parameters.
 
     Args:
-        model: a prepared model, or its wrapper; the averages begin as its parameters.
+        model: a prepared model, or its wrapper; the averages are initialised with its parameters.
         decay: weight of the old average, in [0, 1].
-        names: parameters to average, by default those that are trainable now.
-        device: where the averages live, by default beside the parameters; "cpu" keeps them off the accelerator.
+        names: names of the parameters to average; by default those that are trainable at construction.
+        device: device of the averages; by default that of the parameters. "cpu" keeps them off the accelerator.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class EMA:
             for name, parameter in named_parameters(root).items()
             if (parameter.requires_grad if names is None else name in names) and parameter.is_floating_point()
         }
-        """By parameter name, in fp32, sharded as the parameters are."""
+        """The averages by parameter name, in fp32, sharded like the parameters."""
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
-        """Take the model's present parameters into the averages.
+        """Update the averages with the model's current parameters.
 
-        Without communication where it is sharded as the averages are; else collective, parameter by parameter.
+        Not collective if the model is sharded like the averages. Else collective: parameters are gathered one by one.
 
         Args:
-            model: the model that is averaged, or one of the same names and shapes.
-            decay: instead of the one that the average was made with.
+            model: the model that is averaged, or one with the same parameter names and shapes.
+            decay: overrides the decay given at construction.
 
         Raises:
-            ShardError: the model lacks a parameter that is averaged, or has it in another shape.
+            ShardError: the model lacks an averaged parameter, or has it in another shape.
         """
         root = unwrap_model(model)
         reshard(root)
@@ -84,9 +84,9 @@ class EMA:
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Let a model have the averages for its parameters inside of a ``with`` block; then its own again, bit for bit.
+        """Use the averages as the model's parameters inside a ``with`` block, then restore the parameters exactly.
 
-        Not collective where it is sharded as the averages are. Evaluate and export inside; do not step.
+        Not collective if the model is sharded like the averages. Evaluate and export inside the block; do not step.
         """
         root = unwrap_model(model)
         reshard(root)
@@ -102,12 +102,12 @@ class EMA:
                     values_of(parameter).copy_(own[name])
 
     def copy_to(self, model: nn.Module) -> None:
-        """Give a model's parameters the averages' values, in their own dtype; collective where shards differ.
+        """Copy the averages into a model's parameters, in the parameters' dtype; collective if shards differ.
 
-        Masters that an optimizer keeps of them take these values, too.
+        Master weights in optimizers are then refreshed from the parameters.
 
         Raises:
-            ShardError: the model lacks a parameter that is averaged.
+            ShardError: the model lacks an averaged parameter.
         """
         root = unwrap_model(model)
         reshard(root)
@@ -127,7 +127,7 @@ class EMA:
 
 
 def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters by name, their fp32 masters where an optimizer keeps them."""
+    """Return a model's parameters by name, with fp32 master weights in place of those that have them."""
     masters = masters_of(root)
     return {name: masters.get(id(p), p) for name, p in named_parameters(root).items()}
 
@@ -137,7 +137,7 @@ def _fp32_copy(source: torch.Tensor, device: torch.device | str | None) -> torch
 
 
 def _part_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``source`` at the elements that this rank holds of ``target``."""
+    """Return the part of ``source`` that corresponds to this rank's shard of ``target``."""
     if _lies_as(target, source):
         return values_of(source)
     part = whole_of(source)

@@ -1,7 +1,7 @@
 """Parameter groups and optimizers over sharded parameters.
 
-Input: a sharded model and hyper-parameters. Output: a torch optimizer whose groups are pure in learning rate, weight
-decay, dtype and shard size, each with a name.
+Input: a sharded model and hyper-parameters. Output: a torch optimizer with named groups. All parameters of a group have
+the same learning rate, weight decay, dtype and mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, *BATCH_NORMS)
 
-# Optimizers whose operations torch does not know for DTensors.
+# Optimizers with operations that DTensor does not support.
 _WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Rprop)
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -48,32 +48,34 @@ def build_optimizer(
 ) -> Optimizer:
     """Build an optimizer over the trainable parameters of ``model``; not collective.
 
-    Arguments that are left out keep the defaults of ``optimizer_cls``. The fused kernel is used where the class has
-    one for these devices and dtypes, else the foreach one.
+    Omitted arguments keep the defaults of ``optimizer_cls``. Unless ``fused`` or ``foreach`` is given, Adam and AdamW
+    use their fused kernel if it supports the devices and dtypes; other classes use ``foreach`` if they have it.
 
     Args:
         model: a sharded model, or any module.
         lr: learning rate.
         betas: Adam's decay rates.
         eps: Adam's denominator term.
-        weight_decay: decay of all parameters that ``no_decay`` does not exempt.
-        no_decay: name patterns of parameters without weight decay. None exempts biases and norms by what they are
-            (1-d parameters, parameters of normalisation modules, parameters named bias); () exempts nothing.
-        optimizer_cls: any torch optimizer class.
+        weight_decay: weight decay of all parameters that ``no_decay`` does not exempt.
+        no_decay: name patterns of parameters without weight decay. None exempts 1-d parameters, parameters of
+            normalisation modules, and parameters named bias; () exempts no parameter.
+        optimizer_cls: a torch optimizer class.
         param_groups: groups with their own settings: mappings with "params" (name patterns or parameters of the
-            model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. A group that sets
-            its weight decay sets it for all its parameters. What no group takes forms the default groups.
-        masters: keep fp32 masters of half-precision parameters in the optimizer (`FSDPadaptOptimizer`).
+            model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. If a group sets
+            "weight_decay", it applies to all parameters of the group. All other parameters form the default groups.
+        masters: keep fp32 master weights of half-precision parameters in the optimizer (`FSDPadaptOptimizer`).
         **kwargs: further options of ``optimizer_cls``.
 
     Returns:
-        The optimizer. Each group has a "name": its own, or "decay" / "no_decay".
+        The optimizer. Each group has a "name": the given one, with the suffix "_no_decay" for its exempt parameters,
+        or "decay" / "no_decay" if none was given.
 
     Raises:
-        OptimizerError: nothing is trainable, a group matches nothing, or two groups take the same parameter.
+        OptimizerError: no parameter is trainable, a group matches no parameter or holds one of another model, two
+            groups share a parameter, the class does not support shards, or only some parameters have fp32 masters.
     """
     model = unwrap_model(model)
-    reshard(model)  # a forward pass without backward leaves gathered parameters in the root
+    reshard(model)  # after a forward pass without backward, the root unit still has unsharded parameters
     trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not trainable:
         raise OptimizerError(
@@ -92,15 +94,15 @@ def build_optimizer(
 
 
 def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
-    """Let an optimizer that was made before its model was sharded step the sharded parameters; not collective.
+    """Replace the parameters of an optimizer by the sharded ones of the same model; not collective.
 
     Args:
-        optimizer: made over the parameters that the model had before, without state yet.
-        names: names of those parameters, by identity.
+        optimizer: an optimizer without state, created before the model was sharded.
+        names: names of the parameters before sharding, by their ``id``.
         model: the same model, sharded.
 
     Raises:
-        OptimizerError: it has state already, or holds parameters that the model did not have.
+        OptimizerError: the optimizer already has state, or holds parameters of another model.
     """
     now = named_parameters(unwrap_model(model))
     own = {id(parameter) for parameter in now.values()}
@@ -117,7 +119,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
 
 
 def shard_size_of(parameter: torch.Tensor) -> int:
-    """Return over how many ranks a parameter is split; 1 for a plain tensor."""
+    """Return the number of ranks that a parameter is sharded over; 1 for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -128,7 +130,7 @@ def shard_size_of(parameter: torch.Tensor) -> int:
 
 
 def _parts(trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Resolve the user's groups to parameter names, and add one for what they leave."""
+    """Resolve the user's groups to parameter names, and add a group for the remaining parameters."""
     name_of = {id(p): name for name, p in trainable.items()}
     taken: dict[str, int] = {}
     parts = []
@@ -162,7 +164,7 @@ def _parts(trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[st
 
 
 def _pure_groups(part: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
-    """Split one part by decay, dtype and mesh, and with it shard size: what one kernel can step."""
+    """Split a group by weight decay, dtype and mesh, because a fused or foreach kernel needs uniform parameters."""
     own_decay = "weight_decay" in part
     split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
     for name in part["params"]:
@@ -203,13 +205,13 @@ def _construct(
             f"cannot build an optimizer: {optimizer_cls.__name__} does not work on shards, expected one that does. "
             "Use AdamW, Adam, SGD, Adagrad or RMSprop."
         )
-    # Of torch's fused kernels only Adam's know DTensors.
+    # Of torch's fused kernels, only Adam's supports DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
 
 
 def _report(optimizer: Optimizer, *, masters: bool) -> None:
-    """Log the groups, and say loudly where small updates would round away."""
+    """Log the groups; without ``masters``, warn if all parameters are half precision, and raise if only some are."""
     for group in optimizer.param_groups:
         first = group["params"][0]
         count = sum(p.numel() for p in group["params"])

@@ -1,11 +1,11 @@
-"""fp32 masters inside the optimizer: the model on the device is bf16 alone, and updates still add up.
+"""fp32 master weights in the optimizer: the model has only bf16 parameters, and small updates still accumulate.
 
-Input: any torch optimizer, or parameters and the options of one. Output: an optimizer over the same parameters that
+Input: a torch optimizer, or parameters and optimizer options. Output: an optimizer over the same parameters that
 steps fp32 copies of them and rounds the result into the parameters.
 
-The masters are state (``state[parameter]["master"]``), so they are saved, sharded, offloaded and loaded with Adam's
-moments. With gradients in fp32 (`shard_model` with ``masters_in_optimizer``) each step is the very same arithmetic as
-with masters in the model: the weights that forward passes see are equal to the last bit.
+The master weights are optimizer state (``state[parameter]["master"]``), so they are saved, sharded, offloaded and
+loaded with Adam's moments. With fp32 gradients (`shard_model` with ``masters_in_optimizer``) the weights in the forward
+pass are bitwise equal to those of a model that stores its master weights itself.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from fsdp2_strategy.model.shards import sharded_like
 
 
 class FSDPadaptOptimizer(Optimizer):
-    """Step fp32 masters of half-precision parameters with any torch optimizer.
+    """Step fp32 master weights of half-precision parameters with any torch optimizer.
+
+    fp32 parameters are stepped directly. The hyper-parameters are those of this optimizer's ``param_groups``, which
+    learning-rate schedules change.
 
     Args:
-        optimizer: an optimizer over the model's parameters, whose groups, options and state are taken over; or
-            parameters (or groups of them), of which ``optimizer_cls`` makes one.
+        optimizer: an optimizer over the model's parameters, whose groups, options and state are moved to this one; or
+            parameters (or groups of them), for which ``optimizer_cls`` constructs an optimizer.
         optimizer_cls: a torch optimizer class.
-        **kwargs: its options.
+        **kwargs: options of ``optimizer_cls``.
 
     Raises:
-        OptimizerError: a schedule drives the optimizer already.
-
-    fp32 parameters are stepped as they are. Hyper-parameters are those of ``param_groups``, where schedules set them.
+        OptimizerError: a learning-rate schedule was already built over ``optimizer``.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FSDPadaptOptimizer(Optimizer):
         register_masters(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, and make their masters; not collective."""
+        """Add a parameter group, and create its fp32 master weights; not collective."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if _is_half(parameter):
@@ -75,10 +76,10 @@ class FSDPadaptOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step the masters, and round them into the parameters; not collective where the optimizer's own step is not.
+        """Step the master weights, and round them into the parameters; not collective if the inner step is not.
 
         Args:
-            closure: evaluates the model again; called once, before the step.
+            closure: re-evaluates the model and returns the loss; called once, before the step.
         """
         loss = None
         if closure is not None:
@@ -99,11 +100,11 @@ class FSDPadaptOptimizer(Optimizer):
         return loss
 
     def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Give the inner optimizer what it steps for a parameter, with its gradient and state."""
+        """Return the tensor that is stepped for a parameter; hand its gradient and state to the inner optimizer."""
         state = self.state[parameter]
         master: torch.Tensor = state.get(MASTER, parameter)
         if _is_half(parameter):
-            if not isinstance(master, nn.Parameter) or master is parameter:  # a load put it there, or left it out
+            if not isinstance(master, nn.Parameter) or master is parameter:  # a load replaced or dropped it
                 master = state[MASTER] = _parameter(_cast(master.detach(), torch.float32))
             gradient = parameter.grad
             master.grad = None if gradient is None else _cast(gradient, torch.float32)
@@ -116,20 +117,20 @@ class FSDPadaptOptimizer(Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self, own: Collection[int] | None = None) -> None:
-        """Take the masters' values from the parameters: for weights that came from elsewhere; not collective.
+        """Copy the parameters into their master weights, after new weights were loaded; not collective.
 
         Args:
-            own: identities of the parameters whose masters are meant; by default all.
+            own: the ``id`` of each parameter to refresh; by default all.
         """
         for parameter in self._parameters():
             if MASTER in self.state[parameter] and (own is None or id(parameter) in own):
                 values_of(self.state[parameter][MASTER]).copy_(values_of(parameter))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` of an equal optimizer returned; masters stay in fp32.
+        """Load the ``state_dict`` of an optimizer with the same groups; master weights stay in fp32.
 
         Raises:
-            ValueError: its groups are of other sizes.
+            ValueError: the saved groups have other sizes.
         """
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
@@ -144,7 +145,7 @@ class FSDPadaptOptimizer(Optimizer):
 
 
 def is_mp_optimizer(optim: object) -> bool:
-    """Say whether an optimizer keeps fp32 masters of a half-precision model."""
+    """Return whether an optimizer keeps fp32 master weights (`FSDPadaptOptimizer`)."""
     return isinstance(optim, FSDPadaptOptimizer)
 
 
@@ -157,5 +158,5 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor, sharded as it is, in another dtype."""
+    """Cast a tensor and keep its sharding."""
     return tensor if tensor.dtype == dtype else sharded_like(tensor, values_of(tensor).to(dtype))

@@ -1,6 +1,6 @@
 """Learning-rate schedules by name.
 
-Input: an optimizer and the length of the run. Output: a torch scheduler, one step of it an optimizer step.
+Input: an optimizer and the length of the run. Output: a torch scheduler that is stepped once per optimizer step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 BACKBONE_FREEZE = "backbone-freeze-warmup"
 
-# These want a metric at each step.
+# Schedules whose `step` needs a metric.
 _DRIVEN_BY_METRICS = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -44,17 +44,18 @@ def build_scheduler(
         optimizer: any torch optimizer; each group follows the schedule from its own learning rate.
         name: transformers' name ("cosine", "linear", "constant_with_warmup", …), or one that VLA trainers use:
             "linear-warmup+cosine-decay" (to a tenth of the peak), "linear-warmup+constant", "backbone-freeze-warmup"
-            (groups whose name begins with "backbone" have rate 0 for ``llm_freeze_step`` steps; all else is constant).
-        num_training_steps: optimizer steps of the whole run, where the schedule depends on it.
-        num_warmup_steps: steps of the linear rise from 0.
-        warmup_ratio: the same as a part of the run: int(num_training_steps * warmup_ratio) steps.
-        **scheduler_specific_kwargs: further options of the schedule, as transformers knows them.
+            (groups whose name begins with "backbone" have learning rate 0 for ``llm_freeze_step`` steps; all other
+            learning rates are constant).
+        num_training_steps: optimizer steps of the whole run, if the schedule depends on it.
+        num_warmup_steps: steps of the linear warm-up from 0.
+        warmup_ratio: warm-up as a fraction of the run: int(num_training_steps * warmup_ratio) steps.
+        **scheduler_specific_kwargs: further options of the schedule, as in transformers.
 
     Returns:
-        A scheduler to be stepped once an optimizer step.
+        A scheduler to step once per optimizer step.
 
     Raises:
-        OptimizerError: the name is unknown, a needed length is missing, or both warm-ups are given.
+        OptimizerError: the name is unknown, an option is missing or invalid, or both warm-ups are given.
     """
     check_schedule_name(name)
     if warmup_ratio is not None:
@@ -82,10 +83,10 @@ def build_scheduler(
 
 
 def check_schedule_name(name: str) -> None:
-    """Raise where there is no such schedule.
+    """Raise if a schedule name is unknown; not collective.
 
     Raises:
-        OptimizerError: naming those that there are.
+        OptimizerError: the name is unknown. The error lists the known names.
     """
     known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS]
     known += [*_ALIASES, BACKBONE_FREEZE]
@@ -99,12 +100,12 @@ def check_schedule_name(name: str) -> None:
 def get_constant_schedule_with_freeze_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """Build a schedule of rate 0 for so many steps, the first one among them, and then constant; not collective.
+    """Build a schedule with learning rate 0 for the first steps, then constant; not collective.
 
     Args:
         optimizer: any torch optimizer.
-        num_warmup_steps: optimizer steps at rate 0.
-        last_epoch: steps taken before, less one.
+        num_warmup_steps: number of optimizer steps with learning rate 0.
+        last_epoch: number of steps already taken, minus 1.
     """
     return LambdaLR(optimizer, partial(_zero_before, num_warmup_steps), last_epoch)
 

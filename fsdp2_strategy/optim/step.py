@@ -1,11 +1,11 @@
-"""One optimizer step: accumulate micro-batches, take one global gradient norm, step or skip.
+"""One optimizer step: accumulate micro-batches, compute one global gradient norm, step or skip.
 
 Input: a loss, a sharded model and its optimizer. Output: gradients, then a `StepResult`.
 
 [Note: gradient scale] FSDP2 averages gradients over the ranks. `backward` divides the loss by the number of
-micro-batches, so the gradient is the mean over ranks and micro-batches, each weighing the same. Where they do not
-weigh the same, the loss is a sum over items and the gradient must be that sum over the global number N of items:
-the loss is multiplied by ranks / N, and FSDP2's average cancels the ranks.
+micro-batches, so the gradient is the mean over ranks and micro-batches, with equal weights. With
+``num_items_in_batch`` = N, the loss is a sum over items, and the gradient must be that of the global sum divided by N.
+So the loss is multiplied by ranks / N, and FSDP2's average cancels the factor ranks.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from fsdp2_strategy.sharding.vision_encoders import may_be_uneven
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Say what a call of ``optimizer_step`` did."""
+    """The result of one call of `optimizer_step`."""
 
     step: int
     """Optimizer steps taken so far."""
     stepped: bool
-    """Whether parameters changed."""
+    """Whether the optimizer stepped."""
     skipped: bool
-    """Whether the step was left out because the gradient norm was not finite."""
+    """Whether the step was skipped because the gradient norm was not finite."""
     grad_norm: float | None
-    """Global norm before clipping; None between the boundaries of accumulation."""
+    """Global norm before clipping; None if micro-batches of the step are still missing."""
 
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied with so that its float16 gradients do not vanish; grows and shrinks by itself.
+    """Dynamic loss scale, which keeps float16 gradients from underflowing.
 
-    It doubles after ``interval`` steps whose gradients were finite, and halves with each one whose were not.
+    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after each other step.
     """
 
     value: float = 2.0**16
     interval: int = 2000
     good_steps: int = 0
-    """Finite steps since it last changed."""
+    """Successive finite steps since the scale last changed."""
 
     def update(self, *, finite: bool) -> None:
-        """Take note of a step; alike on all ranks, for the norm is."""
+        """Adapt the scale after a step; not collective, but equal on all ranks because the gradient norm is."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value = max(self.value / 2, 1.0)
@@ -74,35 +74,35 @@ class LossScale:
 
 @dataclass
 class Accumulation:
-    """Where a model stands between two optimizer steps."""
+    """The gradient accumulation state of a model."""
 
     micro_batches: int = 0
     """Backward passes since the last optimizer step."""
     steps: int = 0
     """Optimizer steps taken."""
     scale: LossScale | None = None
-    """What losses are multiplied with, in float16."""
+    """Loss scale of float16 training; None for other dtypes."""
     checked: ref[Optimizer] | None = None
-    """The optimizer that is known to step this model's parameters."""
+    """The optimizer that last passed `check_belongs`."""
     synced_as: bool | None = None
-    """Whether the units were last told that a backward pass is the last of its step."""
+    """The ``is_last`` of the last `set_gradient_sync`; None before the first (FSDP2's default equals True)."""
 
 
 _ACCUMULATION = Slot[Accumulation]("accumulation")
 
 
 def accumulation_of(model: nn.Module) -> Accumulation:
-    """Return where a model, or the one in a wrapper, stands between two optimizer steps; not collective."""
+    """Return the accumulation state of a model or wrapper, created on first use; not collective."""
     state = model_state(unwrap_model(model))
     return state.get(_ACCUMULATION) or state.set(_ACCUMULATION, Accumulation())
 
 
 def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
-    """Set a model's accumulation to the state before its first step; not collective.
+    """Reset the accumulation state of a model; not collective.
 
     Args:
         model: the model, or its wrapper.
-        scale: what its losses are multiplied with, in float16.
+        scale: loss scale of float16 training.
     """
     return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
 
@@ -115,15 +115,15 @@ def backward(
     grad_sync: GradSync = "every",
     num_items_in_batch: float | torch.Tensor | None = None,
 ) -> None:
-    """Add the gradient of one micro-batch; collective.
+    """Scale the loss of one micro-batch and run its backward pass; collective.
 
     Args:
         loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
-        model: the model, or its wrapper, that made the loss.
-        accumulation_steps: micro-batches of a step; the loss is divided by them here.
-        grad_sync: what the backward passes before the last communicate; see `StrategyConfig`.
-        num_items_in_batch: items (tokens, say) of all micro-batches of all ranks in this step; the gradient is that of
-            (sum of all losses) / num_items_in_batch.
+        model: the model that computed the loss, or its wrapper.
+        accumulation_steps: micro-batches per step; without ``num_items_in_batch`` the loss is divided by it.
+        grad_sync: communication in the backward passes before the last of a step; see `StrategyConfig`.
+        num_items_in_batch: number of items (for example tokens) in all micro-batches of all ranks in this step; the
+            gradient is that of (sum of all losses) / num_items_in_batch.
 
     Raises:
         StepError: ``num_items_in_batch`` is not positive.
@@ -148,24 +148,25 @@ def optimizer_step(
     max_norm: float = 0.0,
     name: str = "model",
 ) -> StepResult:
-    """Step once the micro-batches of a step are through; call it after each `backward`; collective.
+    """Step the optimizer if this was the last micro-batch; call it after each `backward`; collective.
 
-    At the boundary gradients are clipped, optimizer and schedule step, gradients are cleared. A norm that is not finite
-    skips optimizer and schedule on every rank.
+    After the last micro-batch it clips the gradients, steps optimizer and schedule, and clears the gradients. If the
+    norm is not finite, all ranks skip the optimizer and the schedule, and clear the gradients.
 
     Args:
         optimizer: the model's optimizer.
         model: the model, or its wrapper.
-        scheduler: stepped with the optimizer; None is fine.
-        accumulation_steps: micro-batches of a step.
-        max_norm: global norm that gradients are clipped to; 0 clips nothing.
-        name: labels the log, nothing else.
+        scheduler: learning-rate schedule, stepped with the optimizer.
+        accumulation_steps: micro-batches per step.
+        max_norm: global norm that gradients are clipped to; 0 disables clipping.
+        name: name of the model in log and error messages.
 
     Returns:
-        What happened; between boundaries nothing did.
+        Whether the optimizer stepped, and the gradient norm.
 
     Raises:
-        StepError: there was no `backward`, or the optimizer is not this model's.
+        StepError: `backward` was not called since the last step, or the optimizer belongs to another model.
+        OffloadError: the model or the optimizer is offloaded.
     """
     own = accumulation_of(model)
     if own.checked is None or own.checked() is not optimizer:
@@ -188,7 +189,7 @@ def optimizer_step(
 
 
 def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
-    """Return the factor of a micro-batch's loss; see [Note: gradient scale].
+    """Return the factor for the loss of a micro-batch; not collective. See [Note: gradient scale].
 
     Raises:
         StepError: ``num_items_in_batch`` is not positive.
@@ -205,9 +206,9 @@ def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Ten
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
-    """Tell every unit what the next backward pass communicates; not collective."""
+    """Set what each unit communicates in the next backward pass; not collective."""
     if mode == "defer_all_reduce" and may_be_uneven(unwrap_model(model)):
-        mode = "every"  # what waits is added up as one buffer, of the same parameters each time
+        mode = "every"  # FSDP2 sums deferred gradients in one flat buffer, so their parameters must not vary
     units = [module for module in unwrap_model(model).modules() if isinstance(module, FSDPModule)]
     for unit in units:
         if mode == "last":
@@ -217,17 +218,20 @@ def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> Non
 
 
 def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: float = 0.0) -> float:
-    """Return the norm of all gradients together, and scale them down to ``max_norm``; collective.
+    """Return the global norm of all gradients, and scale them down to ``max_norm``; collective.
 
-    Gradients of any mix of meshes, dtypes and devices count once each: local sums of squares, divided by the number of
-    ranks that hold the same values, are added over all ranks of the meshes.
+    Gradients may be on different meshes and devices, in different dtypes. Local sums of squares are divided by the
+    number of ranks that hold the same values, and summed over all ranks of the largest mesh.
 
     Args:
-        parameters: a model or its parameters; those without a gradient count nothing.
-        max_norm: largest norm that is left alone; 0 clips nothing.
+        parameters: a model or its parameters; those without a gradient are ignored.
+        max_norm: largest norm that is not scaled down; 0 disables clipping.
 
     Returns:
-        The global norm before clipping, equal on all ranks; gradients that are not finite are left as they are.
+        The global norm before clipping, equal on all ranks. If it is not finite, gradients are not scaled.
+
+    Raises:
+        OffloadError: the model is offloaded.
     """
     if isinstance(parameters, nn.Module):
         model = unwrap_model(parameters)
@@ -238,7 +242,7 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
 
 
 def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
-    """Take the scale out of all gradients, clip them, and return their norm without it; collective."""
+    """Divide all gradients by the loss scale, clip them, and return their unscaled norm; collective."""
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     with on_ranks_of(parameters):
@@ -246,16 +250,16 @@ def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.
     clips = max_norm > 0 and norm > max_norm
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
-        # Local tensors: one kernel a list, and no dispatch through DTensor.
+        # Local tensors avoid the dispatch through DTensor.
         torch._foreach_mul_([_local(grad) for grad in grads], factor)
     return norm
 
 
 def check_belongs(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise where an optimizer steps parameters that are not the model's; not collective.
+    """Raise if an optimizer holds parameters that are not the model's; not collective.
 
     Raises:
-        StepError: it belongs to another model, or was made before the model was sharded.
+        StepError: the optimizer belongs to another model, or was created before the model was sharded.
     """
     reshard(unwrap_model(model))
     own = {id(parameter) for parameter in unwrap_model(model).parameters()}
@@ -274,17 +278,17 @@ def take_step(
     max_norm: float,
     scale: LossScale | None = None,
 ) -> tuple[bool, float]:
-    """Clip, step optimizer and schedule, clear the gradients; where the norm is not finite, only clear; collective.
+    """Clip, step optimizer and schedule, clear the gradients; if the norm is not finite, only clear; collective.
 
     Args:
         optimizer: the model's optimizer.
-        model: the model.
-        scheduler: stepped with the optimizer.
-        max_norm: global norm to clip to; 0 clips nothing.
-        scale: what the loss was multiplied with; taken out of the gradients, and adapted.
+        model: the model, or its wrapper.
+        scheduler: learning-rate schedule, stepped with the optimizer.
+        max_norm: global norm to clip to; 0 disables clipping.
+        scale: loss scale; gradients are divided by it, and it is adapted.
 
     Returns:
-        Whether the step was taken, alike on all ranks, and the norm before clipping.
+        Whether the optimizer stepped, and the norm before clipping; both are equal on all ranks.
     """
     for subject in (unwrap_model(model), optimizer):
         check_resident(subject, "step")
@@ -304,7 +308,7 @@ def take_step(
 
 @torch.no_grad()
 def _sum_of_squares(grads: list[torch.Tensor]) -> float:
-    """Return the sum of squares over all elements of all gradients; collective, one host synchronisation."""
+    """Return the sum of squares of all gradients; collective, with one host synchronisation."""
     alike: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         local = _local(grad)
@@ -319,7 +323,7 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> float:
 
 
 def _copies(grad: torch.Tensor) -> int:
-    """Return how many ranks hold the same values."""
+    """Return how many ranks hold the same values as this rank."""
     if not isinstance(grad, DTensor):
         return world_size()
     mesh = grad.device_mesh

@@ -1,1 +1,1 @@
-"""Sharding: a model and class names become a plan, and the plan becomes units of `fully_shard`."""
+"""Plan which modules of a model become units of `fully_shard`, and shard the model by that plan."""

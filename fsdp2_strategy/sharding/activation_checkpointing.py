@@ -1,11 +1,12 @@
-"""Recompute the activations of modules in backward, and keep what they leave in a cache.
+"""Recompute the activations of modules in backward, and keep their key-value caches correct.
 
-Input: a model that is about to be sharded, and some of its modules. Output: the same modules, their forward wrapped.
+Input: a model that is not sharded yet, and some of its modules. Output: the same modules with a wrapped forward.
 
-[Note: caches] A decoder's block appends keys and values to a cache that it is given, and would append them once more
-when it runs again in backward. Where a model has one decoder, training reads no cache: its blocks run without. Where it
-has several, one may read what another left there, as the action expert of transformers' pi0 reads the language model's:
-there a recomputed block works on a copy of the cache, and gives out what it added, with its gradients.
+[Note: caches] A decoder block appends keys and values to the cache that it receives. If it runs again in backward, it
+would append them a second time. In a model with one decoder, training reads no cache, so its blocks run without one. In
+a model with several decoders, one may read the cache of another: in transformers' pi0, the action expert reads the
+cache of the language model. There a recomputed block works on a copy of the cache. It returns the entries that it
+added, so that gradients flow through them, and they are appended to the real cache once.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_activations(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Recompute the activations of these modules in backward, under the random state that they had.
+    """Recompute the activations of these modules in backward, with the RNG state of their forward.
 
-    The forward is wrapped inside the module, so that FSDP2's hooks stay outside and names stay as they are. A module
-    whose gradient checkpointing is switched on already is left to it.
+    Only ``forward`` is wrapped, so FSDP2's hooks stay outside of it and module names do not change. A module that has
+    its own gradient checkpointing switched on is skipped.
 
     Args:
-        model: the whole model, whose decoders count; see [Note: caches].
-        modules: those of its modules whose activations are recomputed.
+        model: the full model; the number of its decoders decides how caches are handled, see [Note: caches].
+        modules: the modules of the model whose activations are recomputed.
     """
     shares_caches = len(decoders(model)) > 1
     for module in modules.values():
@@ -38,12 +39,12 @@ def recompute_activations(model: nn.Module, modules: Mapping[str, nn.Module]) ->
 
 
 def is_cache(value: object) -> bool:
-    """Say whether a value is a key-value cache of transformers."""
+    """Return whether a value is a key-value cache of transformers."""
     return hasattr(value, "get_seq_length")
 
 
 def decoders(model: nn.Module) -> set[str]:
-    """Return the names of the lists whose blocks take a cache."""
+    """Return the names of the module lists whose entries accept ``past_key_values``."""
     return {
         name.rpartition(".")[0]
         for name, module in model.named_modules()
@@ -56,7 +57,7 @@ def _recomputed(forward: Callable[..., Any], *, shares_caches: bool) -> Callable
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Caches of encoder-decoders hold two of these, for a model of one decoder.
+        # The cache of an encoder-decoder has no `layers`; such a model has one decoder, and needs no copy.
         cache = next((v for v in (*args, *kwargs.values()) if is_cache(v) and hasattr(v, "layers")), None)
         if shares_caches and cache is not None:
             return _with_cache(forward, cache, args, kwargs)
@@ -73,7 +74,7 @@ def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _with_cache(forward: Callable[..., Any], cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a forward that adds to a cache, now and again in backward, and add to it once."""
+    """Checkpoint a forward that appends to a cache, but append to the cache only once; see [Note: caches]."""
     before = _copied(cache)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -96,7 +97,7 @@ def _with_cache(forward: Callable[..., Any], cache: Any, args: tuple[Any, ...], 
 
 
 def _copied(cache: Any) -> Any:
-    """Return a cache of the same tensors, to which another one can add."""
+    """Return a copy of a cache that shares its tensors; appending to the copy does not change the original."""
     copied = copy.copy(cache)
     copied.layers = [copy.copy(layer) for layer in cache.layers]
     return copied

@@ -1,7 +1,6 @@
-"""Which modules of a model repeat, and so are worth sharding one by one.
+"""Find the repeated modules of a model, its blocks, which are sharded one by one.
 
-Input: any model, and class names where the user knows them. Output: blocks by dotted name, from which `plan` makes
-units.
+Input: any model, and class names if the user gives them. Output: blocks by dotted name, from which `plan` makes units.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.known_policies import policy_of
 
-# Blocks that a model's `_no_split_modules` is known to leave out; RLHF trainers extend this list in place.
+# Blocks that some models do not list in `_no_split_modules`; RLHF trainers extend this list in place.
 manual_transformer_cls_names_to_wrap = [
     "Embedding",
     "Qwen2VLDecoderLayer",
@@ -45,16 +44,20 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the repeated modules of a model that should be sharded one by one; not collective.
 
-    They come from ``class_names`` where given; else they are modules of at least ``min_unit_params`` parameters where
-    that is given; else they come from ``_fsdp_wrap_modules`` of a policy; else from ``_no_split_modules`` of the model,
-    or of the models inside a wrapper, together with what is known of a registered policy and
-    ``manual_transformer_cls_names_to_wrap``; else they are the entries of the largest ModuleList; else modules of an
-    eighth of the model, at most 50 million parameters.
+    The first of these sources that yields blocks is used:
+      1. ``class_names``, if given
+      2. modules of at least ``min_unit_params`` parameters, if given
+      3. ``_fsdp_wrap_modules`` of a policy
+      4. ``_no_split_modules`` of the model and the models within it, ``manual_transformer_cls_names_to_wrap``, and the
+         blocks of a registered policy
+      5. the entries of the largest ModuleList with repeated layers
+      6. modules that hold an eighth of the model's parameters, or 50 million if that is fewer
+    Sources 4 and 5 are skipped for a policy that is registered without blocks.
 
     Args:
         model: any module; it is only read.
         class_names: names of module classes.
-        min_unit_params: fewest parameters of a size-based block.
+        min_unit_params: minimum number of parameters of a block that is chosen by size.
 
     Returns:
         The blocks by dotted name, in module order.
@@ -92,24 +95,25 @@ def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, 
 
 
 def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
-    """Return the class names of a model's modules that are of given classes, or derived from them, in one order.
+    """Return the class names of the model's modules that are instances of the given classes, sorted.
 
     Args:
         model: any module; it is only read.
-        classes: classes, or their names, or one of them; a class that nothing is of keeps its name.
+        classes: one or several classes or class names. A name is returned as it is, as is the name of a class that
+            has no instance in the model.
     """
     names: set[str] = set()
     for given in (classes,) if isinstance(classes, type | str) else classes or ():
         found = {type(m).__name__ for m in model.modules() if isinstance(given, type) and isinstance(m, given)}
         names |= found or {given if isinstance(given, str) else given.__name__}
-    return tuple(sorted(names))  # a set of classes has another order in each process
+    return tuple(sorted(names))  # the order of a set differs between processes
 
 
 class Blocks(NamedTuple):
-    """Hold the blocks of a model and where they come from."""
+    """The blocks of a model, and how they were found."""
 
     kind: str
-    """"block", or "size" where nothing but their size made them blocks."""
+    """"block", or "size" if they were chosen by their number of parameters."""
     source: str
     modules: dict[str, nn.Module]
 
@@ -117,7 +121,7 @@ class Blocks(NamedTuple):
 def choose_blocks(
     model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
 ) -> Blocks:
-    """Do what `find_blocks` promises, beside what is ignored, and say where the blocks come from."""
+    """Find blocks and their source; those that are found by class name may include ``ignored`` modules."""
     left_out = {inner for module in ignored for inner in module.modules()}
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
@@ -151,14 +155,14 @@ def _of_size(model: nn.Module, least: int, left_out: Container[nn.Module]) -> Bl
 
 
 def _without_shells(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Leave out blocks of which other blocks within hold nine tenths: the rest is too small for a unit."""
+    """Drop blocks if nested blocks hold nine tenths of their parameters: the rest is too small for a unit."""
     within = {name: [b for n, b in blocks.items() if n != name and _nested(n, name)] for name in blocks}
     sizes = {name: sum(p.numel() for p in {p for b in inner for p in b.parameters()}) for name, inner in within.items()}
     return {name: block for name, block in blocks.items() if sizes[name] * 10 < parameter_count(block) * 9}
 
 
 def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace modules that nothing can run as a whole by their children."""
+    """Replace modules that cannot be gathered as one unit by their children."""
     found = {}
     for name, module in blocks.items():
         if has_forward(module) or _is_walked(module):
@@ -169,26 +173,23 @@ def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Say whether a module has a forward of its own."""
+    """Return whether a module has its own forward."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _is_walked(module: nn.Module) -> bool:
-    """Say whether a module without forward is gathered by what runs within it.
-
-    See [Note: bypassed units] in `bypassed_blocks`.
-    """
+    """Return whether submodules can gather a module without forward: [Note: bypassed units] in `bypassed_blocks`."""
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     return not is_container and not any(True for _ in module.parameters(recurse=False))
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Say whether its forward is sure to be what runs it: a Sequential is often walked through instead."""
+    """Return whether a module runs through its own forward; callers often iterate over a Sequential instead."""
     return has_forward(module) and not isinstance(module, nn.Sequential)
 
 
 def _largest_module_lists(model: nn.Module, left_out: Container[nn.Module]) -> dict[str, nn.Module]:
-    """Return the entries of the largest repeating ModuleList, and of others apart from it with a tenth of the model."""
+    """Return the entries of the largest repetitive ModuleList, and of disjoint ones with a tenth of the model."""
     sizes = {
         (name, module): parameter_count(module)
         for name, module in model.named_modules()
@@ -209,7 +210,7 @@ def _largest_module_lists(model: nn.Module, left_out: Container[nn.Module]) -> d
 def _pack_by_size(
     name: str, module: nn.Module, least: int, left_out: Container[nn.Module], blocks: dict[str, nn.Module]
 ) -> int:
-    """Choose modules bottom-up as soon as they hold ``least`` parameters; return how many are left to the parent."""
+    """Add modules of at least ``least`` parameters to ``blocks``, bottom-up; return the count left to the parent."""
     if module in left_out:
         return 0
     left = sum(p.numel() for p in module.parameters(recurse=False))
@@ -225,7 +226,10 @@ def _pack_by_size(
 
 
 def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:
-    """Return the embeddings and output heads outside the blocks that are worth a unit of their own."""
+    """Return the embeddings and output heads of a model, with their kind.
+
+    Those that the model's own methods do not return need at least a quarter of the parameters of a median block.
+    """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         for method, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
@@ -244,7 +248,7 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
             and parameter_count(module) >= worthwhile
         ):
             found.setdefault(module, "head")
-    # A layer of peft may use the weight of the module that it adapts without calling it: it is gathered with it.
+    # A peft layer may use the weight of its base layer without calling it, so the peft layer becomes the unit.
     adapted = {m.base_layer: m for m in model.modules() if isinstance(m._modules.get("base_layer"), nn.Module)}
     return {adapted.get(module, module): kind for module, kind in found.items()}
 
@@ -257,7 +261,7 @@ def _ask(module: nn.Module, method: str) -> object:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Return the number of parameters of a module, shared ones counted once."""
+    """Return the number of parameters of a module; shared parameters are counted once."""
     return sum(p.numel() for p in module.parameters())
 
 

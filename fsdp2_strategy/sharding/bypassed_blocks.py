@@ -1,28 +1,30 @@
-"""Gather what runs, however it is run: by a method beside forward, or by a function that walks through a unit.
+"""Gather units whose forward is bypassed: their submodules are called directly, or a method other than forward runs.
 
-Input: a model that is about to be sharded, and its units. Output: hooks that do what FSDP2 does around a forward, where
-that forward is not called.
+Input: a model that is not sharded yet, and its units. Output: hooks that gather and free a unit if its forward, which
+FSDP2 hooks into, is not called.
 
-[Note: bypassed units] FSDP2 gathers a unit ahead of its forward. Some policies never call that: pi0 and smolvla run the
-layers of two decoders in pairs, through a function that calls the layers' norms and projections itself. So a module
-with parameters looks, when it runs, at the units around it. One whose own forward is not running is opened: gathered,
-and left open until the walk goes on to a unit of the same list, or the pass of the whole model ends. For the backward
-pass what its modules put out gathers it again, as a unit's outputs do, and the input of the first module that ran says
-when its gradients are complete; where that input has no gradient, the end of the backward pass does. A function that
-runs again in backward, under activation checkpointing, finds the unit as backward has gathered it.
+[Note: bypassed units] FSDP2 gathers a unit before its forward. Some policies never call the forward of their blocks:
+pi0 and smolvla run the layers of two decoders in pairs, in a function that calls the norms and projections of the
+layers directly. So the modules within units have forward pre-hooks that check the units around them. A unit whose
+forward is not running is opened, which means gathered. It stays open until a module of another unit in the same
+ModuleList runs, or until the pass of the model ends. For backward, hooks on the outputs of its submodules gather it
+again, as FSDP2's hooks on the outputs of a unit do. Its gradients are reduced once the input of the first submodule
+that ran has its gradient, or at the end of the backward pass if that input needs none. If activation checkpointing runs
+the function again in backward, the hooks gather the unit for backward, unless it is gathered already.
 
-[Note: the look] Most models call every block's forward, and need none of this. So modules have hooks until the first
-pass has ended, and for the first of every other kind: through forward or another method, in training or not, with
-gradients or without. Where that pass bypasses a block, casts what a module gets, or fills a cache, the hooks stay; else
-they go. They stay in any case where the policy is known to bypass its blocks. A later pass of a kind that was looked at
-and bypasses a block after all is an error, behind which the hooks are back.
+[Note: the look] Most models call the forward of every block and need none of these hooks. So the hooks are present only
+in the first pass of each kind. A kind is the method that is called, training or evaluation mode, and whether gradients
+are enabled. If this pass bypasses a block, casts an input of a module or fills a cache, the hooks stay for good.
+Otherwise they are removed after it. They always stay if the policy is known to bypass its blocks. If a later pass of a
+kind that was observed bypasses a block after all, it raises an error, and the hooks are registered again.
 
-[Note: side outputs] A block that fills a cache gives out more than what it returns: in transformers' pi0 the action
-expert attends to the keys and values of the language model, whose last block has no other gradient. So the modules
-within a block that is given a cache gather it for backward as well, where the model has several decoders.
+[Note: side outputs] A block that fills a cache has more outputs than it returns. In transformers' pi0 the action expert
+attends to the keys and values of the language model, and the last block of the language model gets gradients through
+these alone. So in a model with several decoders, the outputs of modules within a block that receives a cache gather the
+block for backward, too.
 
-[Note: fp32 among half] Policies make noise, times and tables of their own, in fp32, which a projection in half
-precision would refuse. Modules that want one dtype get it, whatever comes; where autocast is on, it decides.
+[Note: fp32 among half] Policies create noise, time steps and tables in fp32, and a projection in half precision would
+reject them. So the inputs of modules that need one dtype are cast to it, unless autocast is enabled.
 """
 
 from __future__ import annotations
@@ -62,24 +64,25 @@ from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
 
 _Kind = tuple[str, bool, bool]
-"""Of a pass: the method that is called, whether the model trains, and whether gradients are wanted."""
+"""The kind of a pass: its method, whether the model is in training mode, whether gradients are enabled."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Modules that refuse inputs of another dtype than their parameters have.
+# Modules that raise if the dtype of an input differs from that of their parameters.
 _ONE_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class Walk:
-    """Know which units of a model are running, and gather those that are walked through instead.
+    """The hooks of a model that track which units are running, and gather units whose forward is bypassed.
 
     Args:
-        root: the model, not sharded yet, so that FSDP2's hooks come around these.
-        units: its units and their names; the root may be among them.
-        casts: units that cast their inputs, and to what; of one that is walked through, each module within does.
-        left_alone: units whose own forward is sure to run.
-        ignored: modules that need nothing gathered, whatever unit they stand in.
-        is_bypassed: whether the model is known to bypass its blocks; else the first passes tell: [Note: the look].
+        root: the model, not sharded yet, so that FSDP2's hooks run outside of these.
+        units: its units and their names; the root may be one of them.
+        casts: the dtype that the inputs of a unit are cast to. If the unit is bypassed, the inputs of each module
+            within it are cast instead.
+        left_alone: units that always run through their own forward.
+        ignored: modules without sharded parameters, which never need a gather.
+        is_bypassed: whether the model is known to bypass its blocks; if not, see [Note: the look].
     """
 
     def __init__(
@@ -99,17 +102,17 @@ class Walk:
         self._depth = 0
         self._open: list[_Unit] = []
         self._seen: set[str] | None = set()
-        """Units that were walked through, until the log has named them."""
+        """Names of bypassed units; None once they were logged."""
         units = {module: name for module, name in units.items() if module is not root}
         self._units = units
         self._places, made = _units_around(root, units, left_alone, ignored)
         self._handles: list[RemovableHandle] = []
-        """Hooks of the modules within units, while they are there."""
+        """Hooks on the modules within units; empty while they are removed."""
         self._is_needed = is_bypassed
         self._is_through: set[_Kind] = set()
-        """Kinds of passes that were looked at, and need no hooks."""
+        """Kinds of passes that were observed and need no hooks."""
         self._kind: _Kind | None = None
-        """The kind of the pass that runs, if it is looked at."""
+        """The kind of the running pass, if this pass is observed."""
         for module, around in self._places.items():
             if not around:
                 module.register_forward_pre_hook(self._check_entered)
@@ -121,10 +124,10 @@ class Walk:
         root.register_forward_hook(self._leave, always_call=True)
 
     def add_entry_points(self, methods: Sequence[str]) -> None:
-        """Let methods of the root, sharded by now, gather it; and its forward, called by name.
+        """Wrap methods of the root, after it was sharded, so that they gather it; also a direct ``forward(...)`` call.
 
         Args:
-            methods: names, of which it may lack some.
+            methods: names of methods; those that the root lacks are skipped.
         """
         for unit in self._units:
             unit.register_forward_pre_hook(self._begin_at_the_root, prepend=True)
@@ -136,7 +139,7 @@ class Walk:
         self._root.forward = functools.wraps(forward)(call)
 
     def _run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the root; one that another has called finds everything gathered."""
+        """Run a method of the root between FSDP2's pre- and post-forward; a nested call runs it as it is."""
         if self._depth:
             return method(*args, **kwargs)
         state = state_of(self._root)
@@ -145,25 +148,25 @@ class Walk:
             with self._entered(name):
                 output = self._checked(method, *args, **kwargs)
         except BaseException:
-            for each in (state, *records_of(state)):  # else the next pass would not count as one that begins
+            for each in (state, *records_of(state)):  # so that FSDP2 takes the next pass for a new one
                 mark_idle(each)
             forget_forward_root(state)
             raise
         return run_post_forward(state, self._root, args, output)
 
     def _begin_at_the_root(self, *_: object) -> None:
-        """Tell FSDP2 which module is the root, ahead of a unit that is run alone: it would take that for it."""
+        """Initialise FSDP2's root before a unit runs on its own; otherwise FSDP2 would make that unit the root."""
         choose_root(state_of(self._root))
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the root's forward with its hooks, also where somebody calls it by name."""
+        """Run the root's forward with its hooks, even if the caller uses ``model.forward(...)``."""
         return self._checked(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
     def _checked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a pass, and say in words what fails where a block is bypassed that was not when its kind was looked at.
+        """Run a pass; explain the failure if it bypasses a block and the observed pass of its kind did not.
 
         Raises:
-            ShardError: a block is.
+            ShardError: the pass bypasses a block, and the hooks were removed.
         """
         try:
             return function(*args, **kwargs)
@@ -196,7 +199,7 @@ class Walk:
             self._hang()
 
     def _hang(self) -> None:
-        """Hang hooks on the modules within units, ahead of FSDP2's where these free what was gathered."""
+        """Register the hooks on modules within units; forward hooks go before FSDP2's, which free the parameters."""
         if self._handles:
             return
         for module, around in self._places.items():
@@ -216,13 +219,13 @@ class Walk:
             self._handles.pop().remove()
 
     def _see_cache(self) -> None:
-        """Note that a block is given a cache: [Note: side outputs]."""
+        """Keep the hooks, because a block receives a cache; see [Note: side outputs]."""
         if torch.is_grad_enabled():
             self._is_needed = True
             self._hang()
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
-        self._depth = max(0, self._depth - 1)  # where a hook ahead of these raises, nothing was entered
+        self._depth = max(0, self._depth - 1)  # if an earlier pre-hook raises, `_enter` does not run
         if self._depth:
             return
         while self._open:
@@ -247,7 +250,7 @@ class Walk:
                 self._check_entered(module)
                 continue
             changed = args, kwargs = self._walk_into(unit, module, args, kwargs)
-        if module in self._units:  # FSDP2 has cast what goes into a unit
+        if module in self._units:  # FSDP2 casts the inputs of a unit
             return changed
         if around and around[-1].is_walked:
             dtype = self._casts.get(around[-1].module)
@@ -277,10 +280,10 @@ class Walk:
         return unit.open(module, args, kwargs)
 
     def _check_entered(self, module: nn.Module, *_: object) -> None:
-        """Say in words what would fail as a mix of tensors and DTensors.
+        """Raise a clear error before torch raises one about mixed tensors and DTensors.
 
         Raises:
-            ShardError: the module's parameters are sharded, and no pass runs.
+            ShardError: the parameters of the module are sharded, and no pass of the root is running.
         """
         if self._depth or is_in_backward() or not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return
@@ -293,24 +296,24 @@ class Walk:
 
 
 class _Unit:
-    """One unit, seen from what runs within it."""
+    """A unit, and whether it is running or bypassed."""
 
     def __init__(self, module: nn.Module, name: str, lane: nn.Module | None, outer: Sequence[_Unit]) -> None:
         self.module, self.name = module, name
         self.outer = outer
-        """The units around it."""
+        """The units around this one."""
         self.lane = lane
-        """The list that it stands in: of those there one is open at a time."""
+        """The container of this unit, if it is a list: only one unit of a list is open at a time."""
         self.is_running = False
         self.is_open = False
         self.is_walked = False
-        """Whether it was walked through when it ran last: what runs again in backward does as it did before."""
+        """Whether its last run bypassed its forward; a recomputation in backward must cast as that run did."""
         self.fills_cache = False
-        """Whether it runs with a cache that others read; see [Note: side outputs]."""
+        """Whether it runs with a cache that another decoder may read; see [Note: side outputs]."""
         self._see_cache: Callable[[], None] | None = None
 
     def watch(self, see_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
-        """Know from now on whether it runs; ``see_cache`` is called where it is given a cache that others read."""
+        """Register hooks that track whether the unit runs; ``see_cache`` is called when it receives a cache."""
         self._see_cache = see_cache
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -325,14 +328,14 @@ class _Unit:
 
     def _end(self, *_: object) -> None:
         self.is_running = self.fills_cache = False
-        self.is_open = False  # FSDP2 frees it behind this
+        self.is_open = False  # FSDP2 frees the parameters after this hook
 
     @property
     def _state(self) -> Any:
         return state_of(self.module)
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Call:
-        """Gather it, as ahead of its forward; ``module`` is the first within that runs, on these inputs."""
+        """Gather the unit as before its forward; ``module`` is its first submodule that runs, with these inputs."""
         state = self._state
         mark_forward(state)
         for record in records_of(state):
@@ -342,7 +345,7 @@ class _Unit:
         return args, kwargs
 
     def close(self) -> None:
-        """Free what was gathered, as behind its forward, where that has not been called since."""
+        """Free the gathered parameters as after the forward, unless the forward ran in between and freed them."""
         if not self.is_open:
             return
         self.is_open = False
@@ -352,13 +355,13 @@ class _Unit:
         mark_idle(state)
 
     def gather_for_gradients_of(self, output: Any) -> None:
-        """Let it be gathered once gradients of an output come."""
+        """Register backward hooks on an output's tensors that all-gather the unit."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(pre_backward_hook(self._state))  # type: ignore[no-untyped-call]
 
     def gather_in_backward(self) -> None:
-        """Gather it where a pass runs again within backward."""
+        """Gather the unit for a forward that runs again in backward."""
         state = self._state
         if not is_gathered_for_backward(state):
             pre_backward_hook(state)(None)
@@ -367,7 +370,7 @@ class _Unit:
 
 
 def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module's inputs need; see [Note: fp32 among half]."""
+    """Return the dtype that a module's inputs must have, if any; see [Note: fp32 among half]."""
     if not isinstance(module, _ONE_DTYPE):
         return None
     parameter = next(p for p in module._parameters.values() if p is not None)
@@ -375,7 +378,7 @@ def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
 
 
 def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    """Return inputs whose floating tensors have one dtype, None where they have it."""
+    """Return the inputs with floating tensors cast to ``dtype``; None if they all have it."""
 
     def differs(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
@@ -389,7 +392,7 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _units_around(
     root: nn.Module, units: Mapping[nn.Module, str], left_alone: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
-    """Return for each module with parameters the units around it in every place, the root aside; and all units."""
+    """Return the units that enclose each module with parameters on all its paths from the root; and all units."""
     alone, apart = set(left_alone), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
@@ -417,10 +420,10 @@ def _units_around(
 
 
 def own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
-    """Copy outputs of a unit that are views, ahead of FSDP2's own hook.
+    """Copy outputs of a unit that are views, before FSDP2's own hook runs.
 
-    FSDP2 hangs the gathering for backward on a unit's outputs. Where an output is a view and the code around changes it
-    in place (``logits.div_(temperature)``), autograd drops that hook without a word.
+    FSDP2 registers the hooks that gather for backward on the outputs of a unit. If an output is a view and is changed
+    in place later (``logits.div_(temperature)``), autograd drops its hook silently.
     """
     if isinstance(output, torch.Tensor):
         return output.clone() if base_of(output) is not None and output.requires_grad else output
@@ -442,13 +445,13 @@ def bypassed_units(
     *,
     ignored: Iterable[nn.Module] = (),
 ) -> list[str]:
-    """Run an unsharded model, and return the names of units whose own forward did not run while modules within did.
+    """Run an unsharded model and return the names of the units whose submodules ran outside their forward.
 
     Args:
-        root: the model; its hooks are as before afterwards.
+        root: the model; the hooks that this registers are removed again.
         units: its units and their names.
         run: calls the model as its trainer does.
-        ignored: modules that need nothing gathered.
+        ignored: modules without sharded parameters, which never need a gather.
     """
     found: dict[str, None] = {}
 

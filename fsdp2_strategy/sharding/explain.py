@@ -1,6 +1,6 @@
-"""Print a plan before anything is allocated: units, dtypes, ties, buffers, bytes a rank, doubts.
+"""Print a sharding plan before memory is allocated: units, dtypes, ties, buffers, bytes per rank, warnings.
 
-Input: a model, meta or real. Output: text.
+Input: a model on any device, meta included. Output: text.
 """
 
 from __future__ import annotations
@@ -40,29 +40,30 @@ def explain(
     run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
 ) -> str:
-    """Write, before anything is allocated, how a model would be sharded and what each rank would hold; not collective.
+    """Print how a model would be sharded and how many bytes each rank would hold; not collective.
 
-    The model may lie on the meta device. Byte counts are those of the rank that holds most; the optimizer is counted
-    as Adam (two moments in the dtype of the master).
+    The model may be on the meta device. Byte counts are those of the rank that holds the most. The optimizer is counted
+    as Adam: two moments in the dtype in which a parameter is stored.
 
     Args:
         model: any module; it is only read.
-        is_training: plan fp32 masters, gradients and optimizer state; else the compute dtype alone.
-        shard_size: ranks that a parameter is split over, -1 for all, or "auto".
-        world_size: ranks to plan for; by default those of the process group, or 1.
+        is_training: plan fp32 master weights, gradients and optimizer state; if False, weights in the compute dtype.
+        shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
+        world_size: number of ranks to plan for; by default those of the process group, or 1.
         bf16: compute in bfloat16.
-        keep_fp32: name patterns of parameters kept in fp32.
+        keep_fp32: name patterns of parameters that are kept in fp32.
         reduce_in_full_precision: sum gradients over the ranks in fp32.
-        class_names: class names of the blocks; found by themselves where empty.
-        min_unit_params: make units of the modules that hold so many parameters.
-        ignored_modules: regular expressions for the names of modules that each rank holds whole.
-        mixed_mm_data: what ranks without images do where others have some.
-        run: calls the model as training does, on a batch where the model lies (``lambda model: model(batch)``): then
-            units are named whose own forward that bypasses. It runs without gradients, and the random state stays.
-        file: where rank 0 writes the text; standard output by default.
+        class_names: class names of the blocks; if empty, blocks are found automatically.
+        min_unit_params: make units of modules with at least this many parameters.
+        ignored_modules: regular expressions for the names of modules that are not sharded.
+        mixed_mm_data: what ranks without images do if other ranks have images.
+        run: calls the model as training does, with a batch on the model's device (``lambda model: model(batch)``). The
+            text then names the units whose forward this call bypasses. It runs without gradients and leaves the RNG
+            state unchanged.
+        file: file that rank 0 writes the text to; standard output by default.
 
     Returns:
-        The text that was written.
+        The text, on every rank.
 
     Raises:
         ShardError: see `find_blocks`.
@@ -83,7 +84,7 @@ def explain(
         mixed_mm_data=mixed_mm_data,
     )
     if run is not None:
-        known = [note for note in plan.notes if "is bypassed" not in note]  # what is seen says more than what is known
+        known = [note for note in plan.notes if "is bypassed" not in note]  # observed units replace the general note
         found = bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
         plan.notes = [*known, bypassed(some(found, "unit"))] if found else known
     world_size = world_size or process_group.world_size()
@@ -152,7 +153,7 @@ def _totals(plan: ShardPlan, held: Counter[str]) -> Iterator[str]:
 
 
 def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
-    """Return the bytes of the rank that holds most of the unit."""
+    """Return the bytes on the rank that holds the most of the unit."""
     held = Counter[str]()
     for parameter in unit.parameters.values():
         rows, *rest = parameter.shape or (1,)
@@ -166,7 +167,7 @@ def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
 
 
 def _alike(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Group neighbours that differ in nothing but their position."""
+    """Group consecutive units that are equal except for their position in the model."""
 
     def shape(unit: Unit) -> object:
         return unit.kind, type(unit.module), unit.compute_dtype, [tuple(p.shape) for p in unit.parameters.values()]

@@ -1,6 +1,6 @@
-"""The dtypes of gradients where FSDP2 would choose others: units that are frozen at first, masters in the optimizer.
+"""Override the gradient dtypes that FSDP2 chooses, for units that start frozen and for masters in the optimizer.
 
-Input: a unit's parameter group. Output: gradients of the dtype in which they are summed.
+Input: FSDP2's record of a unit. Output: hooks that set the dtypes in which its gradients are reduced and kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fsdp2_strategy.model.unit_hooks import hang
 
 
 def settle_gradient_dtypes(record: Any) -> None:
-    """Choose the gradient dtypes of a unit, even where nothing of it is trainable in the first pass.
+    """Set the gradient dtypes of a unit even if none of its parameters is trainable in the first pass.
 
-    FSDP2 decides on them there, by what is trainable at that moment: a pass with adapters disabled, or one of a warmup
-    with frozen weights, would leave it with none.
+    FSDP2 derives them in the first pass from the parameters that are trainable then. It leaves them unset if that pass
+    has adapters disabled, or belongs to a warmup with frozen weights.
     """
     floating = [i for i, p in enumerate(parameters_of(record)) if shard_of(p).is_floating_point()]
     trained = [i for i in floating if shard_of(parameters_of(record)[i]).requires_grad] or floating
@@ -41,7 +41,7 @@ def _choose_dtypes_of(i: int, record: Any, choose: Callable[[], None]) -> None:
 
 
 def reduce_to_fp32(record: Any) -> None:
-    """Keep the gradients of half-precision shards in fp32; FSDP2 would round them to the shards' dtype."""
+    """Keep the gradients of half-precision shards in fp32; FSDP2 would round them to the dtype of the shards."""
     hang(record, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
 

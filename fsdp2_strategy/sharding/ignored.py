@@ -1,7 +1,6 @@
-"""Modules that are not sharded: which of them a user means, and how values go in and out of one in another dtype.
+"""Find the modules that the user excludes from sharding.
 
-Input: a model, and regular expressions over the names of its modules. Output: modules, for `plan`, and hooks, for
-`shard`.
+Input: a model, and regular expressions for the names of its modules. Output: modules, for `plan`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from fsdp2_strategy.model.names import clean
 
 
 def find_ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return the outermost modules whose whole dotted names match any of ``patterns``; only reads.
+    """Return the outermost modules whose full dotted name matches one of ``patterns``; the model is only read.
 
     Raises:
-        ShardError: a pattern matches no module, or the model itself.
+        ShardError: a pattern matches no module, or it matches the model itself.
     """
     names = [(clean(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:

@@ -1,14 +1,14 @@
-"""Casts: in which dtype values go in and out of a module that computes in another than what is around it.
+"""Cast the inputs and outputs of modules that compute in another dtype than the modules around them.
 
-Input: a module, and what a plan says of its inputs. Output: hooks that cast.
+Input: a module, and the inputs that a plan casts. Output: hooks that cast.
 
-[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without that, and passes
-its blocks what it computed in fp32 on purpose: the rotary tables of a vision tower, the residual stream of a state
-space model. So within one only the first input of a unit is cast, the hidden state or the pixels (which model code
-brings to the dtype of a weight that it sees as the fp32 master), and no input of a block where the configuration
-keeps the residual in fp32. This gives the numbers of the unsharded bf16 model to the bit. The root, units of any
-other module, and a model of several compute dtypes have all inputs cast: an fp32 buffer added to a hidden state must
-not stop them.
+[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without these casts, and
+passes some values to its blocks in fp32 on purpose: the rotary tables of a vision encoder, the residual stream of a
+state space model. So within a transformers model only the first input of a unit is cast: the hidden state or the
+pixels. (Model code casts these to the dtype of a weight, which it sees as the fp32 master weight.) If the configuration
+keeps the residual in fp32, no input of a block is cast. The results are bitwise equal to those of the unsharded bf16
+model. All inputs are cast for the root, for units outside of transformers models, and in models with several compute
+dtypes, so that for example an fp32 buffer that was added to a hidden state does not raise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CastInputs = Literal["all", "first", "none"]
 
 
 def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs:
-    """Say which inputs a unit needs cast; see [Note: inputs]."""
+    """Return which inputs of a unit must be cast; see [Note: inputs]."""
     around = tree.transformers_around(module)
     if not all(around):
         return "all"

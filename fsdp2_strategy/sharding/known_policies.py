@@ -1,7 +1,7 @@
-"""Policies as they are: which of their classes are blocks, which methods beside forward run them, what bypasses blocks.
+"""Look up a policy's block classes, the methods other than forward that run it, and whether it bypasses its blocks.
 
-Input: a model. Output: what it declares of itself, as LeRobot's policies do (``_fsdp_wrap_modules``,
-``_fsdp_forward_methods``), else what is registered under its name or its class.
+Input: a model. Output: the attributes that it declares, as LeRobot's policies do (``_fsdp_wrap_modules``,
+``_fsdp_forward_methods``), completed by the entry that is registered under its name or class.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import nn
 from fsdp2_strategy.errors import ConfigError
 
 ENTRY_POINTS = ("select_action", "predict_action_chunk")
-"""What runs a policy on a robot."""
+"""Methods that run a policy on a robot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Say how a policy is sharded and run."""
+    """How a policy is sharded and run."""
 
     name: str
-    """Its ``name``, or that of its class."""
+    """The name that it is registered under; if it is not registered, that of its class."""
     blocks: tuple[str, ...] | None = None
-    """Class names of its blocks; empty: it has none, its units go by size; None: not known."""
+    """Class names of its blocks. If empty, it has no blocks and units are chosen by size; None if not known."""
     entry_points: tuple[str, ...] = ENTRY_POINTS
-    """Methods beside forward that need gathered parameters."""
+    """Methods other than forward that need gathered parameters."""
     bypassed: bool = False
-    """Whether a function runs its blocks, their own forward never: [Note: bypassed units] in `bypassed_blocks`."""
+    """Whether its blocks run without their forward; see [Note: bypassed units] in `bypassed_blocks`."""
     declared: bool = False
-    """Whether it says so itself: then these are all of its blocks, and not those of its backbones as well."""
+    """Whether it declares ``blocks`` itself. If so, the blocks that its backbones declare are not added."""
 
 
 _registered: dict[str, Policy] = {}
@@ -39,17 +39,17 @@ _registered: dict[str, Policy] = {}
 def register_policy(
     name: str, blocks: Sequence[str] = (), *, entry_points: Sequence[str] = ENTRY_POINTS, bypassed: bool = False
 ) -> None:
-    """Say once how a policy is sharded and run, wherever it is met from then on; not collective: do it on every rank.
+    """Register how a policy is sharded and run; not collective: call it on every rank, before the model is sharded.
 
     Args:
-        name: its class's name, or the class's attribute ``name``, as LeRobot's policies have it.
-        blocks: class names of its blocks, of which those that a variant lacks are skipped; blocks that backbones from
-            transformers know of come by themselves. None at all: units go by size.
-        entry_points: methods beside forward that need gathered parameters; those that it lacks are skipped.
-        bypassed: whether a function runs its blocks without their forward, which `explain` then points out.
+        name: the name of its class, or the attribute ``name`` of the class, as in LeRobot's policies.
+        blocks: class names of its blocks; those that a variant lacks are skipped. Blocks that its transformers
+            backbones declare are added automatically. If empty, units are chosen by size.
+        entry_points: methods other than forward that need gathered parameters; those that it lacks are skipped.
+        bypassed: whether its blocks run without their forward; `explain` reports this.
 
     Raises:
-        ConfigError: names are no names.
+        ConfigError: ``blocks`` or ``entry_points`` is not a list of identifiers.
 
     Example:
         >>> register_policy("MyPolicy", ["MyBlock"], entry_points=["act"])
@@ -63,9 +63,9 @@ def register_policy(
 
 
 def policy_of(model: nn.Module) -> Policy | None:
-    """Return what is known of a model, or of the outermost policy within it; None where nothing is; only reads."""
+    """Return the policy of a model, or the outermost policy within it, if it is known; the model is only read."""
     for module in model.modules():
-        name = getattr(type(module), "name", None)  # of a policy; another module may call anything so
+        name = getattr(type(module), "name", None)  # a string in policies; in other modules it may have any type
         known = _registered.get(name if isinstance(name, str) else "") or _registered.get(type(module).__name__)
         declared, methods = _declared(module, "_fsdp_wrap_modules"), _declared(module, "_fsdp_forward_methods")
         if declared or methods or known:
@@ -81,7 +81,7 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
-    """Return what a module says of itself: a wrapper, as peft has them, would hand on what the one within says."""
+    """Return an attribute that a module itself declares; wrappers such as peft's forward those of the inner module."""
     says_so = attribute in vars(module) or hasattr(type(module), attribute)
     return getattr(module, attribute) if says_so else None
 

@@ -1,6 +1,6 @@
-"""A model's modules by all the places where they stand, shared modules included.
+"""Index the modules of a model by all their paths from the root; a shared module has several.
 
-Input: a model and its ignored modules. Output: names, owners, depths and forward order, for `plan`.
+Input: a model and its ignored modules. Output: names, owners, depths and module order, for `plan`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fsdp2_strategy.sharding.blocks import can_be_unit
 
 
 class ModuleTree:
-    """Index a model's modules by all the places where they stand, without what is sharded already or is ignored."""
+    """The modules of a model by all their paths, without already sharded modules and those within ignored ones."""
 
     def __init__(self, model: nn.Module, ignored: Collection[nn.Module]) -> None:
         self.model = model
         self.ignored = dict.fromkeys(ignored)
-        """Modules that are left alone: their own places are known, nothing within them is."""
+        """Modules that are not sharded: `paths` contains them, but no module within them."""
         self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
         """For each module, the chains of modules from the root down to it."""
         self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
@@ -45,35 +45,35 @@ class ModuleTree:
                 self._walk(child, (*above, module))
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Say whether the module can be a unit, as far as its place goes."""
+        """Return whether the module is in the tree and not ignored."""
         return module in self.paths and module not in self.ignored
 
     def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
-        """Say whether the module stands in one of the units, at every place where it stands."""
+        """Return whether the module is one of the units, or within one, on each of its paths."""
         return all(any(m in units for m in path) for path in self.paths[module])
 
     def units_around(self, module: nn.Module, units: Container[nn.Module]) -> set[nn.Module]:
-        """Return the innermost unit, the module itself among them, at each place of the module."""
+        """Return the innermost unit on each path of the module; it may be the module itself."""
         return {next(m for m in reversed(path) if m in units) for path in self.paths[module]}
 
     def depth(self, module: nn.Module) -> int:
-        """Return how deep the module stands at its deepest place; a module stands deeper than all around it."""
+        """Return the length of the module's longest path; it is greater than that of every module around it."""
         return max(map(len, self.paths[module]))
 
     def in_transformers(self, module: nn.Module) -> bool:
-        """Say whether the module stands inside a transformers model, at every place where it stands."""
+        """Return whether the module is within a transformers model on each of its paths."""
         return all(self.transformers_around(module))
 
     def transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
-        """Return the models of transformers around a module, at each of its places."""
+        """Return the transformers models around a module, for each of its paths."""
         return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
 
     def callable_around(self, module: nn.Module) -> nn.Module:
-        """Return the innermost module, itself among them, that can be a unit: a ParameterList never runs."""
+        """Return the innermost module on the path, itself included, that can be a unit: a ParameterList never runs."""
         return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
 
     def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
-        """Return for each unit the parameters that belong to it, 0-d ones left out."""
+        """Return the parameters that belong to each unit, without 0-d parameters."""
         found: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in self.parameters.items():
             if parameter.ndim:

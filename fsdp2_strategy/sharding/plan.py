@@ -1,23 +1,23 @@
-"""Which modules become units, in which precision, decided before anything is allocated.
+"""Decide which modules become units, and their dtypes, before memory is allocated.
 
 Input: a model (on any device, meta included) and its blocks. Output: a `ShardPlan`, which `shard` carries out and
 `explain` prints.
 
-[Note: units] A unit is a module that `fully_shard` gets: its parameters are gathered together before its forward and
-reduced together in backward. A parameter belongs to the innermost unit around it; the root unit, the model itself,
-takes what is left. A plan keeps three invariants:
-  1. A parameter that several places share (tied weights) lies in one unit: units around it are opened, their children
-     becoming units instead, until one unit, at last the root, surrounds all of its owners. Gathering it there costs
-     what gathering it apart would, since the first of its uses stands at one end of the forward pass and the last at
-     the other. A module that is itself registered in several blocks becomes a unit of its own.
-  2. A unit computes in one dtype: a module that computes in another becomes a unit within it.
-  3. Only what runs becomes a unit: a module with a forward of its own; or one without, where it holds no parameters
-     but those of modules within, which gather it when they run ([Note: bypassed units] in `bypassed_blocks`).
+[Note: units] A unit is a module that is passed to `fully_shard`: its parameters are gathered together before its
+forward, and their gradients are reduced together in backward. A parameter belongs to the innermost unit around it. The
+root unit, which is the model itself, contains all remaining parameters. A plan keeps three invariants:
+  1. A parameter that several modules share (tied weights) belongs to one unit. Units around it are opened until one
+     unit, in the end the root, encloses all its owners. To open a unit means to make its larger children units
+     instead. This costs no more memory than a separate unit for the parameter, because its first use is at the start of
+     the forward pass and its last use at the end. A module object that is registered in several blocks becomes a unit.
+  2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
+  3. Only a module that can be gathered becomes a unit: one with its own forward, or one without forward and without
+     direct parameters, whose submodules gather it when they run ([Note: bypassed units] in `bypassed_blocks`).
 
-[Note: ignored] An ignored module is no part of this: its parameters stay plain tensors, whole on every rank, wherever
-they are used from. It is computed with as it is stored, for no gather casts it: in fp32 where any of it is trained or
-kept in fp32, else in the compute dtype. As with a unit, what goes into its forward is cast to that, and what comes out
-to what is computed in around it.
+[Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank, also
+for modules that share them. No gather casts them, so the module computes in the dtype in which it is stored: fp32 if
+any of its parameters is trained or kept in fp32, otherwise the compute dtype. As for a unit, inputs of its forward are
+cast to this dtype, and outputs to the compute dtype around it.
 """
 
 from __future__ import annotations
@@ -50,57 +50,57 @@ class Unit:
     name: str
     """Dotted name of the module; empty for the root."""
     kind: str
-    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root; or that it is ignored."""
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root; or "ignored"."""
     module: nn.Module
     depth: int
-    """How deep it stands; a unit is sharded before those around it."""
+    """Length of its longest path from the root; deeper units are sharded first."""
     parameters: dict[str, nn.Parameter]
     """The parameters that belong to it, under their first names."""
     compute_dtype: torch.dtype
     parent_dtype: torch.dtype | None = None
-    """Compute dtype around it, where that is another: its outputs are cast to it."""
+    """Compute dtype around it, if it differs; outputs are cast to it."""
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs] in `input_casts`."""
     stays_gathered: bool = False
-    """Whether it stays gathered after forward: plain modules may use an embedding's weight again as their head."""
+    """Whether it stays gathered after forward: a model may use the weight of an embedding directly as its head."""
 
 
 @dataclass(kw_only=True)
 class ShardPlan:
-    """Hold the units of a model in forward order, the root last, and what is worth knowing about them."""
+    """The units of a model in module order, the root last, with all that is needed to shard and explain them."""
 
     model: nn.Module
     precision: Precision
     source: str
-    """Where the blocks come from, in words."""
+    """How the blocks were found, as text."""
     units: list[Unit] = field(default_factory=list)
     replicated: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that cannot be split (0-d): each rank holds them whole, their gradients are averaged."""
+    """0-d parameters, which cannot be split: every rank holds them, and their gradients are averaged."""
     ignored: list[Unit] = field(default_factory=list)
-    """Modules that no unit is made of, and whose parameters each rank holds whole; see [Note: ignored]."""
+    """Modules that are not sharded, described as units; see [Note: ignored]."""
     tower: Tower | None = None
-    """What only ranks with images run, where ranks may be without."""
+    """The vision encoder, if ``mixed_mm_data`` is set and the model has one."""
     mixed_mm_data: MixedData | None = None
-    """What such ranks do; see [Note: unequal ranks] in `vision_encoders`."""
+    """What ranks without images do; see [Note: unequal ranks] in `vision_encoders`."""
     policy: Policy | None = None
-    """What is known of it as a policy."""
+    """The model's policy, if it is known."""
     ties: list[tuple[str, ...]] = field(default_factory=list)
     """All names of each parameter that has several."""
     notes: list[str] = field(default_factory=list)
-    """What looks wrong."""
+    """Warnings."""
 
     @property
     def entry_points(self) -> tuple[str, ...]:
-        """The methods beside forward that run a policy of its kind."""
+        """The methods other than forward that run the model as a policy."""
         return self.policy.entry_points if self.policy else ENTRY_POINTS
 
     @property
     def names(self) -> dict[nn.Module, str]:
-        """The units' modules, and their names."""
+        """The names of the units, by module."""
         return {unit.module: unit.name for unit in self.units}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters that ranks hold, whole or in shards, by name."""
+        """Return all parameters by name: sharded, replicated and ignored ones."""
         return self.replicated | {n: p for unit in (*self.units, *self.ignored) for n, p in unit.parameters.items()}
 
     def stored_dtype(self, unit: Unit, parameter: nn.Parameter) -> torch.dtype:
@@ -108,7 +108,7 @@ class ShardPlan:
         return self.precision.stored_dtype(parameter, unit.compute_dtype)
 
     def signature(self) -> list[object]:
-        """Return what all ranks must agree on: precision, units, and name, shape and dtype of their parameters."""
+        """Return facts that must be equal on all ranks: precision, units, names, shapes and dtypes of parameters."""
 
         def facts(parameters: dict[str, nn.Parameter]) -> list[object]:
             return [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in parameters.items()]
@@ -126,11 +126,12 @@ def plan_units(
     ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
 ) -> ShardPlan:
-    """Decide which modules of ``model`` become units; reads only, not collective.
+    """Decide which modules of ``model`` become units; the model is only read, not collective.
 
     Raises:
-        ShardError: a class name or a pattern matches nothing, no parameter is to be sharded, an ignored module shares
-            one with another that is not, or what not every rank runs would have to be split.
+        ShardError: a class name or a pattern matches nothing, there is no parameter to shard, a parameter is shared by
+            an ignored module and one that is not, or by modules of different dtypes, or ``mixed_mm_data`` does not
+            work with this model.
     """
     model = unwrap_model(model)
     ignored = find_ignored(model, ignored_modules)
@@ -207,7 +208,7 @@ def _check_ignored(tower: Tower, ignored: Collection[nn.Module], *, alone: bool)
 
 
 def _join_tower(tower: Tower, kinds: dict[nn.Module, str], *, alone: bool) -> None:
-    """Leave what runs for images to the root, or make the tower a unit, changing ``kinds``."""
+    """Move all modules that run for images to the root unit, or make the vision encoder one unit; change ``kinds``."""
     for module in tower.runs_for_images():
         kinds.pop(module, None)
     if alone:
@@ -231,7 +232,7 @@ def _check_tower(tower: Tower, kinds: dict[nn.Module, str]) -> None:
 
 
 def _settle_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
-    """Bring each shared parameter into one unit (invariant 1), changing ``kinds``."""
+    """Open units until each shared parameter belongs to one unit (invariant 1); change ``kinds``."""
     kinds[tree.model] = "root"
     for parameter in tree.owners:
         while True:
@@ -241,7 +242,7 @@ def _settle_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
             if repeated := _repeated_module(tree, tree.owners[parameter]):
                 kinds[repeated] = "shared"
                 continue
-            # Open the deepest unit: what surrounds it is the first that can be common.
+            # Open the deepest unit first: only a unit around it can enclose all owners.
             unit = max(around, key=tree.depth)
             del kinds[unit]
             owners = set(tree.owners[parameter])
@@ -252,7 +253,7 @@ def _settle_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
 
 
 def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | None:
-    """Return the outermost module that stands in several places and holds all owners, if it can be a unit."""
+    """Return the outermost module that has several paths and contains all owners, if it can be a unit."""
     if len(owners) != 1 or len(tree.paths[owners[0]]) == 1:
         return None
     for module in tree.paths[owners[0]][0]:
@@ -264,16 +265,16 @@ def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | N
 def _settle_dtypes(
     tree: ModuleTree, kinds: dict[nn.Module, str], precision: Precision
 ) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
-    """Make each unit compute in one dtype (invariant 2), changing ``kinds``.
+    """Split units until each computes in one dtype (invariant 2); change ``kinds``.
 
-    Returns the compute dtype of each unit, and the dtype around each that was split off for its own.
+    Returns the compute dtype of each unit, and for each unit that was split off, the compute dtype around it.
     """
     wanted: dict[nn.Module, torch.dtype] = {}
     for parameter, owners in tree.owners.items():
         dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
         if parameter.is_floating_point() and parameter.ndim:
             for owner in map(tree.callable_around, owners):
-                # A module's own parameters cannot be told apart: the widest of their dtypes wins.
+                # A module cannot be split: it computes in the widest dtype of its own parameters.
                 wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
     owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
     for owner in wanted:
@@ -285,7 +286,7 @@ def _settle_dtypes(
     while waiting:
         unit = waiting.pop()
         inside = owners_in[unit]
-        # What is kept in a wider dtype is the exception, unless the unit's own parameters are.
+        # Modules with a wider dtype are split off, unless the unit itself has parameters of that dtype.
         narrowest = min((wanted[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
         compute[unit] = wanted.get(unit, narrowest)
         for owner in inside:
@@ -294,7 +295,7 @@ def _settle_dtypes(
                 kinds[split], parents[split] = "dtype", compute[unit]
                 _check_ties(tree, split, unit)
                 owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
-                waiting.append(split)  # it may hold others in turn
+                waiting.append(split)  # it may contain modules of a third dtype
     return compute, parents
 
 
@@ -312,7 +313,7 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
 def _widest_pure(
     tree: ModuleTree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]
 ) -> nn.Module:
-    """Return the outermost module within the unit that holds the owner and nothing of another dtype."""
+    """Return the outermost module within the unit that contains the owner, and no module of another dtype."""
     path = next(path for path in tree.paths[owner] if unit in path)
     for module in path[path.index(unit) + 1 :]:
         if can_be_unit(module) and {wanted[m] for m in module.modules() if m in wanted} == {wanted[owner]}:
@@ -321,11 +322,11 @@ def _widest_pure(
 
 
 def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
-    """Return how ignored modules are held, from the compute dtypes of the units around; see [Note: ignored]."""
+    """Yield ignored modules described as units; ``around`` has the compute dtype of each unit. See [Note: ignored]."""
     names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
     held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
     dtypes = {module: precision.whole_dtype(parameters) for module, parameters in held.items()}
-    while wider := {  # a parameter that several of them share has one dtype
+    while wider := {  # modules that share a parameter have the same dtype
         module: dtypes[other]
         for module, other in itertools.permutations(held, 2)
         if held[module].keys() & held[other].keys() and dtypes[module].itemsize < dtypes[other].itemsize
@@ -360,7 +361,6 @@ def _check_patterns(tree: ModuleTree, patterns: Sequence[str], ignored: Sequence
 
 
 def _doubts(plan: ShardPlan) -> Iterator[str]:
-    """Say what looks wrong in a plan."""
     root = plan.units[-1] if plan.units[-1].kind == "root" else None
     total = sum(p.numel() for u in plan.units for p in u.parameters.values())
     ignored = sum(p.numel() for u in plan.ignored for p in u.parameters.values())
@@ -383,7 +383,7 @@ def _doubts(plan: ShardPlan) -> Iterator[str]:
 
 
 def bypassed(what: str) -> str:
-    """Say what it means that the forward of units is bypassed."""
+    """Return the warning that the forward of these units is bypassed."""
     return (
         f"the forward of {what} is bypassed: what runs within gathers them, and neither activation_checkpointing nor "
         "compile_blocks reaches them."

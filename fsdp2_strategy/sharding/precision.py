@@ -1,4 +1,4 @@
-"""Precision: in which dtypes parameters are stored, gathered, computed with and reduced.
+"""Choose the dtypes in which parameters are stored and gathered, and their gradients reduced.
 
 Input: a configuration, and a parameter with its name. Output: dtypes.
 """
@@ -15,25 +15,25 @@ from fsdp2_strategy.model.names import matches
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Say in which dtype parameters are stored, gathered and reduced."""
+    """The dtypes in which parameters are stored and gathered, and their gradients reduced."""
 
     bf16: bool
     is_training: bool
     keep_fp32: tuple[str, ...] = ()
     fp16: bool = False
-    """Compute in float16; takes the place of ``bf16``."""
+    """Compute in float16; overrides ``bf16``."""
     masters_in_optimizer: bool = False
-    """Whether the optimizer keeps the fp32 masters, and the shards hold the compute dtype alone."""
+    """Whether the optimizer keeps the fp32 master weights, so that shards have the compute dtype."""
     reduce_in_full_precision: bool = True
-    """Reduce gradients in fp32; else in the dtype that is computed in, which halves the traffic and rounds."""
+    """Reduce gradients in fp32; if False, in the compute dtype, which halves the traffic but rounds."""
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half-precision dtype that is computed in, if any."""
+        """The half-precision compute dtype, if any."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which the parameter is gathered and computed with."""
+        """Return the dtype in which the parameter is gathered and used in computations."""
         if not parameter.is_floating_point():
             return parameter.dtype
         if matches(name, self.keep_fp32):
@@ -43,7 +43,7 @@ class Precision:
         return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
 
     def whole_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-        """Return the dtype of a module that is not sharded, in which it is stored and computed with."""
+        """Return the dtype in which a module that is not sharded is stored and computes."""
         floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
         dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]
         if self.is_training and any(p.requires_grad for p in floating.values()):
@@ -55,7 +55,7 @@ class Precision:
         return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
 
     def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the shard: an fp32 master where it is trained, the compute dtype where it is not."""
+        """Return the dtype of the shard: fp32 for master weights, otherwise the compute dtype or a narrower one."""
         if not parameter.is_floating_point():
             return parameter.dtype
         if self.is_training and parameter.requires_grad:

@@ -1,11 +1,11 @@
-"""Find out which rank runs another unit than the rest, instead of waiting for it.
+"""Raise an error if the ranks run different units, instead of hanging in a collective.
 
-Input: a sharded model. Output: an error on every rank that names unit and rank.
+Input: a sharded model. Output: an error on every rank that names the unit and the rank.
 
-Ahead of each gather and each reduction a rank leaves a note of it in the store of the process group, and reads those of
-the others: where they differ, all ranks raise at once; where one does not come, the rest say so and what it did last.
-Notes go through the store, because a collective would hang where units do. This costs a few round trips a unit: it is
-for finding a fault.
+Before each gather and each reduction, a rank writes a note to the store of the process group and reads the notes of the
+other ranks. If they differ, all ranks raise at once. If a rank writes none in time, the other ranks raise an error with
+its last note. Notes use the store because a collective would hang, too. This costs a few round trips per unit, so it is
+meant for debugging.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _watches = itertools.count()
 
 
 def watch_units(units: Mapping[nn.Module, str], seconds: float) -> None:
-    """Compare from now on what every rank gathers and reduces; collective, as every forward pass of it is then.
+    """Compare what the ranks gather and reduce from now on; collective, as is every later forward pass.
 
     Args:
-        units: the modules that FSDP2 shards, and their names; the root is among them.
-        seconds: after which a rank that does not come is given up.
+        units: the modules that FSDP2 shards, and their names; the root must be one of them.
+        seconds: how long to wait for a rank before it is reported as missing.
     """
     (root,) = (module for module, name in units.items() if not name)
     watch = _Watch(seconds)
@@ -68,14 +68,14 @@ def _reduce(watch: _Watch, name: str, record: Any, reduce: Callable[..., None], 
     trained = [p for p in parameters_of(record) if shard_of(p).requires_grad]
     lacking = [name_of(p) for p in trained if not has_unreduced_gradient(p)]
     if reduces_gradients(record) and len(lacking) < len(trained):
-        # What ranks reduce together has to be the same.
+        # The ranks must also reduce the gradients of the same parameters.
         without = f" without {some(lacking, 'gradient')}" if lacking else ""
         watch.meet(f"reduces {name}{without}")
     reduce(*unused)
 
 
 class _Watch:
-    """The notes of all ranks about one model."""
+    """Exchanges notes about one model between all ranks."""
 
     def __init__(self, seconds: float) -> None:
         named = from_rank_0(f"units/{dist.get_rank()}/{next(_watches)}")
@@ -86,10 +86,10 @@ class _Watch:
         self._met = 0
 
     def meet(self, note: str) -> None:
-        """Wait until every rank has said what it is about to do; collective.
+        """Write a note and wait for those of all ranks; collective.
 
         Raises:
-            StepError: on every rank: not all are about to do the same.
+            StepError: the notes differ, or a rank wrote none in time; raised on every rank.
         """
         turn, self._met = self._met, self._met + 1
         self._store.set(f"last/{self._rank}", note)
@@ -99,7 +99,7 @@ class _Watch:
             verdict = "met"
         except RuntimeError:  # the store's time-out
             verdict = "given up"
-        # One verdict for all: a rank that comes late must not take the notes of those that gave up for agreement.
+        # The first rank to arrive here decides for all: a late rank must not accept the notes of ranks that gave up.
         if self._store.add(f"{turn}/claims", 1) == 1:
             self._store.set(f"{turn}/verdict", verdict)
         if self._store.get(f"{turn}/verdict").decode() != "met":
@@ -112,7 +112,7 @@ class _Watch:
                 "between their batches; for images on some ranks only there is mixed_mm_data, and a head runs where "
                 "there are no labels, too, its loss times zero."
             )
-        if turn > 1:  # everyone has read what was said two turns ago
+        if turn > 1:  # every rank has read the notes of two turns ago
             self._store.delete_key(f"{turn - 2}/{self._rank}")
             if self._rank == 0:
                 self._store.delete_key(f"{turn - 2}/verdict")

@@ -1,6 +1,6 @@
-"""Every rank shards the same model: the same names and options, and weights that agree in samples.
+"""Check that all ranks shard the same model: the same plan and options, and equal samples of the weights.
 
-Input: what this rank plans. Output: an error on every rank where another plans, or holds, something else.
+Input: the plan of this rank and its parameters. Output: an error on every rank if they differ between ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _SAMPLES_PER_PARAMETER = 256
 
 
 def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise on every rank where the ranks planned different units or hold different weights; collective.
+    """Raise on every rank if the ranks planned different units or hold different weights; collective.
 
     Args:
-        name: of the model, for the error.
-        planned: units and options, with a faithful ``repr``.
-        parameters: by name; a few hundred elements of each that is not on meta are compared.
+        name: name of the model, for the error.
+        planned: units and options; their ``repr`` is compared.
+        parameters: parameters by name. A few hundred elements of each are compared, except on the meta device.
 
     Raises:
-        ShardError: they did, or do.
+        ShardError: plans or weights differ between the ranks.
     """
     expected = (
         "the same options, and a model with the same names, shapes, dtypes and frozen parameters, everywhere. Build it "
@@ -48,7 +48,7 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
 
 
 def _sample(parameter: torch.Tensor) -> float:
-    """Return a number that two tensors share when a few hundred of their elements are equal."""
+    """Return a weighted sum of a few hundred elements, which is the same for equal tensors."""
     flat = parameter.detach().reshape(-1)
     picked = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].to("cpu", torch.float64)
     weights = torch.arange(1, picked.numel() + 1, dtype=torch.float64).sqrt()

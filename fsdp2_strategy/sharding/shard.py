@@ -1,8 +1,8 @@
-"""Carry out a plan: `fully_shard` over its units, with their precision, offload, resharding and prefetching.
+"""Shard a model: plan its units, check the plan on all ranks, and apply `fully_shard` with all options.
 
-Input: a model that every rank built alike, and a mesh. Output: the same model, its parameters DTensors.
+Input: a model that is the same on every rank, and a mesh. Output: the same model with DTensor parameters.
 
-Order of work: agree with the other ranks -> cast -> activation checkpointing -> compile -> fully_shard, inner units
+Order of work: compare the plan between ranks -> cast -> activation checkpointing -> compile -> fully_shard, inner units
 first -> prefetch order -> entry points.
 """
 
@@ -70,44 +70,46 @@ def shard_model(
     mixed_mm_data: MixedData | None = None,
     debug_divergence_seconds: float = 0.0,
 ) -> nn.Module:
-    """Shard ``model`` in place, unit by unit; collective. A model that is sharded already comes back unchanged.
+    """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
-    Every rank must hold the same weights: build the model under the same seed, or load the same files.
+    Every rank must hold the same weights: build the model with the same seed, or load the same files.
 
     Args:
         model: any module, or an actor wrapper (``is_actor``, the model in ``.model``).
-        mesh: from `build_mesh`; by default all ranks in one shard group.
-        is_training: keep fp32 masters of the trainable parameters.
-        bf16: compute in bfloat16; else in the parameters' own dtype, at least fp32 in training.
-        fp16: compute in float16 instead; the loss then wants a scale.
-        keep_fp32: name patterns of parameters that are stored and computed with in fp32.
-        masters_in_optimizer: shards hold the compute dtype alone, and gradients are fp32: the optimizer keeps the fp32
-            masters (`FSDPadaptOptimizer`).
-        reduce_in_full_precision: sum gradients over the ranks in fp32; else in the dtype that is computed in.
-        class_names: class names of the blocks; see `find_blocks` for what happens without.
-        min_unit_params: make units of the modules that hold so many parameters; see `find_blocks`.
-        ignored_modules: regular expressions for whole dotted names of modules whose parameters stay whole on every
-            rank, as plain tensors; their gradients are averaged one by one, so a backward pass uses each on all ranks
-            or on none.
+        mesh: from `build_mesh`; by default one shard group of all ranks.
+        is_training: keep fp32 master weights of the trainable parameters.
+        bf16: compute in bfloat16; if False, in the dtype of the parameters, at least fp32 in training.
+        fp16: compute in float16 instead; this needs loss scaling.
+        keep_fp32: name patterns of parameters that are stored and used in fp32.
+        masters_in_optimizer: shards have the compute dtype and gradients are fp32; the optimizer keeps the fp32 master
+            weights (`FSDPadaptOptimizer`).
+        reduce_in_full_precision: sum gradients over the ranks in fp32; if False, in the compute dtype.
+        class_names: class names of the blocks; if empty, `find_blocks` chooses them.
+        min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
+        ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
+            their parameters as plain, full tensors. Their gradients are averaged one by one, so in a backward pass
+            either all ranks must use a parameter or none.
         reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
-            backward; an int frees all but what a group of that many ranks needs to gather them again.
+            backward. With an int, keep them sharded over groups of that many ranks in between.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
-        prefetch_depth: units gathered ahead of the one that runs; None leaves it to FSDP2.
-        activation_checkpointing: class names of modules whose activations are recomputed in backward, under the
-            random state that they had; True: each block.
-        compile_blocks: compile each block's forward; a string names the torch.compile backend.
-        forward_methods: methods beside forward that need gathered parameters; those that the model lacks are skipped.
-        mixed_mm_data: what ranks without images do where others have some; see [Note: unequal ranks] in
+        prefetch_depth: number of units that are gathered ahead of the running one; None for the default of FSDP2.
+        activation_checkpointing: class names of modules whose activations are recomputed in backward, with the RNG
+            state of their forward; True for all blocks.
+        compile_blocks: compile the forward of each block; a string is the name of a torch.compile backend.
+        forward_methods: methods other than forward that need gathered parameters; those that the model lacks are
+            skipped.
+        mixed_mm_data: what ranks without images do if other ranks have images; see [Note: unequal ranks] in
             `vision_encoders`.
-        debug_divergence_seconds: compare which unit every rank runs, and name unit and rank where one differs or stays
-            away longer than this; see `rank_divergence`.
+        debug_divergence_seconds: if not 0, raise an error that names unit and rank if a rank runs a different unit
+            than the others, or none for this long; see `rank_divergence`.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ShardError: a class name or pattern matches nothing, an ignored module is tied to one that is not,
-            ``reshard_after_forward`` does not divide the shard size, or the ranks hold different models.
+        ShardError: a class name or pattern matches nothing, an ignored module is tied to one that is not ignored,
+            ``reshard_after_forward`` does not divide the shard size, the ranks hold different models, or the model was
+            sharded for inference before and ``is_training`` is set.
     """
     root = unwrap_model(model)
     if is_sharded(root):
@@ -171,7 +173,7 @@ def shard_model(
 
 
 def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
-    """Let ranks without images keep step with the others, and notice where ranks do not."""
+    """Register the hooks for ranks without images, and those that detect ranks that run different units."""
     if debug_divergence_seconds:
         units = {unit.module: unit.name for unit in plan.units} | {plan.model: ""}
         watch_units(units, debug_divergence_seconds)
@@ -190,7 +192,7 @@ def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
 
 
 def _prepare_edges(plan: ShardPlan) -> None:
-    """Hang on each unit what its inputs and outputs need, ahead of FSDP2's hooks, and on what has none of those."""
+    """Register hooks that cast inputs and outputs and copy views; they run before FSDP2's hooks of a unit."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
             cast_inputs(unit.module, unit.compute_dtype)
@@ -217,20 +219,20 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
             f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
             f"the shard size {shard_size}. Use the number of ranks of one node, or true."
         )
-    # A group of one keeps everything, a group of all keeps what a shard is.
+    # Groups of one rank keep the full parameters, and a group of all ranks keeps the shards.
     return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
 
 
 @torch.no_grad()
 def _cast(plan: ShardPlan) -> None:
-    """Give each parameter the dtype of its shard; identity, and with it ties, are kept."""
+    """Cast each parameter to the dtype of its shard in place, so that tied parameters stay tied."""
     for unit in plan.units:
         for parameter in unit.parameters.values():
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
 
 
 def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:
-    """Return the modules whose activations are recomputed: those of some classes, or each block."""
+    """Return the modules whose activations are recomputed: those of the given classes, or all blocks."""
     if not isinstance(wanted, bool):
         return modules_of_class(plan.model, wanted)
     if not wanted:
@@ -241,7 +243,7 @@ def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.M
             f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
             "Name the modules: activation_checkpointing takes class names, too."
         )
-    # A block within another is recomputed with it.
+    # Nested blocks are recomputed with the block around them.
     inner = {module for block in blocks for module in block.modules() if module is not block}
     return {name: module for module, name in blocks.items() if module not in inner}
 
@@ -252,6 +254,6 @@ def _compile(plan: ShardPlan, backend: str) -> None:
 
 
 def _compiled(plan: ShardPlan) -> list[Unit]:
-    if plan.policy and plan.policy.bypassed:  # what is compiled gathers nothing for what runs within
+    if plan.policy and plan.policy.bypassed:  # a compiled block has no hooks that gather for its submodules
         return []
     return [unit for unit in plan.units if unit.kind in ("block", "size") and has_forward(unit.module)]

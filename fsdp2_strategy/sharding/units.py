@@ -1,6 +1,6 @@
-"""Hand the units of a plan to `fully_shard`, each with its precision, offload and resharding, and order their gathers.
+"""Call `fully_shard` on the units of a plan, with their precision, offload and resharding, and set their prefetching.
 
-Input: a plan, and a mesh. Output: units whose parameters are DTensors; what is not sharded is averaged over the ranks.
+Input: a plan, and a mesh. Output: units with DTensor parameters; the gradients of all other parameters are averaged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2_strategy.sharding.precision import Precision
 
 
 def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool | int, *, cpu_offload: bool) -> None:
-    """Hand the units to FSDP2, inner ones first, the root last."""
+    """Call `fully_shard` on the units, inner ones first, the root last."""
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
     root_policy = MixedPrecisionPolicy()
@@ -41,7 +41,7 @@ def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool |
                 shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
                 continue
             shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
-    # The root is gathered from the start of forward to the end of backward: None says so to FSDP2.
+    # With None, FSDP2 keeps the root gathered from the start of forward to the end of backward.
     root_reshard = None if reshard_after_forward is True else reshard_after_forward
     shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
     for module in (plan.model, *(unit.module for unit in plan.units)):
@@ -61,12 +61,12 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
 
 
 def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Keep 0-d parameters, and those of ignored modules, whole on every rank, average their gradients; return them."""
+    """Cast and move parameters that are not sharded, register hooks that average their gradients, and return them."""
     dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
         if plan.precision.is_training and parameter.requires_grad:
-            dtype = torch.promote_types(dtype, torch.float32)  # computed with as it is, wherever masters are kept
+            dtype = torch.promote_types(dtype, torch.float32)  # fp32 even with `masters_in_optimizer`
         dtypes[parameter] = dtype
     for parameter, dtype in dtypes.items():
         device = parameter.device if parameter.is_meta else current_device()
@@ -76,7 +76,7 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
 
 
 def prefetch(units: list[nn.Module], depth: int) -> None:
-    """Fix which units are gathered ahead: the next ``depth`` in forward, the ones before in backward."""
+    """Set the units that are gathered ahead: the next ``depth`` units in forward, the previous ones in backward."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for i, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + depth])

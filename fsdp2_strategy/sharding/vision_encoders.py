@@ -1,20 +1,21 @@
-"""Images on some ranks only: which part of a model runs where there are some, and how the other ranks keep step.
+"""Train vision-language models when only some ranks have images in a batch, without hanging in a collective.
 
-Input: a vision and language model. Output: its vision tower, for `plan`, and hooks, for `shard`, that let ranks without
-images take part in what those with images communicate.
+Input: a vision-language model. Output: its vision encoder, for `plan`; and hooks, for `shard`, with which ranks without
+images take part in the collectives of ranks with images.
 
-[Note: unequal ranks] A unit that one rank runs and another does not would leave the first waiting in a gather. Three
-policies (``mixed_mm_data``) prevent it:
-  "root"       the parameters of the tower, and of what stands between it and the text, belong to the root unit, which
-               every rank gathers.
-  "replicate"  each rank holds the tower whole, so nothing is gathered. Its gradients are averaged over all ranks.
-  "dummy"      the tower is sharded block by block, and a rank without images runs it on an image of zeros, as often as
-               the rank that runs it most does. Its output is dropped, its gradients are zero.
-In each of them a parameter may have a gradient on some ranks alone: within the root, within a replicated tower, or in
-a projector beside the tower. FSDP2 reduces what has a gradient on this rank; so ahead of a reduction the ranks tell
-each other which parameters have one, and the others add zeros. What no rank used has no gradient, as without sharding.
-All of it happens when a backward pass is through, because neither token ids nor pixels have gradients: on every rank
-at the same place.
+[Note: unequal ranks] If one rank runs a unit and another does not, the first waits in a gather forever. Three policies
+(``mixed_mm_data``) prevent this:
+  "root"       the parameters of the vision encoder, and of the modules between it and the text, belong to the root
+               unit, which every rank gathers.
+  "replicate"  every rank holds the full vision encoder, so it needs no gather. Its gradients are averaged over all
+               ranks.
+  "dummy"      the vision encoder is sharded block by block. A rank without images runs it on an image of zeros, as
+               often as the rank that runs it most. The output is dropped, and the gradients are zero.
+With each policy, some parameters may have gradients on some ranks only: those of the root, of a replicated vision
+encoder, or of a projector behind it. FSDP2 reduces only parameters that have a gradient on this rank. So before a
+reduction, an all-reduce finds the parameters that have a gradient on any rank, and the other ranks add zeros for these.
+A parameter that no rank used has no gradient, as without sharding. The reductions of these units come at the end of the
+backward pass, because token ids and pixels have no gradients. So they come in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -48,33 +49,33 @@ from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.unit_hooks import hang
 
-# Inputs of a forward pass for each of which the tower runs once.
+# Inputs of a forward pass. The vision encoder runs once for each that is present.
 _PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 @dataclass(frozen=True)
 class Tower:
-    """The part of a model that runs where there are images."""
+    """The vision encoder of a model, which runs only if there are images."""
 
     name: str
     module: nn.Module
     owner: nn.Module
-    """The model around it, which makes features of images and puts them among the text."""
+    """The model around it, which computes image features and merges them into the text embeddings."""
 
     @property
     def embedding(self) -> nn.Module:
-        """The module that embeds the text, on every rank."""
+        """The module that embeds the text; every rank runs it."""
         return self.owner.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def runs_for_images(self) -> list[nn.Module]:
-        """Return the modules that run where there are images: the tower, and what stands between it and the text."""
+        """Return the modules that run only for images: the vision encoder, and all modules between it and the text."""
         text = [child for child in self.owner.children() if self.embedding in child.modules()]
         beside = [child for child in self.owner.children() if child not in text]
         return list(dict.fromkeys(module for child in (self.module, *beside) for module in child.modules()))
 
 
 def find_tower(model: nn.Module) -> Tower | None:
-    """Return the vision tower of a vision and language model of transformers; None where there is none; only reads."""
+    """Return the vision encoder of a transformers vision-language model, if it has one; the model is only read."""
     names = {module: clean(name) for name, module in model.named_modules()}
     for module in names:
         if not hasattr(module, "get_image_features") or not hasattr(module, "get_encoder"):
@@ -91,12 +92,12 @@ _UNEVEN = Slot[bool]("uneven micro-batches")
 
 
 def may_be_uneven(model: nn.Module) -> bool:
-    """Say whether micro-batches of a sharded model may have gradients of different parameters."""
+    """Return whether micro-batches of a sharded model may have gradients for different parameters."""
     return model_state(model).get(_UNEVEN) is True
 
 
 def leave_what_never_ran(record: Any) -> None:
-    """Let FSDP2 accumulate nothing for a unit that has not run on this rank yet, where it would fail."""
+    """Skip FSDP2's gradient accumulation for a unit that never ran on this rank, because it would fail there."""
     hang(record, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
@@ -106,16 +107,16 @@ def _reduce_if_it_ran(record: Any, reduce: Callable[..., None], *unused: Any) ->
 
 
 def keep_out_of_order(record: Any) -> None:
-    """Let FSDP2 gather nothing ahead because of a replicated tower: ranks that did not run it would gather it later."""
+    """Leave a unit out of the order in which FSDP2 prefetches in backward, which must be the same on all ranks."""
     hang(record, "note the order of forward", "replicated encoder", lambda *_: None)
 
 
 def share_use(model: nn.Module, records: Iterable[Any]) -> None:
-    """Let ranks add zeros for parameters that only others used, whenever these units reduce gradients.
+    """Before these units reduce gradients, add zero gradients for parameters that only other ranks used.
 
     Args:
-        model: the sharded root, which `may_be_uneven` from then on.
-        records: FSDP2's records of units that not every rank uses alike.
+        model: the sharded root; `may_be_uneven` returns True for it from then on.
+        records: FSDP2's records of units whose parameters may be used on some ranks only.
     """
     model_state(model).set(_UNEVEN, True)
     with_zeros = functools.partial(_with_zeros, group_in_use())
@@ -132,21 +133,21 @@ def _with_zeros(process_group: Any, record: Any, reduce: Callable[..., None], *u
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=process_group)
         lacking = [p for p, here, there in zip(trained, own.tolist(), anywhere.tolist(), strict=True) if here < there]
         if any(unsharded_of(p) is None for p in lacking):
-            gather(record)  # it never ran on this rank; it is replicated, so nothing is communicated
+            gather(record)  # the unit never ran on this rank; it is replicated, so there is no communication
         for parameter in lacking:
             unsharded: Any = unsharded_of(parameter)
             unsharded.grad = torch.zeros_like(unsharded)
         if any(accumulated_gradient(p) is not None for p in trained):
-            for parameter in trained:  # gradients of one reduction have one dtype
+            for parameter in trained:  # all gradients of one reduction must have the same dtype
                 if accumulated_gradient(parameter) is None and unsharded_of(parameter) is not None:
                     accumulate_gradient(parameter)
     reduce(*unused)
 
 
 def keep_graph(tower: Tower) -> None:
-    """Let every rank have a backward pass where nothing is trained but what runs for images.
+    """Give the text embeddings a graph on every rank, even if only modules that run for images are trained.
 
-    Else the loss of a rank without images has no graph, and the others wait for its part of their reductions.
+    Otherwise the loss of a rank without images has no graph, and the other ranks wait for it in their reductions.
     """
     tower.embedding.register_forward_hook(functools.partial(_with_graph, [*tower.owner.parameters()]))
 
@@ -161,27 +162,27 @@ def _with_graph(
 
 
 def run_on_zeros(model: nn.Module, tower: Tower) -> None:
-    """Let each rank run the tower as often in a forward pass as the rank that runs it most; see [Note: unequal ranks].
+    """Make each rank run the vision encoder as often as the rank that runs it most; see [Note: unequal ranks].
 
     Args:
-        model: the root; its ``generate``, where it has one, must not be known to FSDP2 yet.
-        tower: what runs where there are images.
+        model: the root; if it has ``generate``, `Walk.add_entry_points` must not have wrapped it yet.
+        tower: the vision encoder.
 
     Raises:
-        ShardError: what an image looks like does not follow from the tower's configuration.
+        ShardError: the shape of an image does not follow from the configuration of the vision encoder.
     """
     dummy = _Dummy(tower)
     if encodes_images_before_forward(model):
-        # Generation makes features of images before the first forward pass.
+        # Generation computes the features of images before the first forward pass.
         model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
     tower.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
     tower.embedding.register_forward_hook(dummy.after_embedding)
 
 
 class _Dummy:
-    """Runs the tower on zeros between the text's embedding and the language model, where images run it, too.
+    """Runs the vision encoder on zeros after the text embedding, at the point where ranks with images run it.
 
-    So gathers and reductions come in one order on all ranks.
+    So gathers and reductions come in the same order on all ranks.
     """
 
     def __init__(self, tower: Tower) -> None:
@@ -194,14 +195,14 @@ class _Dummy:
     def before_owner(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Find out how often the tower is to run here; collective."""
+        """Compute how often this rank must run the vision encoder on zeros; collective."""
         self._missing = self._count_missing(kwargs)
         if self._missing and kwargs.get("inputs_embeds") is not None:
             kwargs = {**kwargs, "inputs_embeds": self._attached(kwargs["inputs_embeds"])}
         return args, kwargs
 
     def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the tower as often as the other ranks do, then generate; collective."""
+        """Run the vision encoder as often as the other ranks do, then generate; collective."""
         for _ in range(self._count_missing(kwargs)):
             with torch.no_grad():
                 self._run()
@@ -218,7 +219,7 @@ class _Dummy:
         return int(most) - own
 
     def after_embedding(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-        """Run the tower where it is to run more often than there are images."""
+        """Run the vision encoder on zeros as often as `before_owner` found."""
         return self._attached(output) if self._missing else output
 
     def _attached(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -236,7 +237,7 @@ class _Dummy:
             ) from error
 
     def _run(self) -> list[torch.Tensor]:
-        """Return the features of an image of zeros; as without it, no random number is drawn."""
+        """Return the features of an image of zeros, and leave the RNG state unchanged."""
         inputs = self._inputs()
         devices = {value.device for value in inputs.values() if value.is_cuda}
         with torch.random.fork_rng(list(devices)):
@@ -245,7 +246,7 @@ class _Dummy:
         return [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]
 
     def _inputs(self) -> dict[str, torch.Tensor]:
-        """Return the smallest image that the tower takes, by its configuration."""
+        """Return inputs for the smallest image that the configuration of the vision encoder allows."""
         config: Any = self._tower.module.config
         first = next(self._tower.module.parameters())
         like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
@@ -271,7 +272,7 @@ class _Dummy:
 
 
 class _Attach(torch.autograd.Function):
-    """Give out a tensor as it is, whose backward pass also runs that of others, with gradients of zero."""
+    """Return a copy of a tensor whose backward also runs the backward of other tensors, with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""Epochs over any loader that go on exactly where a checkpoint left them, also in the middle of an accumulation.
+"""Iterate over the epochs of any loader, and resume exactly at a checkpoint, even in the middle of an accumulation.
 
-Input: a loader. Output: its batches, epoch after epoch, and how far the run is at its last optimizer step.
+Input: a loader. Output: its batches, epoch by epoch, and the data position of the last optimizer step.
 
-[Note: position] Gradients of micro-batches that no step has used yet are not in a checkpoint. So where one is saved
-between two steps, at an epoch's end, it holds data position and random state of the step before, and the run that goes
-on computes those micro-batches again.
+[Note: position] A checkpoint does not contain the gradients of micro-batches that no optimizer step has used yet. If it
+is saved at such a moment (at the end of an epoch), it contains the data position and random state of the last optimizer
+step, and the resumed run computes these micro-batches again.
 
-[Note: plain loaders] A loader that knows its place (ResumableLoader, or one with ``state_dict``) goes on there. Any
-other is begun again in its epoch, under a random state that follows from seed, rank and epoch alone, and its batches
-are drawn up to that place and thrown away. Workers that would live on from epoch to epoch are started anew.
+[Note: plain loaders] A ResumableLoader and a loader with ``state_dict`` restore their position themselves. Any other
+loader is "plain": its epoch is started again under a random state that depends only on seed, rank and epoch, and the
+batches before the position are drawn and discarded. Its persistent workers are restarted in each epoch.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ Kind = Literal["formula", "state", "count"]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Say how far a run is in its data, as JSON holds it."""
+    """The data position of a run; serialisable as JSON."""
 
     epoch: int
     batch: int
     """Micro-batches of that epoch that are done."""
     kind: Kind
-    """What knows its place: the loader by a formula, the loader by a state of each rank, or this count alone."""
+    """How the loader resumes: by a formula (ResumableLoader), by a ``state_dict`` per rank, or by ``batch`` alone."""
     ranks: int
     placed: bool = False
-    """Whether the caller had brought a sampler to its place in that epoch, from where ``batch`` counts."""
+    """Whether the caller had set the sampler's position in that epoch; ``batch`` then counts from that position."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for a checkpoint."""
+        """Return the fields as a dict, for a checkpoint."""
         return asdict(self)
 
 
 _END = object()
 
-# What the generators of plain loaders and samplers were seeded with before they were seeded here.
+# The seeds that the generators of plain loaders and samplers had before `_seed_generators` changed them.
 _first_seeds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Epochs:
-    """Draw the batches of epoch after epoch; every rank does the same.
+    """The epochs of a loader; every rank makes the same calls.
 
     Args:
         loader: any iterable of batches; see [Note: plain loaders].
-        seed: of the order of plain loaders.
-        start: where to go on; a loader that knows its place is there already.
-        epoch: where to begin otherwise.
-        may_be_placed: whether the caller may have brought a sampler to its place in that epoch.
-        keeps_marks: whether steps are of several micro-batches, so that a save may have to go back to the last one.
+        seed: decides the order of plain loaders.
+        start: the position to resume from. A loader that is not plain must already be at this position.
+        epoch: the first epoch, if ``start`` is None.
+        may_be_placed: whether the caller may have set the sampler's position in the first epoch.
+        keeps_marks: whether a step has several micro-batches, so that a save may need the position of the last step.
 
     Raises:
-        CheckpointError: the position is that of another kind of loader, or of another number of ranks.
+        CheckpointError: the position was saved with another kind of loader or another number of ranks.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Epochs:
         self.mark()
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """Give what is left of an epoch; collective, batch by batch.
+        """Yield the remaining batches of an epoch; collective for each batch.
 
         Raises:
-            DataError: on every rank: the loader fails, gives nothing, has batches left on some ranks alone, or is not
-                where the caller had brought it before.
+            DataError: on every rank: the loader fails, yields no batch, yields more batches on some ranks than on
+                others, or the caller did not set the sampler's position as before.
         """
         goes_on = self._start is not None and self._start.epoch == epoch and self._batch > 0
         self.epoch, self._batch, self._start = epoch, self._batch if goes_on else 0, None
@@ -133,17 +133,17 @@ class Epochs:
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
-                    forget_workers(self._loader)  # workers that live on are in a state that no resume brings back
+                    forget_workers(self._loader)  # a resume cannot restore the random state of persistent workers
             drawn = iter(self._loader)
             if self.kind == "count" and self._batch and not self._is_placed:
                 log("drawing %d batches of epoch %d again, to go on behind them", self._batch, epoch)
                 for _ in islice(drawn, self._batch):
                     pass
-            # Samplers draw their order with the first batch.
+            # Samplers draw their order with the first batch, which must happen under this random state.
             return drawn if goes_on else chain(list(islice(drawn, 1)), drawn)
 
     def _has_ended(self, here: bool) -> bool:
-        """Say whether an epoch is through, alike on all ranks; a formula is alike by itself."""
+        """Return whether the epoch has ended on all ranks; with a formula they agree without a collective."""
         if self.kind == "formula" or not any_rank(here):
             return here
         if any_rank(not here):
@@ -154,19 +154,19 @@ class Epochs:
         return True
 
     def mark(self) -> None:
-        """Say that an optimizer step ends here: what is saved from now on goes on here."""
+        """Record the end of an optimizer step: later saves contain the position and random state of this moment."""
         if self._keeps_marks:
             state = copy.deepcopy(self._loader.state_dict()) if self.kind != "count" else None
             self._marked = (self._position(), rng_content(), state)
 
     def end_epoch(self) -> None:
-        """Say that the epoch has ended with nothing pending: the run goes on with the next."""
+        """Move to the start of the next epoch; no micro-batch may be pending."""
         self.epoch, self._batch, self._is_placed = self.epoch + 1, 0, False
         self.mark()
 
     @contextmanager
     def as_marked(self) -> Iterator[tuple[Position, Loader | None]]:
-        """Bring the random state to that of the mark; give position and loader as they were there."""
+        """Restore the random state of the last `mark` inside the block; yield its position and loader state."""
         if self._marked is None:
             yield self._position(), self._loader if self.kind != "count" else None
             return
@@ -190,13 +190,13 @@ class Epochs:
             )
 
     def _parts(self) -> list[Any]:
-        """Return a loader, and what of it may decide its order."""
+        """Return the loader and those of its attributes that may decide the order of samples."""
         loader = self._loader
         own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         return [loader, *own, getattr(own[-1], "sampler", None)]
 
     def _seed_generators(self, epoch: int) -> None:
-        """Seed the generators that a plain loader was given; those that were alike on all ranks stay so."""
+        """Seed the generators of a plain loader by epoch; ranks that had equal seeds get equal seeds again."""
         seeded: set[int] = set()
         for part in self._parts():
             generator = getattr(part, "generator", None)
@@ -206,7 +206,7 @@ class Epochs:
 
 
 def kind_of(loader: Any) -> Kind:
-    """Say what knows how far a loader is."""
+    """Return how a loader resumes; see `Position`."""
     if hasattr(loader, "check_state"):
         return "formula"
     return "state" if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else "count"
@@ -220,14 +220,14 @@ _KINDS: dict[Kind, str] = {
 
 
 def _stands_in(part: Any, epoch: int) -> bool:
-    """Say whether a part of a loader is in an epoch, at a place that it was told of."""
+    """Return whether a loader or sampler is at a position in an epoch that ``set_epoch(epoch, position)`` has set."""
     set_epoch = getattr(part, "set_epoch", None)
     takes_a_place = callable(set_epoch) and len(inspect.signature(set_epoch).parameters) > 1
     return takes_a_place and getattr(part, "epoch", None) == epoch
 
 
 def _at(loader: Any, state: Any) -> Loader:
-    """Return what stands for a loader as it was."""
+    """Return a proxy of a loader whose ``state_dict`` returns an earlier state."""
     own = {name: getattr(loader, name) for name in ("load_state_dict", "check_state") if hasattr(loader, name)}
     return SimpleNamespace(state_dict=lambda: state, **own)
 

@@ -1,6 +1,6 @@
-"""Metrics of a VLA's training: collected on rank 0, and handed to JSON lines or Weights & Biases.
+"""Collect the metrics of VLA training on rank 0, and write them to JSON lines or Weights & Biases.
 
-Input: what the training loop commits, a micro-batch or a step at a time. Output: one record an optimizer step, under
+Input: values that the training loop commits after each micro-batch and step. Output: one record per optimizer step with
 VITRA's keys, and a status line for the progress bar.
 """
 
@@ -27,12 +27,12 @@ from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 _PREFIX = "VLA Train"
 
-# The rate that a group of the action model reports, under the names that VITRA gives it.
+# VITRA's names for the learning rates of the action model's groups.
 _ACTION_RATES = ("action_decay_lr", "action_no_decay_lr")
 
 
 class Tracker(Protocol):
-    """Where records go."""
+    """A destination of metric records."""
 
     def write_hyperparameters(self) -> None:
         """Write the settings of the run."""
@@ -41,18 +41,18 @@ class Tracker(Protocol):
         """Write one record."""
 
     def finalize(self) -> None:
-        """End the run, without waiting for anything that is not this run's."""
+        """Close the tracker; it waits only for its own records."""
 
 
 class JSONLinesTracker:
-    """Write ``run-metrics.jsonl``, the run with its settings, and ``{run_id}.jsonl``, one record a line; rank 0 alone.
+    """Write the run's settings to ``run-metrics.jsonl`` and its records to ``{run_id}.jsonl``; only on rank 0.
 
-    A run that goes on appends: a line that a crash tore is cut off, and steps that run again are written again.
+    A resumed run appends. It first removes a last line that a crash left incomplete. Repeated steps are written again.
 
     Args:
-        run_id: name of the run, and of the file.
+        run_id: name of the run and of the records' file.
         run_dir: directory of both files.
-        hparams: settings of the run; what JSON does not hold is written as text.
+        hparams: settings of the run; values that JSON cannot represent are written as strings.
     """
 
     def __init__(self, run_id: str, run_dir: str | Path, hparams: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class JSONLinesTracker:
             (self.run_dir / "run-metrics.jsonl").write_bytes(content)
 
     def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Append a record; it is in the file when this returns. What JSON has no number for is null."""
+        """Append a record without buffering. NaN and infinity are written as null."""
         if is_rank_0():
             self._file = self._file or _open_whole(self.run_dir / f"{self.run_id}.jsonl")
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -81,14 +81,14 @@ class JSONLinesTracker:
 
 
 class WeightsBiasesTracker:
-    """Write to Weights & Biases (extra ``tracking``); rank 0 alone. ``WANDB_MODE=offline`` keeps all on disk.
+    """Write to Weights & Biases (extra ``tracking``); only on rank 0. ``WANDB_MODE=offline`` writes to disk only.
 
     Args:
-        run_id: name of the run there.
-        run_dir: directory for its files.
+        run_id: name of the run.
+        run_dir: directory of the run's local files.
         hparams: settings of the run.
-        project: project there.
-        entity: user or team there; by default the account's own.
+        project: Weights & Biases project.
+        entity: user or team that owns the project; by default that of the account.
         group: group of runs.
     """
 
@@ -117,36 +117,36 @@ class WeightsBiasesTracker:
             )
 
     def write_hyperparameters(self) -> None:
-        """Have nothing left to write: they went along when the run began."""
+        """Do nothing: the constructor has passed them to ``wandb.init``."""
 
     def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Log a record; it is sent behind the trainer."""
+        """Log a record; it is sent in the background."""
         if self._run is not None:
             self._run.log(dict(metrics), step=global_step)
 
     def finalize(self) -> None:
-        """End the run there; what is not sent yet is sent first."""
+        """Send the remaining records and finish the run."""
         if self._run is not None:
             self._run.finish()
             self._run = None
 
 
 class VLAMetrics:
-    """Collect the metrics of a run, and hand one record an optimizer step to trackers.
+    """Collect the metrics of a run, and write one record per optimizer step to trackers.
 
-    Every rank has one, and constructing it is collective where there is a process group; rank 0 alone collects.
+    Every rank constructs one; this is collective if there is a process group. Only rank 0 collects values.
 
     Args:
-        active_trackers: "jsonl", "wandb", or objects that are trackers.
+        active_trackers: "jsonl", "wandb", or `Tracker` objects.
         run_id: name of the run.
         run_dir: directory of the run.
         hparams: settings of the run.
-        wandb_project: project of Weights & Biases.
-        wandb_entity: user or team there.
-        grad_accumulation_steps: micro-batches of a step, over which ``Loss (Raw)`` is the mean.
-        window_size: micro-batches over which ``Loss`` is the mean, and steps over which ``Step Time`` is.
-        resume_step: optimizer steps taken already.
-        resume_epoch: the epoch that goes on.
+        wandb_project: Weights & Biases project.
+        wandb_entity: user or team that owns the project.
+        grad_accumulation_steps: micro-batches per step; ``Loss (Raw)`` is the mean over them.
+        window_size: ``Loss`` is the mean over this many micro-batches, ``Step Time`` over this many steps.
+        resume_step: optimizer steps taken before this run.
+        resume_epoch: the epoch in which the run starts.
 
     Raises:
         ConfigError: on every rank: a tracker is unknown or cannot start.
@@ -198,14 +198,14 @@ class VLAMetrics:
         update_step_time: bool = False,
         **values: float | torch.Tensor,
     ) -> None:
-        """Take note of values; not collective, and without waiting for the device.
+        """Add values to the next record; not collective, and does not wait for the device.
 
         Args:
             global_step: optimizer steps taken.
-            epoch: epoch that runs.
-            lr: rate of the backbone.
-            update_step_time: a step ends here.
-            **values: ``loss``, and others by name: tensors of one element, or numbers.
+            epoch: the current epoch.
+            lr: learning rate of the backbone.
+            update_step_time: whether a step ends with this call.
+            **values: ``loss`` and other values by name: tensors of one element, or numbers.
         """
         self.global_step = self.global_step if global_step is None else global_step
         self.epoch = self.epoch if epoch is None else epoch
@@ -226,10 +226,10 @@ class VLAMetrics:
                 self._others.setdefault(name, deque(maxlen=own)).append(tensor)
 
     def push(self) -> str:
-        """Hand what was committed to the trackers as one record; not collective. Returns the status line.
+        """Write the committed values to the trackers as one record, and return the status line; not collective.
 
         Keys are ``VLA Train/`` and Step, Epoch, Loss, Loss (Raw), Backbone Learning Rate, Action Model Learning Rate
-        and Step Time; other values are there as ``Other/`` and their names, as means over the step.
+        and Step Time. Other values have the key ``Other/<name>`` and are means over the step, except learning rates.
         """
         if not is_rank_0():
             return self.get_status()
@@ -249,7 +249,7 @@ class VLAMetrics:
         return self.get_status(loss)
 
     def log(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Hand one record to every tracker; not collective."""
+        """Write one record to every tracker; not collective."""
         for tracker in self.trackers:
             tracker.write(global_step, metrics)
 
@@ -259,13 +259,13 @@ class VLAMetrics:
         return line if loss is None else f"{line} - Loss :: {float(loss):.4f}"
 
     def finalize(self) -> None:
-        """End the trackers; not collective, and no rank waits for anything but its own records."""
+        """Close the trackers; not collective. Each waits only for its own records."""
         for tracker in self.trackers:
             tracker.finalize()
 
 
 def _mean(values: Sequence[torch.Tensor] | deque[torch.Tensor]) -> float:
-    """Return the mean; one synchronisation with the device."""
+    """Return the mean; synchronises with the device once."""
     return torch.stack([value.reshape(()).double() for value in values]).mean().item() if values else float("nan")
 
 
@@ -274,7 +274,7 @@ def _as_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _open_whole(path: Path) -> IO[bytes]:
-    """Open a file of lines to append to, without the last one where a crash tore it; nothing is held back."""
+    """Open a file of lines for unbuffered appending, and remove a last line that a crash left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
     file.seek(0)

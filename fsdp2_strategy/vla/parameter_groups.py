@@ -1,10 +1,10 @@
-"""The four parameter groups of a vision-language-action model: backbone and the rest, with weight decay and without.
+"""Split a vision-language-action model into four parameter groups: backbone or other, with or without weight decay.
 
 Input: a model, sharded or not. Output: groups for `build_optimizer`, or lists of parameters.
 
-[Note: never applied] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension, so that all
-of them count as vectors and none is decayed (but a cognition token that asks for it). Here a parameter's own, global
-dimensions decide; ``as_flattened`` brings the original's arithmetic back.
+[Note: never applied] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension. It therefore
+treats all parameters as vectors and decays none of them, except the cognition token on request. Here the number of
+dimensions of the unflattened, global parameter decides. ``as_flattened`` reproduces VITRA's behaviour.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ def vla_parameter_groups(
 
     Args:
         model: a VLA whose backbone has "backbone" in its parameters' names.
-        learning_rate: of the backbone.
-        weight_decay: of the backbone's matrices.
-        action_model_learning_rate: of all that is not backbone; by default ``learning_rate``.
-        action_model_weight_decay: of its matrices; by default ``weight_decay``.
-        cognition_token_weight_decay: decay what has "cognition_token" in its name, whatever its dimensions.
-        move_word_embedding_to_action_model: count the backbone's ``embed_tokens`` among the rest.
-        as_flattened: decay nothing else, as the original did; see [Note: never applied].
+        learning_rate: learning rate of the backbone.
+        weight_decay: weight decay of the backbone's matrices (two or more dimensions, not a bias).
+        action_model_learning_rate: learning rate of all other parameters; by default ``learning_rate``.
+        action_model_weight_decay: weight decay of the other matrices; by default ``weight_decay``.
+        cognition_token_weight_decay: whether parameters with "cognition_token" in their names are decayed. Their number
+            of dimensions has no effect.
+        move_word_embedding_to_action_model: put the backbone's ``embed_tokens`` into the "other" groups.
+        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: never applied].
 
     Returns:
-        A mapping a group, with "name", "params", "lr" and "weight_decay"; a group may have no parameters.
+        A dict per group with "name", "params", "lr" and "weight_decay"; a group may have no parameters.
     """
     split = _split(
         model,
@@ -74,8 +75,8 @@ def split_modality_collator(
     Args:
         vla: the model.
         cognition_token_weight_decay: decay the cognition token.
-        move_word_embedding_to_action_model: count the word embedding among the rest.
-        verbose: log where each parameter goes.
+        move_word_embedding_to_action_model: put the word embedding into the "other" groups.
+        verbose: log the group of each parameter.
     """
     split = _split(
         vla,

@@ -1,6 +1,6 @@
-"""Where a run of VITRA's keeps its checkpoints, and where it goes on from one.
+"""Name the checkpoints of a VITRA run, and decide where a run resumes.
 
-Input: a run's directory, or what a checkpoint says of its place. Output: names, and the epoch that goes on.
+Input: the directory of a run, or a checkpoint's client state. Output: paths, and the epoch in which training continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.vla.epochs import Position
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run's directory that holds them."""
+"""The subfolder of a run's directory that contains its checkpoints."""
 
 
 def tag_of(epoch: int, global_step: int, *, is_epoch_end: bool) -> str:
@@ -25,15 +25,15 @@ def tag_of(epoch: int, global_step: int, *, is_epoch_end: bool) -> str:
 
 
 def directory_to_load(folder: Path) -> Path:
-    """Return where the checkpoints of a run are, or the folder itself where that is a checkpoint; collective."""
+    """Return the ``checkpoints`` subfolder of a run's directory, or ``folder`` if it has none; collective."""
     return folder / CHECKPOINTS if from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
 
 
 def check_may_be_empty(folder: Path, run_dir: Path) -> None:
-    """Raise on every rank where a folder without a checkpoint is not that of a run that begins; collective.
+    """Raise if a folder without a checkpoint cannot be the directory of a new run; collective.
 
     Raises:
-        CheckpointError: a checkpoint was named, or the folder is not there.
+        CheckpointError: on every rank: ``folder`` is named like a checkpoint, or does not exist and is not ``run_dir``.
     """
     is_fresh = folder.is_dir() or folder.absolute() == run_dir.absolute()
     if folder.suffix == ".ckpt" or not from_rank_0(is_fresh):
@@ -45,20 +45,20 @@ def check_may_be_empty(folder: Path, run_dir: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What was loaded."""
+    """The checkpoint that was loaded."""
 
     path: Path
     epoch: int
-    """The epoch that ran when it was saved."""
+    """The epoch in which it was saved."""
     ended: bool
-    """Whether it was saved at that epoch's end."""
+    """Whether it was saved at the end of that epoch."""
     position: Position | None
     rng: bytes
-    """The random state then."""
+    """The random state of the checkpoint."""
 
     @classmethod
     def of(cls, path: str, client_state: Mapping[str, Any], *, with_position: bool) -> Self:
-        """Take note of a checkpoint that was loaded just now, whose random state is that of this process."""
+        """Describe a checkpoint that was just loaded; its random state is read from this process's generators."""
         position = client_state.get("position") if with_position else None
         return cls(
             path=Path(path),
@@ -70,11 +70,11 @@ class Resumed:
 
     @property
     def begins(self) -> int:
-        """The epoch that goes on."""
+        """The epoch in which training continues."""
         return self.position.epoch if self.position else self.epoch + self.ended
 
     def check_start(self, epoch: int, step: int, steps_taken: int) -> None:
-        """Compare where the caller means to start with what was loaded; 0 means there.
+        """Check that the caller's start arguments agree with the checkpoint; 0 always agrees.
 
         Raises:
             ConfigError: they differ.

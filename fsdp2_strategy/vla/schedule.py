@@ -1,7 +1,7 @@
-"""Two schedules over one optimizer: one for the groups of the backbone, one for the rest.
+"""Set the learning rates of one optimizer by two schedules: one for the backbone's groups, one for the others.
 
-Input: an optimizer whose groups are named as `vla_parameter_groups` names them, and two schedules. Output: what stands
-for one schedule: it steps, it is saved, and it resumes.
+Input: an optimizer with the group names of `vla_parameter_groups`, and two schedules. Output: an object that can be
+stepped, saved and loaded like one schedule.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fsdp2_strategy.vla.parameter_groups import GROUPS
 
 
 class MultiGroupLRScheduler:
-    """Drive the rates of one optimizer by two schedules, from its first step on.
+    """Set the learning rates of one optimizer by two schedules, from its first step on.
 
     Args:
-        optimizer: its groups are named as those of `vla_parameter_groups`, some of which may be missing.
-        backbone_scheduler: over an optimizer of its own with the backbone's groups (decay, no decay), or one group.
-        action_model_scheduler: the same for the rest.
+        optimizer: its groups have the names of `vla_parameter_groups`; some of the four may be missing.
+        backbone_scheduler: a schedule of a separate optimizer, with the backbone's two groups (decay, no decay) or one.
+        action_model_scheduler: the same for the other groups.
 
     Raises:
         OptimizerError: a group has another name.
@@ -41,16 +41,16 @@ class MultiGroupLRScheduler:
         self._apply()
 
     def step(self) -> None:
-        """Go on by one optimizer step."""
+        """Advance both schedules by one optimizer step."""
         with warnings.catch_warnings():
-            # The optimizers that they are made over lend them their rates, and never step.
+            # The schedules' own optimizers only hold the learning rates and never step, which torch warns about.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.backbone_scheduler.step()
             self.action_model_scheduler.step()
         self._apply()
 
     def rates(self) -> dict[str, float]:
-        """Return the rate of each of the four groups, also of those that have no parameters."""
+        """Return the learning rate of each of the four groups, including those without parameters."""
         rates: dict[str, float] = {}
         for scheduler, names in ((self.backbone_scheduler, GROUPS[:2]), (self.action_model_scheduler, GROUPS[2:])):
             last = [float(rate) for rate in scheduler.get_last_lr()]
@@ -58,19 +58,19 @@ class MultiGroupLRScheduler:
         return rates
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of each group of the optimizer; four where all have parameters, of one dtype and mesh."""
+        """Return the learning rate of each group of the optimizer, which may split groups by dtype and mesh."""
         rates = self.rates()
         return [rates[group["name"]] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far both schedules are, as JSON."""
+        """Return the states of both schedules, serialisable as JSON."""
         return {
             "backbone": self.backbone_scheduler.state_dict(),
             "action_model": self.action_model_scheduler.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Load a state, and set the learning rates of the optimizer."""
         self.backbone_scheduler.load_state_dict(state_dict["backbone"])
         self.action_model_scheduler.load_state_dict(state_dict["action_model"])
         self._apply()

@@ -1,6 +1,6 @@
-"""Where ranks or workers go short of samples, episodes or cores: nothing is wrong then, but something is slow.
+"""Warn if ranks or workers have too few samples, episodes or cores, which slows a run down without making it wrong.
 
-Input: the numbers of a run. Output: a sentence for each shortage, which says what it costs and what to do.
+Input: the sizes of a run. Output: a sentence per shortage, with its cost and its remedy.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from fsdp2_strategy.distributed.log import log
 
 
 def warn_of_shortages(**numbers: int) -> list[str]:
-    """Log a warning for each shortage that some rank finds, once for all ranks; collective.
+    """Log a warning once for each shortage that any rank finds; collective.
 
-    Hosts may have different numbers of cores: each rank looks at its own, and rank 0 logs what any of them found.
+    Hosts may have different numbers of cores, so each rank checks its own. Rank 0 logs the findings of all ranks.
 
     Args:
         **numbers: see `shortages`.
 
     Returns:
-        What this rank finds.
+        The shortages that this rank finds.
     """
     own = shortages(**numbers)
     for sentence in dict.fromkeys(sentence for found in to_rank_0(own) for sentence in found):
@@ -44,15 +44,15 @@ def shortages(
     """Return a sentence for each shortage; not collective.
 
     Args:
-        ranks: that share the data.
-        local_ranks: those on this host.
+        ranks: number of ranks that share the data.
+        local_ranks: number of them on this host.
         global_batch_size: samples of a batch over all ranks.
-        lanes: of the order; see `EpisodeOrder`.
-        pool: episodes that all ranks together mix at a time.
-        episodes: of the data set.
-        batches: of an epoch, at least 1.
-        num_workers: of each rank.
-        cores: that this process may run on; by default they are counted.
+        lanes: see `EpisodeOrder`.
+        pool: number of episodes that all ranks together mix at a time.
+        episodes: number of episodes in the data set.
+        batches: batches per epoch, at least 1.
+        num_workers: worker processes per rank.
+        cores: cores that this process may run on; by default they are counted.
 
     Example:
         >>> facts = dict(ranks=2, local_ranks=2, lanes=2, pool=8, episodes=20, batches=50, num_workers=1, cores=4)

@@ -1,6 +1,6 @@
-"""VITRA's training strategy over FSDP2: set up a VLA, train it, and go on exactly where it was.
+"""VITRA's training strategy on FSDP2: set up a VLA, train it, and resume it exactly.
 
-Input: a VLA, its options, a loader. Output: a trained model, checkpoints under VITRA's names, and metrics.
+Input: a VLA, its options, a loader. Output: a trained model, checkpoints with VITRA's names, and metrics.
 
     run_setup: shard -> groups -> optimizer -> schedule
     run_training: epochs -> loop -> metrics, saves
@@ -43,7 +43,7 @@ from fsdp2_strategy.vla.training_loop import Loop
 
 _RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
-# What a batch calls it -> the argument of the model's forward.
+# Keys of a batch -> arguments of the model's forward.
 _INPUTS = {
     "pixel_values": "rgb",
     "input_ids": "input_ids",
@@ -57,45 +57,46 @@ _INPUTS = {
 
 
 class VLAFSDPStrategy(TrainingStrategy):
-    """Train a vision-language-action model; one object a process, the same on every rank.
+    """Train a vision-language-action model; one object per process, with the same arguments on every rank.
 
-    Constructing it is collective where there is no process group yet: it starts one. ``close`` or the end of a ``with``
-    block ends it. Where it differs from VITRA's class of this name, docs/vla.md says how.
+    Construction starts the process group if there is none, and is then collective. ``close`` or the end of a ``with``
+    block destroys it. docs/vla.md lists the differences from VITRA's class of this name.
 
     Args:
-        vla: a model whose backbone has "backbone" in its parameters' names; what is frozen is not trained.
-        device_id: this rank's accelerator; on a CPU it says nothing.
-        stage: name of the stage of training, for the log.
-        epochs: how often the data is gone through.
+        vla: a model whose backbone has "backbone" in its parameters' names; frozen parameters are not trained.
+        device_id: this rank's accelerator; ignored without CUDA.
+        stage: name of the training stage, for the log.
+        epochs: number of epochs.
         max_steps: optimizer steps after which training ends, or None.
         global_batch_size: samples of one optimizer step over all ranks.
         per_device_batch_size: samples of one micro-batch of one rank.
-        learning_rate: of the backbone.
-        weight_decay: of the backbone's matrices.
-        max_grad_norm: global norm that gradients are clipped to; 0 clips nothing.
+        learning_rate: learning rate of the backbone.
+        weight_decay: weight decay of the backbone's matrices.
+        max_grad_norm: global norm to which gradients are clipped; 0 or None for no clipping.
         lr_scheduler_type: "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or
             "backbone-freeze-warmup"; see `build_scheduler`.
-        warmup_ratio: part of all steps in which the rate rises.
-        enable_gradient_checkpointing: recompute activations of the classes that `run_setup` is given.
-        enable_mixed_precision_training: compute in bf16, with fp32 masters; else all is fp32.
-        reduce_in_full_precision: sum gradients over the ranks in fp32, and keep buffers in it; else both in bf16.
-        action_model_learning_rate: of all that is not backbone; by default ``learning_rate``.
-        action_model_weight_decay: of its matrices; by default ``weight_decay``.
-        mixed_precision_dtype: bf16, or fp32 for all fp32.
-        sharding_strategy: "shard-grad-op" keeps parameters gathered from forward to backward, "full-shard" gathers
-            them twice; both shard within a node and replicate across nodes.
-        state_dict_type: accepted; checkpoints are written in shards, and open as full ones.
+        warmup_ratio: fraction of all steps in which the learning rate rises.
+        enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
+        enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise everything is in fp32.
+        reduce_in_full_precision: reduce gradients and keep buffers in fp32; otherwise both in bf16.
+        action_model_learning_rate: learning rate of all other parameters; by default ``learning_rate``.
+        action_model_weight_decay: weight decay of the other matrices; by default ``weight_decay``.
+        mixed_precision_dtype: ``torch.bfloat16``, or ``torch.float32`` to compute in fp32.
+        sharding_strategy: "shard-grad-op" keeps parameters all-gathered from forward to backward; "full-shard" reshards
+            them after forward and all-gathers them again. Both shard within a node and replicate across nodes.
+        state_dict_type: ignored; all ranks write checkpoints in parallel, to files that contain full tensors.
         cognition_token_weight_decay: decay the cognition token.
-        llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone at rate 0.
-        move_word_embedding_to_action_model: train the word embedding as the action model is.
-        optimizer_betas: Adam's decay rates.
-        as_flattened: decay nothing, as the original did; see [Note: never applied] in `parameter_groups`.
-        cast_buffers: cast buffers to the dtype of reduction, as the original did. bf16 rounds rotary frequencies.
-        shard_size: ranks that a parameter is split over; by default those of a node.
+        llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone's learning rate at 0.
+        move_word_embedding_to_action_model: train the word embedding with the action model's settings.
+        optimizer_betas: Adam's betas.
+        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: never applied] in
+            `parameter_groups`.
+        cast_buffers: cast buffers to the reduction dtype, as VITRA does. bf16 rounds rotary frequencies.
+        shard_size: number of ranks that a parameter is sharded over; by default the ranks of a node.
         max_num: checkpoints to keep; None for all.
         max_mem: GB (10^9 bytes) that all checkpoints may take; None for no limit.
-        async_save: let `run_training` write checkpoints behind the trainer.
-        config: other settings; what is said here beats it.
+        async_save: whether `run_training` writes checkpoints in the background.
+        config: other settings; the arguments above take precedence.
 
     Raises:
         ConfigError, OptimizerError: an option is not valid.
@@ -180,17 +181,17 @@ class VLAFSDPStrategy(TrainingStrategy):
         auto_wrap_policy_modules: Classes = None,
         checkpointing_policy_modules: Classes = None,
     ) -> None:
-        """Shard the model, build optimizer and schedule, and give each rank a random state of its own; collective.
+        """Shard the model, build optimizer and schedule, and seed each rank differently; collective.
 
         Args:
             run_dir: directory of the run.
-            n_train_examples: samples of the data.
-            auto_wrap_policy_modules: classes, or their names, of the modules that become units; without any they are
-                found as `find_blocks` does.
+            n_train_examples: number of samples in the data.
+            auto_wrap_policy_modules: classes, or their names, of the modules that become units; by default those that
+                `find_blocks` finds.
             checkpointing_policy_modules: classes, or their names, of the modules whose activations are recomputed.
 
         Raises:
-            ShardError, OptimizerError: on every rank: a class matches nothing, or nothing is trainable.
+            ShardError, OptimizerError: on every rank: a class matches no module, or no parameter is trainable.
         """
         self.run_dir = Path(run_dir)
         recompute = checkpointing_policy_modules if self.enable_gradient_checkpointing else None
@@ -236,7 +237,7 @@ class VLAFSDPStrategy(TrainingStrategy):
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """The dtype of reduction, and of buffers."""
+        """The dtype of gradient reduction and of buffers."""
         return torch.bfloat16 if self.config.bf16 and not self.config.reduce_in_full_precision else torch.float32
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -251,28 +252,28 @@ class VLAFSDPStrategy(TrainingStrategy):
         start_global_step: int = 0,
         save_full_model: bool = True,
     ) -> bool:
-        """Train until ``max_steps`` or the last epoch's end; collective.
+        """Train until ``max_steps`` or the end of the last epoch; collective.
 
-        Where a checkpoint was loaded, training goes on there, in the middle of an epoch or an accumulation, and data
-        and random numbers are what they would have been.
+        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even in the middle of an epoch or an
+        accumulation. Data and random numbers are the same as without the interruption.
 
         Args:
-            dataloader: gives this rank's micro-batches, mappings of tensors. Give a ResumableLoader of
-                per_device_batch_size x ranks samples; any other goes on exactly at the same number of ranks.
-            metrics: gets losses and rates; its ``run_dir`` is where checkpoints go.
-            save_interval: optimizer steps between checkpoints; None for none in between.
-            epoch_save_interval: epochs between checkpoints at an epoch's end; None for none. Where either is given, the
-                last step has one in any case; that of ``max_steps`` has one always.
-            start_epoch: where to begin; where a checkpoint was loaded it must agree, or be left at 0.
-            start_global_step: the same for the optimizer steps taken.
-            save_full_model: save frozen weights, too.
+            dataloader: yields this rank's micro-batches as mappings of tensors. Pass a ResumableLoader with a global
+                batch of per_device_batch_size x ranks samples. Other loaders resume only on the same number of ranks.
+            metrics: receives losses and learning rates. Checkpoints are saved to its ``run_dir``.
+            save_interval: optimizer steps between checkpoints; None for no checkpoints between steps.
+            epoch_save_interval: epochs between checkpoints at the end of an epoch; None for none. If either interval is
+                given, the end of the last epoch is saved in any case. The step ``max_steps`` is always saved.
+            start_epoch: the first epoch. After loading a checkpoint it must agree with it, or be 0.
+            start_global_step: optimizer steps taken before; the same rule applies.
+            save_full_model: whether checkpoints contain all frozen weights.
 
         Returns:
-            Whether training is through. False: SIGTERM asked some rank to stop, and a checkpoint was saved for the run
-            to go on from; leave with a status that is not 0.
+            Whether training is finished. False means that SIGTERM stopped the run and that a checkpoint was saved. Exit
+            with a non-zero status then, so that the run is started again.
 
         Raises:
-            StepError, CheckpointError, ConfigError: on every rank; losses that are not finite skip their step instead.
+            StepError, CheckpointError, ConfigError: on every rank. A loss that is not finite skips its step instead.
         """
         self._start_at(start_epoch, start_global_step)
         resumed = self._resumed
@@ -285,7 +286,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         if resumed and start and start.kind == kind_of(dataloader) != "count":
             load_checkpoint(self.vla, resumed.path, load_model=False, dataloader=dataloader)
         if resumed:
-            load_rng(resumed.rng)  # whatever was drawn since
+            load_rng(resumed.rng)  # undo random draws since the load
         data = Epochs(
             dataloader,
             seed=self.config.seed,
@@ -298,7 +299,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         metrics.commit(global_step=self.global_step(self.vla), epoch=data.epoch)
         if self.is_through():
             return True
-        stop = Preemption()  # what this call hears: before and after it SIGTERM is the caller's
+        stop = Preemption()  # SIGTERM is handled here only during this call
         with (
             closing(stop),
             tqdm(
@@ -328,8 +329,8 @@ class VLAFSDPStrategy(TrainingStrategy):
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; override it for other models.
 
-        ``pixel_values`` is passed as ``rgb`` and ``actions`` as ``action_labels``; the rest, and what else of the batch
-        the forward names, under its own name; ``data_source`` is ["action"].
+        ``pixel_values`` is passed as ``rgb`` and ``actions`` as ``action_labels``. VITRA's other inputs, and keys that
+        are parameters of the forward, keep their names. Further keys are left out. ``data_source`` is ["action"].
         """
         given = {_INPUTS.get(name, name): value for name, value in batch.items()}
         inputs = {name: value for name, value in given.items() if name in _INPUTS.values() or name in self._accepted}
@@ -340,7 +341,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         return frozenset(inspect.signature(self.vla.forward).parameters)
 
     def is_through(self) -> bool:
-        """Say whether ``max_steps`` are taken; not collective."""
+        """Return whether ``max_steps`` steps are taken; not collective."""
         return self.max_steps is not None and self.global_step(self.vla) >= self.max_steps
 
     @property
@@ -361,7 +362,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             return None
 
     def clip_grad_norm(self, model: nn.Module | None = None, max_norm: float | None = None) -> float:
-        """Clip the gradients to ``max_grad_norm`` as one norm, and return it; collective. `run_training` does so."""
+        """Clip the gradients to ``max_grad_norm``, and return their global norm; collective; `run_training` does it."""
         return super().clip_grad_norm(self.vla if model is None else model, max_norm)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -381,13 +382,13 @@ class VLAFSDPStrategy(TrainingStrategy):
         Args:
             run_dir: directory of the run.
             global_step: optimizer steps taken.
-            epoch: epoch that runs.
+            epoch: the current epoch.
             only_trainable: leave frozen weights out; see `save_ckpt`.
             is_epoch_end: whether the epoch has ended.
-            async_save: write behind the trainer, as `run_training` does where the strategy says so.
+            async_save: write in the background; `run_training` passes the strategy's ``async_save``.
 
         Returns:
-            The checkpoint's directory; in an async save it is there once that has ended.
+            The checkpoint's directory. With ``async_save`` it exists only after the write has finished.
 
         Raises:
             CheckpointError: on every rank; see `save_ckpt`.
@@ -398,7 +399,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         if self._resumed is not None:
             message = "saved before run_training goes on: what goes on from here begins epoch %d again"
             log(message, epoch, level=logging.WARNING)
-        pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a run that goes on computes them again
+        pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a resumed run computes them again
         try:
             with self._data.as_marked() if self._data else nullcontext((None, None)) as (position, loader):
                 path = self.save_ckpt(
@@ -426,22 +427,22 @@ class VLAFSDPStrategy(TrainingStrategy):
         strict: bool = True,
         trust: bool = False,
     ) -> dict[str, int] | None:
-        """Load optimizer, schedule and random state, and the weights that they belong to; collective.
+        """Load optimizer, schedule and random state with the weights that they belong to; collective.
 
-        Call it after `run_setup`; `run_training` then goes on from there.
+        Call it after `run_setup`. `run_training` then resumes at the checkpoint.
 
         Args:
-            checkpoint_folder: a checkpoint; or a run's directory, of which the newest is loaded.
-            load_weights: load them; without, the optimizer goes on beside the weights that the model has.
-            load_data_position: go on in the middle of the epoch, where the checkpoint knows its place.
+            checkpoint_folder: a checkpoint, or a run's directory, whose newest checkpoint is loaded.
+            load_weights: whether to load the weights; otherwise the model keeps its present ones.
+            load_data_position: resume at the checkpoint's position within the epoch, if it contains one.
             strict: names in checkpoint, model and optimizer must agree.
-            trust: load what VITRA itself wrote, whose pickles run code.
+            trust: also load checkpoints that VITRA wrote. They are pickles, which can execute code.
 
         Returns:
-            "epoch" and "global_step"; None where the run's directory holds no checkpoint yet.
+            "epoch" and "global_step", or None if the run's directory contains no checkpoint yet.
 
         Raises:
-            CheckpointError: on every rank: a named checkpoint is not there, or see `load_ckpt`.
+            CheckpointError: on every rank: the named checkpoint does not exist, or for the reasons of `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
         directory = directory_to_load(folder)
@@ -456,7 +457,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _start_at(self, epoch: int, step: int) -> None:
-        """Compare where the caller means to start with what was loaded; bring the schedule along where nothing was.
+        """Check the start arguments against the loaded checkpoint; without one, advance the schedule to ``step``.
 
         Raises:
             ConfigError: they differ.
@@ -485,7 +486,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model's floating buffers a dtype; those that modules share they share still; not collective."""
+    """Cast a model's floating-point buffers; modules that share a buffer still share it afterwards."""
     cast: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

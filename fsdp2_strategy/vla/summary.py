@@ -1,6 +1,6 @@
-"""What a VLA's training is set up as, in words, for the log.
+"""Describe the set-up of a VLA's training for the log.
 
-Input: a strategy that is set up. Output: text.
+Input: a strategy after `run_setup` has built its optimizer. Output: text.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE
 
 
 def summary(strategy: Any, n_train_examples: int) -> str:
-    """Describe batches, precision, schedule, rates and steps, one fact a line.
+    """Describe batches, precision, schedule, learning rates and steps, one fact per line.
 
     Args:
-        strategy: has the attributes of `VLAFSDPStrategy`, which stands above this module.
-        n_train_examples: samples of an epoch.
+        strategy: a `VLAFSDPStrategy`; not in the annotation, because its module imports this one.
+        n_train_examples: samples per epoch.
     """
     s, config = strategy, strategy.config
     computed = torch.bfloat16 if config.bf16 else torch.float32

@@ -1,9 +1,9 @@
-"""How fast a trainer gets its data, and how much of its time it waits for it, on each rank and over all.
+"""Measure how fast a trainer gets its data and how much time it spends waiting, per rank and over all ranks.
 
-Input: the batches that a loader gives, and how many frames each has. Output: rates, the same on every rank.
+Input: the batches of a loader, and their numbers of frames. Output: rates, the same on every rank.
 
-The first step is warm-up: workers start, files are opened, the model's first pass allocates. The time to its batch is
-told for itself; frames and times count from when the second batch is asked for.
+The first step is warm-up: workers start, files are opened, the first forward and backward allocate memory. The waiting
+time for its batch is reported separately. Frames and times are counted from the request for the second batch.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRates:
-    """What one rank did in a stretch of time."""
+    """Frames and times of one rank in an interval."""
 
     frames: int
     seconds: float
     waiting_seconds: float
-    """Part of ``seconds`` that passed between asking for a batch and having it."""
+    """Part of ``seconds`` that was spent waiting for batches."""
     first_batch_seconds: float
-    """Between asking for the first batch of all and having it; not part of the above."""
+    """Time spent waiting for the very first batch; not part of ``seconds`` or ``waiting_seconds``."""
 
     @property
     def frames_per_second(self) -> float:
-        """Frames of this rank in a second; 0 where no time has passed."""
+        """Frames per second of this rank; 0 if no time has passed."""
         return self.frames / self.seconds if self.seconds else 0.0
 
     @property
     def waiting_share(self) -> float:
-        """Part of the time in which this rank waited for data, 0 to 1."""
+        """Fraction of the time that this rank spent waiting for data, 0 to 1."""
         return self.waiting_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What all ranks did in a stretch of time."""
+    """Frames and times of all ranks in an interval."""
 
     ranks: tuple[RankRates, ...]
 
     @property
     def frames_per_second(self) -> float:
-        """Frames of all ranks over the longest of their times: what the run gets done."""
+        """Frames of all ranks divided by the longest of their times."""
         seconds = max(rank.seconds for rank in self.ranks)
         return sum(rank.frames for rank in self.ranks) / seconds if seconds else 0.0
 
     @property
     def waiting_share(self) -> float:
-        """Largest share of the ranks: the others wait for that one in their next collective."""
+        """Largest waiting share of any rank; the other ranks wait for that rank in their next collective."""
         return max(rank.waiting_share for rank in self.ranks)
 
     @property
     def first_batch_seconds(self) -> float:
-        """Longest time to the first batch."""
+        """Longest time that any rank waited for its first batch."""
         return max(rank.first_batch_seconds for rank in self.ranks)
 
     def __str__(self) -> str:
@@ -73,10 +73,10 @@ class Rates:
 
 
 class Throughput:
-    """Measure how a trainer gets its data.
+    """A meter of frames per second and of the time spent waiting for data.
 
     Args:
-        clock: gives seconds.
+        clock: returns the time in seconds.
 
     Example:
         >>> meter = Throughput()
@@ -92,10 +92,10 @@ class Throughput:
         self._began: float | None = None
         self._waited = 0.0
         self.frames = 0
-        self._lap: tuple[int, float, float] | None = None  # frames, seconds waited and time when the last one ended
+        self._lap: tuple[int, float, float] | None = None  # frames, waiting seconds and time at the end of the last lap
 
     def over(self, batches: Iterable[T]) -> Iterator[T]:
-        """Give batches on, and measure how long each is waited for; not collective."""
+        """Yield batches, and measure the waiting time of each; not collective."""
         iterator = iter(batches)
         while True:
             asked = self._clock()
@@ -113,14 +113,14 @@ class Throughput:
             yield batch
 
     def count(self, frames: int) -> None:
-        """Count the frames of a batch once its step is through; not collective."""
+        """Count the frames of a batch; call it after the step of that batch; not collective."""
         if self._began is not None:
             self.frames += frames
 
     def lap(self) -> Rates:
         """Return the rates since the last lap; collective.
 
-        On an accelerator call it after something that waits for the device, such as reading the loss.
+        On an accelerator, call it after an operation that synchronises with the device, such as reading the loss.
         """
         now = self._clock()
         began = (0, 0.0, now if self._began is None else self._began)
@@ -129,7 +129,7 @@ class Throughput:
         return rates
 
     def total(self) -> Rates:
-        """Return the rates since the second batch was asked for; collective."""
+        """Return the rates since the request for the second batch; collective."""
         now = self._clock()
         return self._since((0, 0.0, now if self._began is None else self._began), now)
 

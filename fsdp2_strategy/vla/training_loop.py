@@ -1,6 +1,6 @@
-"""VITRA's loop: micro-batches, optimizer steps, metrics and saves, until a run is through or told to stop.
+"""VITRA's training loop: micro-batches, optimizer steps, metrics and saves, until the end or a request to stop.
 
-Input: a strategy that is set up, and epochs of batches. Output: a trained model, checkpoints, records.
+Input: a strategy after its set-up, and epochs of batches. Output: a trained model, checkpoints, metric records.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fsdp2_strategy.vla.epochs import Epochs
 from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import GROUPS
 
-# How metrics call the rates of the groups.
+# The metrics' names for the learning rates of the groups.
 _RATES = dict(
     zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
 )
 
 
 class Trains(Protocol):
-    """What a loop drives: a model with its optimizer and schedule, and the calls of a step."""
+    """The strategy that a loop calls: a model with its optimizer and schedule, and the methods of a step."""
 
     vla: nn.Module
     stage: str
@@ -45,21 +45,21 @@ class Trains(Protocol):
     pending_micro_batches: int
 
     def is_through(self) -> bool:
-        """Say whether all steps are taken."""
+        """Return whether all steps are taken."""
 
     def global_step(self, model: nn.Module, /) -> int:
-        """Return the optimizer steps taken."""
+        """Return the number of optimizer steps taken."""
 
     def forward_inputs(self, batch: Mapping[str, Any], /) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch."""
 
     def backward(self, loss: Any, model: nn.Module, optimizer: Optimizer, /) -> None:
-        """Add the gradient of a micro-batch."""
+        """Compute the gradients of a micro-batch and accumulate them."""
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler, /, *, name: str
     ) -> StepResult:
-        """Step where a micro-batch is the last of its step."""
+        """Take an optimizer step if this micro-batch is the last of its step."""
 
     def save_checkpoint(
         self,
@@ -76,13 +76,13 @@ class Trains(Protocol):
 
 @dataclass(kw_only=True)
 class Loop:
-    """Train; every rank does the same."""
+    """The training loop; every rank runs it."""
 
     strategy: Trains
     data: Epochs
     metrics: VLAMetrics
     bar: Any
-    """A progress bar in optimizer steps."""
+    """A progress bar that counts optimizer steps."""
     stop: Preemption
     save_interval: int | None
     epoch_save_interval: int | None
@@ -91,7 +91,7 @@ class Loop:
     """Whether steps were taken since the last checkpoint."""
 
     def run(self) -> bool:
-        """Go on to the end; say whether it is reached, or the run was told to stop before."""
+        """Train, and return True at the end of the run, or False if a signal stopped it before."""
         for epoch in range(self.data.epoch, self.strategy.epochs):
             self.strategy.vla.train()
             for batch in self.data.batches(epoch):
@@ -144,7 +144,11 @@ class Loop:
         self.bar.update()
 
     def _rates(self) -> dict[str, float]:
-        """Return the rate of each of the four groups; of those of a half that is not trained at all, 0."""
+        """Return the learning rate of each of the four groups.
+
+        A group without parameters gets the learning rate of the other group of its half (backbone or other), or 0 if
+        that group has no parameters either.
+        """
         found = {group["name"]: group["lr"] for group in self.strategy.optimizer.param_groups}
         of_half = {name.partition("_")[0]: rate for name, rate in found.items()}
         return {_RATES[name]: found.get(name, of_half.get(name.partition("_")[0], 0.0)) for name in GROUPS}
@@ -162,7 +166,7 @@ class Loop:
         self._unsaved = False
 
     def _is_told_to_stop(self) -> bool:
-        # Signals are the main thread's.
+        # Only the main thread can handle signals.
         return threading.current_thread() is threading.main_thread() and self.stop.said()
 
     def _drop_what_is_pending(self) -> None:

@@ -1,1 +1,1 @@
-"""Models without memory: meta skeletons, recorded constructors, and values for what no file holds."""
+"""Build models on the meta device, record their constructors, and initialise tensors that no file contains."""

@@ -1,7 +1,7 @@
-"""Models built on the meta device: constructors and ``from_pretrained`` run, and no value is made or read.
+"""Build models on the meta device: constructors and ``from_pretrained`` run without creating or reading values.
 
-Input: calls of ``from_pretrained`` and constructors inside `init_on_meta`. Output: models on meta, whose modules
-remember the files that hold their values.
+Input: calls of ``from_pretrained`` and constructors inside `init_on_meta`. Output: models on meta, whose modules store
+which files contain their values.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ from fsdp2_strategy.hf.weights_folder import Origin, remember_origin
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Build models inside without memory or reading: parameters and buffers are on the meta device; not collective.
+    """Build models inside this context on the meta device, without allocating memory; not collective.
 
-    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads the configuration only; dtype,
-    attn_implementation and the like mean what they always do, and each module remembers the folder. `load_weights`,
-    which ``prepare_model`` calls, gives the values later, to each rank those of its shard.
+    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads only the configuration; dtype,
+    attn_implementation and its other arguments keep their meaning, and each module stores the folder. ``prepare_model``
+    or `load_weights` later loads the values; each rank reads those of its shards.
 
     Raises:
-        CheckpointError: from ``from_pretrained``, where a folder has no safetensors files, or quantised ones.
+        CheckpointError: another thread is in such a context; or ``from_pretrained`` gets a ``state_dict``, an adapter,
+            quantised weights, or a folder without safetensors files.
     """
     if is_recording():
-        yield  # nested: the outer block does it all
+        yield  # nested: the outer context is active
         return
     with ExitStack() as stack:
         tape = stack.enter_context(recording())
         for target, name, value in _stand_ins(tape):
             stack.enter_context(patch.object(target, name, value))
-        from transformers import initialization  # noqa: PLC0415  models that need no transformers need not import it
+        from transformers import initialization  # noqa: PLC0415  importing this file must not import transformers
 
         stack.enter_context(initialization.meta_device_safe_creation_ops())
         yield
 
 
 def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
-    """Return what stands in for the three steps of from_pretrained that would touch values, and for init_weights.
+    """Return patches for the three steps of from_pretrained that would touch values, and for init_weights.
 
-    The last does what it always did, and tells the tape that transformers is done with a model.
+    The patched init_weights calls the original, and then records that transformers has initialised the model.
     """
     from transformers import modeling_utils  # noqa: PLC0415
 
     def no_device_map(device_map: Any) -> None:
-        """Accept any: where parameters lie is the mesh's affair."""
+        """Accept any device map: the mesh decides where parameters are."""
 
     def remember(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
@@ -103,7 +104,7 @@ def _nothing_loaded() -> Any:
 
 
 def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:
-    """Give the parameters that the model keeps in another dtype that dtype, as loading would."""
+    """Cast the parameters that the model keeps in another dtype to that dtype, as loading would."""
     from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
 
     if not plan:
@@ -140,7 +141,7 @@ def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
 
 
 def _empty(model: nn.Module) -> None:
-    """Bring to meta what files hold and constructors made elsewhere: ``torch.FloatTensor`` knows no default device."""
+    """Move parameters to meta that were created elsewhere: ``torch.FloatTensor`` ignores the default device."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
@@ -148,7 +149,7 @@ def _empty(model: nn.Module) -> None:
 
 
 def _index_of(file: Path) -> Path | None:
-    """Return the index that lists a file, by the hub's naming: model[.variant]-00001-of-00002.safetensors."""
+    """Return the index of a file whose name has the form model[.variant]-00001-of-00002.safetensors."""
     match = re.fullmatch(r"model(\..+)?-\d+-of-\d+\.safetensors", file.name)
     index = file.with_name(f"model.safetensors.index{match[1] or ''}.json") if match else None
     return index if index is not None and index.is_file() else None

@@ -1,15 +1,16 @@
-"""Values for what no file holds: fresh modules and computed buffers, as constructors and init functions make them.
+"""Initialise new modules and computed buffers that no file contains, as their constructors and init functions would.
 
-Input: a model whose tensors have memory, and which of them have no values. Output: the same tensors, filled.
+Input: a model whose tensors have memory, and a list of those without values. Output: the same tensors, filled.
 
-Who is asked, in this order: what the code that built the model did to a tensor after transformers was done with it; a
-transformers model's ``_init_weights``; what the constructor did; ``reset_parameters`` of a module that was built
-elsewhere.
+A tensor's values come from the first of these that applies: the recorded operations, if some of them changed it after
+transformers had initialised it; ``_init_weights`` of a transformers model; the recorded operations of the constructor;
+``reset_parameters`` of the module, if no operations were recorded.
 
-[Note: fresh values] Init functions draw whole tensors and change them in place. They run on a twin of the model in
-which a `_Slot` stands for each tensor without values. The first operation on a slot makes a full tensor on every rank,
-under the same random state; when the init function returns, each rank keeps its rows and the full tensor goes. So the
-values are those of the unsharded model at every world size, and what no init function writes is known.
+[Note: fresh values] Init functions draw full tensors and change them in place. They run on a skeleton of the model in
+which a `_Slot`, a lazily initialised tensor, replaces each tensor without values. The first operation on a `_Slot`
+allocates a full tensor on every rank, and all ranks draw from the same random state. When the init function returns,
+each rank keeps its rows and frees the full tensor. So the values are those of the unsharded model at every world size,
+and tensors that no init function writes are detected.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ _INIT_FUNCTIONS = ("reset_parameters", "_reset_parameters")
 
 @dataclass(frozen=True, eq=False)
 class Empty:
-    """A tensor without values: its name, and all places where it is registered."""
+    """A tensor without values: its name, and every module and key under which it is registered."""
 
     name: str
     tensor: torch.Tensor
     places: Sequence[tuple[nn.Module, str]]
     dtype: torch.dtype | None
-    """In which transformers draws the values: what the model asked for, where masters are wider."""
+    """The requested dtype, in which transformers draws the values; the tensor's may be wider (master weights)."""
 
     @property
     def note(self) -> Note | None:
-        """How it was made, where that was recorded."""
+        """The record of how it was made, if there is one."""
         return next((note for module, key in self.places if (note := note_of(module, key))), None)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, empty: Sequence[Empty], device: torch.device) -> list[str]:
-    """Give values to tensors as the code that built their modules would have; collective where they are sharded.
+    """Initialise tensors as the code that built their modules would have; collective.
 
     Args:
-        model: its tensors have memory.
+        model: the model, whose tensors have memory.
         empty: the tensors to fill.
-        device: where values are drawn.
+        device: the device on which values are drawn.
 
     Returns:
-        The names of those that nothing gives values to.
+        The names of the tensors that nothing initialises.
     """
     slots = _Slots(device)
     with _same_draws(device):
@@ -76,7 +77,7 @@ def initialize(model: nn.Module, empty: Sequence[Empty], device: torch.device) -
 
 
 def recorded_for(empty: Sequence[Empty]) -> list[str]:
-    """Return what tells apart what ranks have recorded for tensors without values."""
+    """Return digests of the operations that were recorded for tensors without values, to compare across ranks."""
     wanted: dict[Tape, set[int]] = {}
     for e in empty:
         if e.note is not None:
@@ -85,7 +86,7 @@ def recorded_for(empty: Sequence[Empty]) -> list[str]:
 
 
 def _slotted(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> nn.Module:
-    """Return a twin with slots for some tensors, all others marked as initialised."""
+    """Return a skeleton with a `_Slot` for each empty tensor; all other tensors are marked as initialised."""
     drawn_in = {id(e.tensor): e.dtype for e in empty}
 
     def known(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,16 +105,16 @@ def _slotted(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> nn.Modu
         for tensors in both:
             for name, tensor in tensors.items():
                 if isinstance(tensor, _Slot) and id(tensor) in seen:
-                    # Tied: transformers initialises every place, and then ties all to the first.
+                    # Tied: transformers initialises each occurrence, and then ties all to the first.
                     tensors[name] = _Slot(tensor.original, slots, tensor.dtype, is_kept=False)
                 seen.add(id(tensor))
     return copy
 
 
 def _by_transformers(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> None:
-    """Let each transformers model within initialise what is empty of it.
+    """Run the init functions of each transformers model within the model on its empty tensors.
 
-    Its tensors that count as changed later are left alone: those of its modules that it never initialised among them.
+    The caller leaves out tensors that were added or changed after transformers had initialised the model.
     """
     copy = _slotted(model, empty, slots)
     inner: set[int] = set()
@@ -129,7 +130,7 @@ def _by_transformers(model: nn.Module, empty: Sequence[Empty], slots: _Slots) ->
             new = copy.get_submodule(name)._buffers.get(key)
             slot = slots.all.get(id(buffer))
             if slot is not None and new is not None and not isinstance(new, _Slot) and not new.is_meta:
-                slot.fill(new)  # an init function put another tensor in its place
+                slot.fill(new)  # an init function replaced the buffer
 
 
 def _keeping(function: Callable[..., None], slots: _Slots) -> Callable[..., None]:
@@ -141,7 +142,7 @@ def _keeping(function: Callable[..., None], slots: _Slots) -> Callable[..., None
 
 
 def _by_constructors(empty: Sequence[Empty], device: torch.device) -> set[int]:
-    """Carry out what was recorded when the tensors' modules were built; return the identities of those with values."""
+    """Replay the operations that were recorded for some tensors; return the identities of those that got values."""
     filled: set[int] = set()
     by_tape: dict[Tape, dict[int, list[tuple[Empty, Note]]]] = {}
     for e in empty:
@@ -162,7 +163,7 @@ def _by_constructors(empty: Sequence[Empty], device: torch.device) -> set[int]:
 
 
 def _by_reset(model: nn.Module, empty: Sequence[Empty], slots: _Slots) -> None:
-    """Run ``reset_parameters`` of the modules that hold empty tensors, inner ones first."""
+    """Run ``reset_parameters`` of the modules that have empty tensors, innermost first."""
     if not empty:
         return
     for module in _inner_first(_slotted(model, empty, slots)):
@@ -180,7 +181,7 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _same_draws(device: torch.device) -> Iterator[None]:
-    """Draw on every rank what rank 0 draws; a rank whose generators stood elsewhere gets them back."""
+    """Use rank 0's random state on every rank; ranks whose own state differed get it back at the end."""
 
     def state() -> list[bytes]:
         states = [torch.get_rng_state()]
@@ -205,7 +206,7 @@ def _same_draws(device: torch.device) -> Iterator[None]:
 
 
 class _Slots:
-    """All slots of a twin, and those that have full tensors now."""
+    """All `_Slot` tensors of a skeleton; ``open`` contains those that currently have a full tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -213,17 +214,17 @@ class _Slots:
         self.open: dict[int, tuple[_Slot, torch.Tensor]] = {}
 
     def of(self, original: torch.Tensor, dtype: torch.dtype | None = None) -> _Slot:
-        """Return the slot that stands for a tensor."""
+        """Return the slot that replaces a tensor; create it at the first call."""
         if id(original) not in self.all:
             self.all[id(original)] = _Slot(original, self, dtype or original.dtype)
         return self.all[id(original)]
 
     def full(self, slot: _Slot) -> torch.Tensor:
-        """Return the full tensor of a slot, with the values that it has so far."""
+        """Return the full tensor of a slot, with its current values."""
         if id(slot) not in self.open:
             if slot.written:
                 with all_or_none("initialise", CheckpointError):
-                    """Gather only where no rank has failed on the way here."""
+                    """Gather only if no rank has failed before."""
                 full = _gathered(slot.original, self.device).to(slot.dtype)
             else:
                 full = torch.full(slot.shape, _filling(slot.dtype), dtype=slot.dtype, device=self.device)
@@ -231,7 +232,7 @@ class _Slots:
         return self.open[id(slot)][1]
 
     def keep(self) -> None:
-        """Let each rank keep its part of what was written, and drop the rest."""
+        """Store this rank's shard of each tensor that was written in full, and free the full tensors."""
         for slot, full in self.open.values():
             only_seen = not slot.changed and bool((full == _filling(slot.dtype)).all())
             if not (only_seen or full.isnan().any()):
@@ -240,7 +241,7 @@ class _Slots:
 
 
 def _filling(dtype: torch.dtype) -> float:
-    """Return what a full tensor holds before it is initialised: what is left of it was not."""
+    """Return the value that marks elements of a full tensor as not initialised."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
@@ -251,33 +252,33 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(full: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Return the view of a full tensor that this rank's shard is."""
+    """Return the view of a full tensor that corresponds to this rank's shard."""
     for dim, (begin, length) in enumerate(local_box(original)):
         full = full.narrow(dim, begin, length)
     return full
 
 
 def _gathered(original: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the full tensor; `full_tensor` itself does not run below a dispatch of ours on torch 2.11."""
+    """Return the full tensor; ``full_tensor`` does not work inside our ``__torch_dispatch__`` on torch 2.11."""
     full = torch.zeros(original.shape, dtype=original.dtype, device=device)
     _own_part(full, original).copy_(_local(original))
     if isinstance(original, DTensor):
-        # Bytes of which all but one are zero add up without rounding.
+        # Each byte is zero on all ranks but one, so the sum is exact.
         dist.all_reduce(full.reshape(-1).view(torch.uint8), group=original.device_mesh.get_group(-1))
     return full
 
 
 class _Slot(torch.Tensor):
-    """Stands for a tensor without values; see [Note: fresh values]."""
+    """A lazily initialised tensor that replaces one without values; see [Note: fresh values]."""
 
     original: torch.Tensor
     slots: _Slots
     changed: bool
-    """Whether an operation wrote to it; one may have written to a view of it, too."""
+    """Whether an operation wrote to it directly; writes to views of it are not noted here."""
     written: bool
-    """Whether all of it has values."""
+    """Whether all its elements have values."""
     is_kept: bool
-    """Whether its values become the tensor's; else they are drawn and dropped."""
+    """Whether its values are stored in the original tensor; otherwise they are drawn and dropped."""
     _is_param: bool
 
     __torch_function__ = without_torch_function
@@ -290,13 +291,13 @@ class _Slot(torch.Tensor):
         return slot
 
     def __init__(self, original: torch.Tensor, slots: _Slots, dtype: torch.dtype, *, is_kept: bool = True) -> None:
-        """Leave all to ``__new__``."""
+        """Do nothing: ``__new__`` sets all attributes."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"_Slot({list(self.shape)}, {self.dtype})"
 
     def fill(self, value: torch.Tensor) -> None:
-        """Keep this rank's part of a full value."""
+        """Store this rank's shard of a full value."""
         if self.is_kept:
             _local(self.original).copy_(_own_part(value, self.original))
         self.written = self.is_kept

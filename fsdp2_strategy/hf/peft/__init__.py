@@ -1,1 +1,1 @@
-"""Models of peft: their base with adapters merged, and files of adapters alone."""
+"""peft models: the base model with merged adapters, and files that contain only adapters."""

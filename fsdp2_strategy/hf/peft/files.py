@@ -1,7 +1,7 @@
-"""The adapters of a model of peft alone, as peft's own files hold them.
+"""Describe the files of a peft model's adapters, in peft's own format.
 
-Input: a model, sharded or not, with adapters in it. Output: for each adapter what its file holds, and its
-configuration; `export` and checkpoints write them.
+Input: a model, sharded or not, with adapters. Output: for each adapter the tensors of its file, and its configuration;
+`export` and checkpoints write them.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from fsdp2_strategy.model.names import clean
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model"
-"""How the names of the files with weights begin."""
+"""Prefix of the names of the weight files."""
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterFiles:
-    """What files hold of a model's adapters."""
+    """The contents of a model's adapter files."""
 
     regions: Mapping[str, Mapping[str, Region]]
-    """By adapter, and by name in its file; the sources are names of tensors."""
+    """By adapter, then by name in its file; the sources are the model's tensor names."""
     copied: Any
-    """Twin of the model of peft, with configurations of its own."""
+    """Meta skeleton of the peft model, with its own copy of the configurations."""
 
     @classmethod
     def of(cls, root: nn.Module) -> tuple[Self, dict[str, torch.Tensor]]:
-        """Lay out the adapters of the one model of peft within a module; collective.
+        """Return the adapter files of the only peft model within a module; collective.
 
         Returns:
-            What files hold, and the tensors of that model by name.
+            The contents of the files, and the tensors of that model by name.
 
         Raises:
-            CheckpointError: on every rank: there is no such model, or several, or it trains more than its adapters.
+            CheckpointError: on every rank, if there is no peft model or several, or if it trains other parameters, too.
         """
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
             tensors = adapted.state_dict(keep_vars=True)
             copied: Any = twin(adapted)
             copied.peft_config = copy.deepcopy(copied.peft_config)
-            # peft may look into the base model's folder, or on the hub.
+            # On rank 0 only, because peft may read the base model's folder or query the hub.
             names = _names_in_files(copied) if is_rank_0() else {}
         names = from_rank_0(names)
         with all_or_none("export adapters", CheckpointError):
@@ -63,11 +63,11 @@ class AdapterFiles:
         return cls(regions, copied), tensors
 
     def folder_of(self, adapter: str, folder: Path) -> Path:
-        """Return where an adapter lies in the folder of all: the one called "default" in that itself."""
+        """Return the folder of an adapter's files: ``folder`` itself for "default", a subfolder for others."""
         return folder if adapter == "default" else folder / adapter
 
     def write_configuration(self, adapter: str, folder: Path) -> None:
-        """Write what peft reads beside the weights of an adapter, into its folder."""
+        """Write the configuration that peft needs to load an adapter's weights into the adapter's folder."""
         config = self.copied.peft_config[adapter]
         base = self.copied.get_base_model() if hasattr(self.copied, "get_base_model") else self.copied
         config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
@@ -77,10 +77,10 @@ class AdapterFiles:
 
 
 def _adapted_model(root: nn.Module) -> nn.Module:
-    """Return the one model of peft within a module: a PeftModel, or a model that peft put adapters into.
+    """Return the only peft model within a module: a PeftModel, or a model into which peft injected adapters.
 
     Raises:
-        CheckpointError: there is none, or several.
+        CheckpointError: there is none, or there are several.
     """
     found: list[nn.Module] = []
     if has_adapters(root):
@@ -98,20 +98,20 @@ def _adapted_model(root: nn.Module) -> nn.Module:
 
 
 def _names_in_files(copied: Any) -> dict[str, dict[str, str]]:
-    """Return for each adapter of a model what its file holds: names there, and the model's own; not collective.
+    """Map, for each adapter, the names in its file to the model's own names; not collective.
 
     Args:
-        copied: twin of the model.
+        copied: meta skeleton of the model.
     """
     from peft import PeftModel, get_peft_model_state_dict  # noqa: PLC0415
 
     state = copied.state_dict(keep_vars=True)
     own_names = {id(tensor): name for name, tensor in state.items()}
-    # peft loads the names of a PeftModel, also where it put adapters into a model without one around it.
+    # peft reads files with the names of a PeftModel, also for adapters that it injected into a model without one.
     prefix = "" if isinstance(copied, PeftModel) else "base_model.model."
     found = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it says that embeddings are in the file
+        warnings.simplefilter("ignore", UserWarning)  # peft warns that it saves embeddings
         for adapter in copied.peft_config:
             held = get_peft_model_state_dict(copied, state_dict=state, adapter_name=adapter)
             found[adapter] = {f"{prefix}{key}": own_names[id(tensor)] for key, tensor in held.items()}
@@ -119,10 +119,10 @@ def _names_in_files(copied: Any) -> dict[str, dict[str, str]]:
 
 
 def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
-    """Raise where a model trains what is not held.
+    """Raise if a trainable parameter is not among the tensors of the files.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: names the parameters.
     """
     there = {id(tensor) for tensor in held}
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:

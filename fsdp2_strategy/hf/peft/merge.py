@@ -1,14 +1,14 @@
-"""A model with adapters -> the same model without: adapted weights stand for what they are with the adapters merged.
+"""Present a peft model as its base model, with the adapters merged into the weights when their values are read.
 
-Input: a model, sharded or not, with layers of peft in it or without any. Output: its modules as they were before peft
-came, whose names are the hub's, for all that goes out: files, streams, engines. The model itself stays as it is.
+Input: a model, sharded or not, with or without peft layers. Output: a copy of its module tree without peft's modules,
+with Hugging Face names, for files, streams and engines. The model itself does not change.
 
-[Note: merging] ``fully_shard`` cuts weights by rows, and the rows of ``W + scaling * B @ A`` that a rank holds need
-nothing of the other ranks but adapters, which are small: these are gathered once, and a weight's rows are merged when
-somebody asks for its values, one weight at a time. peft's own ``merge`` does it, on a copy of the layer that is cut to
-some rows. The cuts are the same on any number of ranks (a rank fills the rows that it lacks with zeros and drops what
-becomes of them), so that the same numbers are computed everywhere: a matrix product may round otherwise where it has
-another shape.
+[Note: merging] ``fully_shard`` splits weights by rows. To compute its rows of ``W + scaling * B @ A``, a rank needs
+nothing from other ranks but the adapters, which are small and are gathered once. The rows of a weight are merged when
+its values are read, one weight at a time. peft's own ``merge`` does this, on a copy of the layer that has only some
+rows. Rows are merged in chunks that are the same on any number of ranks: a rank fills the rows of a chunk that it does
+not hold with zeros, and drops their results. So the same values are computed on any number of ranks. Without this they
+could differ, because matrix products of other shapes may round differently.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class Merged:
     """A model without its adapters; see [Note: merging]."""
 
     model: nn.Module
-    """The model itself where it has no adapters. Its adapted weights have values once `gather` was called."""
+    """The model itself if it has no adapters. Call `gather` before you read its adapted weights."""
     adapters: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The parameters of adapters that are merged, by their identity."""
+    """The parameters of the merged adapters, by their ``id``."""
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The same, gathered."""
+    """The same parameters, gathered."""
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Fetch the adapters from all ranks; collective where they are sharded."""
+        """Gather the adapters' parameters from all ranks; collective if they are sharded."""
         self.whole.update(_gathered(self.adapters))
 
 
 def without_adapters(root: nn.Module) -> Merged:
-    """Return a model as it is once its active adapters are merged, its parameters in sharded form; not collective.
+    """Return the base model with its active adapters merged, its parameters in sharded form; not collective.
 
     Raises:
-        CheckpointError: adapters are of a kind that cannot be merged from a rank's rows alone.
+        CheckpointError: an adapter is of a kind that cannot be merged row by row.
     """
     if not has_adapters(root):
         return Merged(root)
@@ -73,7 +73,7 @@ def without_adapters(root: nn.Module) -> Merged:
         adapters.update({id(p): p for key, p in _own_parameters(layer) if set(key.split(".")) & set(active)})
         for key in _adapted_keys(layer, active):
             weight = layer.get_base_layer()._parameters[key]
-            # A copy, for a forward pass would register gathered parameters in the layer itself.
+            # A copy, because a forward pass registers gathered parameters in the layer itself.
             rows = _Rows(twin(layer, lambda tensor: tensor), key, tuple(active), weight, whole)
             base._parameters[key] = computed(rows.merged, like=weight)
 
@@ -83,17 +83,17 @@ def without_adapters(root: nn.Module) -> Merged:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """Return a model as it was before adapters came, with its own parameters; the model where none did."""
+    """Return a copy of a model without adapters, which shares its parameters; the model if it has no adapters."""
     return _stripped(twin(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
 
 
 def bare_twin(model: nn.Module) -> nn.Module:
-    """Return a twin as the model was before adapters came, on meta: its names are those of files; not collective."""
+    """Return a meta skeleton of the model without adapters, with the names of the base model; not collective."""
     return twin(base_of(model))
 
 
 def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Return a model's modules with the names that they have without adapters; those of adapters are left out."""
+    """Return a model's modules with their names in the base model; modules of adapters are left out."""
     if not has_adapters(model):
         return {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, str] = {}
@@ -111,8 +111,8 @@ def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Say whether a model has layers of peft in it."""
-    if "peft" not in sys.modules:  # nobody has made one
+    """Return whether a model contains peft layers."""
+    if "peft" not in sys.modules:  # no peft layer can exist
         return False
     from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
     from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
@@ -122,17 +122,17 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-# --- the modules as they were ----------------------------------------------------------------------------------------
+# --- module tree without adapters ------------------------------------------------------------------------------------
 
 
 def _stripped(copied: nn.Module, root: nn.Module, merge: Adapted | None) -> nn.Module:
-    """Take the adapters' modules out of a twin of a model.
+    """Remove the adapters' modules from a copy of a model.
 
     Args:
-        copied: the twin, which is changed.
+        copied: the copy, which is changed.
         root: the model.
-        merge: is told of each adapted layer, its name and the twin's module that takes its place; None where values
-            do not matter.
+        merge: called with each adapted layer, its name and the module that replaces it in the copy; None if the merged
+            values are not needed.
     """
     return _strip(copied, root, "", merge, {})
 
@@ -157,14 +157,14 @@ def _strip(
 
 
 def _path_inside(module: nn.Module, *, merging: bool) -> str:
-    """Return where within a module of peft that module lies which takes its place; empty for all others.
+    """Return the path, within a peft module, of the submodule that replaces it; empty for other modules.
 
     Args:
         module: any module.
-        merging: the one that is trained takes its place, and not the one that was there before.
+        merging: whether the trained copy in ``modules_to_save`` replaces the module, and not the original.
 
     Raises:
-        CheckpointError: merging, and it has no such place.
+        CheckpointError: merging, and the model learns prompts instead of adapting weights.
     """
     from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: PLC0415
@@ -190,10 +190,10 @@ def _path_inside(module: nn.Module, *, merging: bool) -> str:
 
 
 def _untie(model: nn.Module) -> None:
-    """Let the configuration say so where adapters were merged into an embedding and not into the head tied to it.
+    """Mark an embedding and a head as not tied in the configuration, if adapters were merged into one of them only.
 
     Raises:
-        CheckpointError: the model ties more than that.
+        CheckpointError: the model ties other weights, too.
     """
     for part in model.modules():
         ties: dict[str, str] = vars(part).get("all_tied_weights_keys") or {}
@@ -210,7 +210,7 @@ def _untie(model: nn.Module) -> None:
         memo: dict[int, Any] = {}
         for module in part.modules():
             if "config" in vars(module):
-                vars(module)["config"] = copy.deepcopy(vars(module)["config"], memo)  # the model's own stays as it is
+                vars(module)["config"] = copy.deepcopy(vars(module)["config"], memo)  # the model keeps its own
         config: Any = vars(part)["config"]
         for own in (config, config.get_text_config()):
             own.tie_word_embeddings = False
@@ -225,20 +225,20 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _active(layer: Any) -> list[str]:
-    """Return the adapters of a layer that peft would merge."""
+    """Return the active adapters of a layer that are not merged yet."""
     own = {key.split(".")[1] for key, _ in _own_parameters(layer) if key.count(".")}
     return [name for name in layer.active_adapters if name in own and name not in layer.merged_adapters]
 
 
 def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters of a layer's adapters, by names such as ``lora_A.default.weight``."""
+    """Yield the parameters of a layer's adapters, with names such as ``lora_A.default.weight``."""
     for name, parameter in layer.named_parameters():
         if not name.startswith("base_layer."):
             yield clean(name), parameter
 
 
 def _check(layer: Any, name: str, active: Sequence[str]) -> None:
-    """Raise where the rows of a merged weight need more than the same rows of the weight, or peft cannot merge."""
+    """Raise if peft cannot merge, or if a merged row needs more than the same row of the weight."""
     from peft.tuners.lora import layer as lora  # noqa: PLC0415
     from peft.tuners.lora import variants  # noqa: PLC0415
 
@@ -268,12 +268,12 @@ def _check(layer: Any, name: str, active: Sequence[str]) -> None:
 
 
 def _is_transposed(layer: Any) -> bool:
-    """Say whether a layer's weight is stored as (in, out)."""
+    """Return whether a layer's weight is stored as (in, out)."""
     return bool(getattr(layer, "fan_in_fan_out", False))
 
 
 def _adapted_keys(layer: Any, active: Sequence[str]) -> list[str]:
-    """Return the names of the base layer's parameters that an adapter changes."""
+    """Return the names of the base layer's parameters that its adapters change."""
     biased = any(layer.lora_bias.get(adapter) for adapter in active)
     return [getattr(layer, "parameter_name", "weight"), *(["bias"] if biased else [])]
 
@@ -283,7 +283,7 @@ def _adapted_keys(layer: Any, active: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The rows of an adapted weight that this rank holds; see [Note: merging]."""
+    """This rank's rows of an adapted weight; see [Note: merging]."""
 
     layer: Any
     key: str
@@ -293,7 +293,7 @@ class _Rows:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """Return them with the adapters merged, on this rank's device."""
+        """Return the rows with the adapters merged, on this rank's device."""
         rows = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
         begin, length = local_box(self.weight)[0]
         for low, high in _cuts(self.weight.shape[0], sizes.MERGED_EXPERTS if self._experts > 1 else sizes.MERGED_ROWS):
@@ -305,22 +305,22 @@ class _Rows:
                 cut = rows.new_zeros((high - low, *rows.shape[1:]))
                 cut[first - low : last - low] = own
             merged = self._merge(cut, low)[first - low : last - low]
-            if merged.data_ptr() != own.data_ptr():  # else it was merged in place
+            if merged.data_ptr() != own.data_ptr():  # else peft merged in place
                 own.copy_(merged)
         return rows
 
     @property
     def _experts(self) -> int:
-        """Number of matrices that a weight of three dimensions holds."""
+        """Number of matrices in a three-dimensional weight; 1 for other weights."""
         return int(getattr(self.layer, "num_experts", 1))
 
     @property
     def _by_inputs(self) -> bool:
-        """Whether a row of the weight is one input of the layer, and not one output."""
+        """Whether a row of the weight belongs to one input of the layer, not to one output."""
         return self.key != "bias" and (bool(len(self.layer.lora_embedding_A)) or _is_transposed(self.layer))
 
     def _merge(self, rows: torch.Tensor, begin: int) -> torch.Tensor:
-        """Let peft merge into rows of the weight; it may write to them."""
+        """Merge the adapters into some rows of the weight with peft, which may write to ``rows``."""
         names = {id(parameter): key for key, parameter in _own_parameters(self.layer)}
         base = self.layer.get_base_layer()
 
@@ -334,7 +334,7 @@ class _Rows:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
         layer: Any = twin(self.layer, cut)
-        layer.merged_adapters = []  # a twin shares what is no tensor
+        layer.merged_adapters = []  # the copy shares this list with the original
         forget_caches(layer)
         if self._experts > 1:
             layer.num_experts = len(rows)
@@ -343,7 +343,7 @@ class _Rows:
         return result.detach()
 
     def _cut(self, kind: str, whole: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-        """Return of an adapter's parameter what some rows of the weight need."""
+        """Return the part of an adapter's parameter that some rows of the weight need."""
         if self._experts > 1:  # A is (experts * rank, in), B is (out, rank * experts)
             apart = (self._experts, -1, whole.shape[1]) if kind == "lora_A" else (len(whole), -1, self._experts)
             dim = 0 if kind == "lora_A" else 2
@@ -351,12 +351,12 @@ class _Rows:
         dims = {"lora_A": 1, "lora_embedding_A": 1} if self._by_inputs else {"lora_B": 0, "lora_magnitude_vector": 0}
         if kind not in dims or (self.key != "bias" and hasattr(self.layer, "num_experts") and self.weight.ndim == 3):
             return whole
-        # The magnitudes of a convolution have a dimension for the batch before that of the outputs.
+        # The magnitudes of a convolution have a batch dimension before the output dimension.
         dim = 1 if kind == "lora_magnitude_vector" and whole.ndim > 1 else dims[kind]
         return whole.narrow(dim, begin, length)
 
     def _beside(self, tensor: torch.Tensor, length: int) -> list[int]:
-        """Return the shape that the layer's other parameter has beside some rows of this one."""
+        """Return the shape that the base layer's other parameter needs to match ``length`` rows of this one."""
         shape = list(tensor.shape)
         if self.key == "bias":
             shape[1 if _is_transposed(self.layer) else 0] = length
@@ -366,7 +366,7 @@ class _Rows:
 
 
 def _cuts(length: int, size: int) -> list[tuple[int, int]]:
-    """Cut rows evenly, whoever holds them; a short rest goes to the cut before it."""
+    """Split rows into chunks that do not depend on the sharding; a short rest joins the chunk before it."""
     starts = list(range(0, length, size))
     if len(starts) > 1 and length - starts[-1] < size // 4:
         starts.pop()
@@ -374,7 +374,7 @@ def _cuts(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def _gathered(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return tensors whole, on this rank's device, in few collectives."""
+    """Return full tensors on this rank's device, with few collectives."""
     found: dict[int, torch.Tensor] = {}
     waiting: dict[Any, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -391,7 +391,7 @@ def _gathered(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _gathered_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return tensors whole that are sharded over a group: bytes of which all but one are zero add up to it."""
+    """Return full tensors by one all-reduce of bytes; each byte is zero on all ranks but one, so the sum is exact."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
     starts = list(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device=current_device())
