@@ -1,16 +1,16 @@
-"""Sequences -> the log-probability of each of their tokens, a few rows of logits at a time.
+"""Compute the log-probability of each token of sequences, with the logits of only a few rows at a time.
 
-Input: a causal language model, sharded or not, and token ids. Output: log-probabilities with their gradient, and the
-entropies of the distributions they come from.
+Input: a causal language model, sharded or not, and token ids. Output: differentiable log-probabilities, and the
+entropies of the distributions.
 
-[Note: chunks] A batch of 8 x 4,096 tokens over 128,000 words has 17 GB of fp32 logits, of which one number a token is
-wanted. So the head's forward is replaced for one pass: it takes the hidden states as ever, but computes logits for as
-many rows as fit a chunk, keeps of each its log-probability, and computes the logits once more in backward. The head
-stays the module that FSDP2 knows, in a unit of its own or in the root: its parameters are gathered before, and again in
-backward, because the call of the module and its output are what FSDP2's hooks hang on.
+[Note: chunks] A batch of 8 x 4,096 tokens with a vocabulary of 128,000 has 17 GB of fp32 logits, but only one number
+per token is needed. So the head's forward is replaced for one pass: it computes the logits of one chunk of rows at a
+time, keeps their log-probabilities, and computes the logits again in backward. The module of the head stays the same,
+in a unit of its own or in the root unit. FSDP2's hooks are on the call of the module and on its output, so its
+parameters are gathered for forward and again for backward.
 
-[Note: after the head] Some models scale their logits or squash them. What a model does to them is found by asking: the
-head gives out known numbers in a first pass, and the model shows what becomes of them.
+[Note: after the head] Some models scale or soft-cap the logits of the head. This function is measured in an additional
+pass: the head returns known numbers, and the logits that the model returns for them show the function.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ def token_log_probs(
     chunk_bytes: int | None = None,
     **inputs: Any,
 ) -> Any:
-    """Return the log-probability of each token given those before it; collective for a sharded model.
+    """Return the log-probability of each token, given the tokens before it; collective for a sharded model.
 
-    Values and gradients are those of ``log_softmax(model(...).logits.float() / temperature)`` at the tokens, and the
-    logits of no more than a chunk of rows exist at a time: [Note: chunks]. Where the model counts positions from the
-    left edge and sequences are padded there, pass ``position_ids`` among the inputs, as ``generate`` does. The first
-    call runs the model once more: [Note: after the head].
+    Values and gradients are those of ``log_softmax(model(...).logits.float() / temperature)`` at the tokens, but only
+    the logits of one chunk of rows exist at a time: [Note: chunks]. If sequences are padded on the left, and the model
+    would count the padding as positions, pass ``position_ids``, as ``generate`` does. The first call runs an additional
+    forward pass: [Note: after the head].
 
     Args:
         model: a causal language model, with images or without, sharded or not, or its wrapper.
         input_ids: [batch, length], int64.
-        attention_mask: [batch, length], as the model takes it.
-        last: how many tokens at the end of each sequence to look at, at most length - 1; by default that many.
-        temperature: what logits are divided by.
-        entropy: return the entropies, too, in nats.
-        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one row; by default 256 MiB.
-            Forward takes some two and a half times as much memory, backward four.
-        **inputs: what else the model's forward takes (``position_ids``, ``pixel_values``).
+        attention_mask: [batch, length], passed to the model.
+        last: number of tokens at the end of each sequence to return; at most, and by default, length - 1.
+        temperature: logits are divided by it.
+        entropy: also return the entropies, in nats.
+        chunk_bytes: size of the fp32 logits of one chunk, which has at least one row; by default 256 MiB. Forward needs
+            about two and a half times as much memory, backward four times.
+        **inputs: other arguments of the model's forward (``position_ids``, ``pixel_values``).
 
     Returns:
         Log-probabilities [batch, last] in fp32 (float64 for a float64 model), padding included; with ``entropy`` a pair
-        of them and the entropies, of the same shape.
+        of log-probabilities and entropies, of the same shape.
 
     Raises:
-        LogProbError: the model is not causal, has no plain linear head that is called once, or does to its logits what
-            is neither a fixed factor nor a soft cap; or an argument is out of range.
+        LogProbError: the model is not causal, its head is not a plain linear layer that is called once, it changes its
+            logits by other means than a fixed factor or a soft cap, or an argument is out of range.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,7 +88,7 @@ def token_log_probs(
             together.enter_context(all_or_none("compute log-probabilities", LogProbError))
         last = _checked(input_ids, last, temperature, chunk_bytes, inputs)
         head = _head_of(root)
-    # No cache of keys and values: nothing is generated from these.
+    # Nothing is generated, so a key-value cache would only take memory.
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
     shape = _shape_of(root, head, inputs)
 
@@ -123,22 +123,22 @@ def linear_log_probs(
 ) -> Any:
     """Return log-probabilities of targets under a linear head, a chunk of rows at a time; not collective.
 
-    For a head whose parameters are whole on this rank, as they are while FSDP2 runs it.
+    The head's parameters must be full tensors on this rank, as they are while FSDP2 runs the head.
 
     Args:
         hidden: [..., width].
         weight: [vocabulary, width].
         targets: [...], int64.
         bias: [vocabulary].
-        temperature: what logits are divided by.
-        entropy: return the entropies, too, in nats.
-        chunk_bytes: of the fp32 logits of the rows that are looked at together, at least one row; by default 256 MiB.
-            Forward takes some two and a half times as much memory, backward four.
-        shape: what comes between head and softmax.
+        temperature: logits are divided by it.
+        entropy: also return the entropies, in nats.
+        chunk_bytes: size of the fp32 logits of one chunk, which has at least one row; by default 256 MiB. Forward needs
+            about two and a half times as much memory, backward four times.
+        shape: the function that the model applies to its logits.
 
     Returns:
-        Log-probabilities [...], at least fp32; with ``entropy`` a pair of them and the entropies, of the same shape.
-        Gradients of weight and bias are added up over the chunks in that dtype, whatever their own.
+        Log-probabilities [...] in fp32 or float64; with ``entropy`` a pair of log-probabilities and entropies, of the
+        same shape. Gradients of weight and bias are accumulated over the chunks in that dtype, and then cast.
     """
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
@@ -158,19 +158,19 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What a model does to its logits after the head: ``scale * cap * tanh(logits / cap)``; without a cap, linear."""
+    """The function of the logits after the head: ``scale * cap * tanh(logits / cap)``, or ``scale * logits``."""
 
     scale: float = 1.0
     cap: float = math.inf
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits as the model gives them out, computed in their own dtype as the model does."""
+        """Return the logits as the model returns them, computed in their own dtype as the model does."""
         if not math.isinf(self.cap):
             logits = torch.tanh(logits / self.cap) * self.cap
         return logits if self.scale == 1.0 else logits * self.scale
 
     def slope(self, shaped: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative where the result is ``shaped``, which is overwritten."""
+        """Return the derivative at the logits for which `apply` returned ``shaped``, which is overwritten."""
         if math.isinf(self.cap):
             return self.scale
         return shaped.div_(self.scale * self.cap).square_().neg_().add_(1.0).mul_(self.scale)
@@ -178,20 +178,20 @@ class LogitShape:
 
 @dataclass(frozen=True)
 class _Job:
-    """How `_LinearLogProbs` computes."""
+    """The settings of `_LinearLogProbs`."""
 
     temperature: float
     rows: int
-    """Of a chunk."""
+    """Number of rows in a chunk."""
     shape: LogitShape
     entropy: bool
     autocast: tuple[str, torch.dtype, bool]
-    """Device, dtype, and whether it is on where forward runs; backward computes the same logits."""
+    """Device type, dtype, and whether it is enabled in forward; backward uses the same, to compute the same logits."""
 
     def log_probs(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of some rows as the model gives them out, and their log-softmax."""
+        """Return the logits of some rows, as the model returns them, and their log-softmax."""
         device, dtype, enabled = self.autocast
         with torch.autocast(device, dtype, enabled):
             shaped = self.shape.apply(linear(hidden, weight, bias))
@@ -202,7 +202,7 @@ class _Job:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Head, softmax and choice in one, chunk by chunk.
+    """The head, the log-softmax and the selection of targets as one operation, chunk by chunk.
 
     With z the logits, p their softmax and t the target: d log p_t / dz = (onehot_t - p) / temperature, and
     d entropy / dz = -p (log p + entropy) / temperature.
@@ -284,7 +284,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _checked(
     input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int, inputs: Mapping[str, Any]
 ) -> int:
-    """Return ``last`` with None resolved."""
+    """Check the arguments, and return ``last``, with None replaced by its default."""
     if unfit := [name for name in ("labels", "logits_to_keep") if name in inputs]:
         raise LogProbError(
             f"cannot compute log-probabilities: {unfit[0]} is among the inputs, expected what the model computes "
@@ -311,7 +311,7 @@ def _checked(
 
 
 def _head_of(root: Any) -> nn.Linear:
-    """Return the module that makes logits of hidden states."""
+    """Return the linear layer that computes logits from hidden states; raise if there is none."""
     model = root if hasattr(root, "get_output_embeddings") else getattr(root, "model", root)
     try:
         head = model.get_output_embeddings()
@@ -345,10 +345,10 @@ def _pass(
     *,
     whole: bool = False,
 ) -> Any:
-    """Run a model whose head computes something else; collective.
+    """Run a model with ``compute`` as the forward of its head; collective for a sharded model.
 
-    Returns what the head gave out, which went through the hooks of the head and of the model: gradients then gather the
-    parameters of both. With ``whole`` that and the output of the model.
+    Returns the head's output. It has passed through FSDP2's hooks of the head and of the model, so backward gathers the
+    parameters of both. With ``whole``, returns the head's output and the model's.
     """
     made: list[torch.Tensor] = []
     forward = root.forward
@@ -373,7 +373,7 @@ def _pass(
 
 @contextmanager
 def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let something else run as a module's forward, inside of its hooks."""
+    """Replace a module's forward while the context is active; its hooks run as before."""
     own = vars(module).pop("forward", None)
     vars(module)["forward"] = forward
     try:
@@ -387,11 +387,14 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 # --- what comes after the head ---------------------------------------------------------------------------------------
 
 _SHAPE = Slot[tuple[bool, LogitShape]]("logit shape")
-"""Whether a model was sharded when it was asked, and what it said: asking a sharded model is collective."""
+"""Whether the model was sharded when the function was measured, and the function.
+
+It is measured again after sharding: the pass is then collective, so all ranks must run it, or none.
+"""
 
 
 def _shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
-    """Return what a model does to its logits; the first time it is asked, see [Note: after the head]."""
+    """Return the function that a model applies to its logits; measure it at first use: [Note: after the head]."""
     known = model_state(root).get(_SHAPE)
     if known is None or known[0] != is_sharded(root):
         known = model_state(root).set(_SHAPE, (is_sharded(root), _asked(root, head, inputs)))
@@ -403,7 +406,7 @@ def _asked(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> Logit
     known = torch.linspace(-1, 1, head.out_features, device=device) ** 3 * 2000
 
     def give(_hidden: torch.Tensor) -> torch.Tensor:
-        torch.set_grad_enabled(True)  # from here on, so that a factor that is trained shows; no_grad ends it
+        torch.set_grad_enabled(True)  # makes a trained factor visible as requires_grad; the end of no_grad resets it
         return known.expand(1, 1, -1)
 
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -423,7 +426,7 @@ def _asked(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> Logit
 
 
 def _candidates(known: torch.Tensor, got: torch.Tensor) -> Iterator[LogitShape]:
-    """Fit what could have made ``got`` of ``known``, which rises to where a cap would be all that is left."""
+    """Yield functions that may map ``known`` to ``got``; the last number is so large that it reaches a soft cap."""
     most = got[-1].item()
     yield LogitShape(scale=most / known[-1].item())
     half = int((got / most - 0.5).abs().argmin())
@@ -434,7 +437,7 @@ def _candidates(known: torch.Tensor, got: torch.Tensor) -> Iterator[LogitShape]:
 
 
 def _decimal(value: float) -> float:
-    """Return the short decimal number that a configuration would say."""
+    """Round to four digits, as a number in a configuration has."""
     return float(f"{value:.4g}")
 
 

@@ -49,7 +49,7 @@ def check_replaceable(save_dir: Path, tag: str, partial: Places) -> None:
     """Raise if the save would replace a file or directory that this package did not create; rank 0 calls it.
 
     Raises:
-        CheckpointError: ``tag`` exists and is not a checkpoint of ours, or ``last`` exists and is not a link.
+        CheckpointError: ``tag`` exists and is not a checkpoint of this package, or ``last`` exists and is not a link.
     """
     path = save_dir / tag
     if is_last(path) or (path.exists() and not holds_parts_alone(path)):

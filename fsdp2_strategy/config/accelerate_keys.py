@@ -1,9 +1,9 @@
-"""Every key of accelerate's configuration file, and what becomes of it here.
+"""Define the meaning of every key of accelerate's configuration file.
 
-Input: nothing. Output: one table, for `accelerate`; the documentation shows it.
+Input: nothing. Output: one table, for `accelerate`; the documentation contains it.
 
-[Note: keys] A key is of one of four kinds: it configures us; it is the launcher's, which has done what it says; it is
-replaced, and a log record says by what; or it is refused, where it asks for what we do not do.
+[Note: keys] A key is of one of four kinds. It configures the strategy; or the launcher has already applied it; or it is
+replaced by another setting or mechanism, which is logged; or it is refused, if its value needs an unsupported feature.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fsdp2_strategy.errors import did_you_mean
 Kind = Literal["configures", "launcher", "replaced", "refused"]
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP1's, by their numbers from 1 on."""
+"""FSDP1's sharding strategies, in the order of their numbers from 1."""
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 class UnreadableError(Exception):
-    """A value that a key does not take; the message says what it takes."""
+    """A key does not accept a value; the message describes the accepted values."""
 
 
 def flag(value: object) -> bool:
-    """Read true or false."""
+    """Parse true or false, or another spelling of them."""
     word = str(value).lower()
     if word not in (*_TRUE, *_FALSE):
         raise UnreadableError("true or false")
@@ -36,7 +36,7 @@ def flag(value: object) -> bool:
 
 
 def whole(value: object) -> int:
-    """Read a whole number; YAML takes ``1e8`` for text."""
+    """Parse an integer; YAML reads ``1e8`` as a string."""
     try:
         return int(str(value))
     except ValueError:
@@ -51,7 +51,7 @@ def whole(value: object) -> int:
 
 
 def choice(*choices: str, numbered: bool = False) -> Callable[[object], str]:
-    """Return what reads one of some words, or its number from 1 on; YAML takes ``NO`` for false."""
+    """Return a parser for one of some words or, if ``numbered``, its number from 1; YAML reads ``NO`` as false."""
 
     def read(value: object) -> str:
         word = "NO" if value is False else str(value).upper()
@@ -65,7 +65,7 @@ def choice(*choices: str, numbered: bool = False) -> Callable[[object], str]:
 
 
 def resharding(value: object) -> bool | str:
-    """Read FSDP2's true or false, or the name or number of FSDP1's strategy."""
+    """Parse FSDP2's true or false, or the name or number of an FSDP1 strategy."""
     if str(value).lower() in (*_TRUE, *_FALSE):
         return flag(value)
     try:
@@ -75,13 +75,13 @@ def resharding(value: object) -> bool | str:
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Read a list of names, or one text with commas between them."""
+    """Parse a list of names, or one string with commas between them."""
     parts = value.split(",") if isinstance(value, str) else _texts(value)
     return tuple(part.strip() for part in parts if part.strip())
 
 
 def expressions(value: object) -> tuple[str, ...]:
-    """Read one regular expression, or a list of them."""
+    """Parse one regular expression, or a list of them."""
     return tuple(filter(None, [value] if isinstance(value, str) else _texts(value)))
 
 
@@ -92,29 +92,29 @@ def _texts(value: object) -> Sequence[str]:
 
 
 def anything(value: object) -> object:
-    """Take a value as it is; one that says nothing is None."""
+    """Return a value unchanged; None if it is empty or false."""
     return value or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Say what becomes of a key; see [Note: keys]."""
+    """The meaning of a key; see [Note: keys]."""
 
     kind: Kind
     says: str = ""
-    """What it configures, what replaces it, or the way out."""
+    """What the key configures, what replaces it, or what to do if it is refused."""
     read: Callable[[object], Any] = anything
-    """Turns what the file has into a value; raises `UnreadableError`."""
+    """Parses the value in the file; raises `UnreadableError`."""
     sets: str | None = None
-    """The field of StrategyConfig that takes the value as it is."""
+    """The field of StrategyConfig that is set to the parsed value."""
     noted: tuple[object, ...] = ()
-    """Values that are reported, though what they ask for is done."""
+    """Values that are logged as information: the result is the requested one."""
     warned: tuple[object, ...] = ()
-    """Values that ask for something that is done otherwise here."""
+    """Values that are logged as a warning: the result is not the requested one."""
     only: tuple[object, ...] | None = None
-    """Values that are not refused; None: all."""
+    """The accepted values; None for all. Other values are refused."""
     way_out: str = ""
-    """What to do about a refused value, where ``says`` does not say it."""
+    """What to do about a refused value; by default ``says``."""
 
 
 def _refused(says: str, only: object = None, read: Callable[[object], Any] = anything) -> Key:
@@ -327,13 +327,13 @@ SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
     "dynamo_config": ("dynamo_", DYNAMO),
     "parallelism_config": ("parallelism_config_", PARALLELISM),
 }
-"""The mappings within the file: what their keys begin with, though files may leave it out, and their keys."""
+"""The nested mappings of the file: for each the prefix of its keys, which files may omit, and its keys."""
 
 KEYS: Mapping[str, Key] = {**TOP, **FSDP, **DYNAMO, **PARALLELISM}
 
 
 def where(name: str) -> str:
-    """Say what a key that is not known where it stands may be meant to be."""
+    """Return a hint for an unknown key: the section that it belongs in, or a similar name."""
     for section, (_, keys) in SECTIONS.items():
         if name in keys:
             return f" It belongs in {section}."

@@ -1,7 +1,8 @@
-"""Proof at run time that an epoch gave each of its samples exactly once, in whatever order.
+"""Check at run time that an epoch delivered each of its samples exactly once, in any order.
 
-Input: numbers below n as they are delivered. Output: an error where the epoch's end finds that they are not all of
-them, once each: their count and the sums of their first three powers, modulo 2^64, have closed forms.
+Input: numbers below n, as they are delivered. Output: an error at the end of the epoch if a number is missing or occurs
+twice. The check compares the count of the numbers, and the sums of their first three powers modulo 2^64, with closed
+forms.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ _MODULUS = 1 << 64
 
 
 class Audit:
-    """Add up what epochs deliver.
+    """The sums of the numbers that epochs have delivered.
 
     Args:
-        sums: of epochs that have begun, by their numbers as text: what `state` gave.
+        sums: the sums to continue with, as `state` returned them.
     """
 
     def __init__(self, sums: dict[str, list[int]] | None = None) -> None:
         self._sums: dict[int, Sums] = {int(e): tuple(s) for e, s in (sums or {}).items()}  # type: ignore[misc]
 
     def state(self) -> dict[str, list[int]]:
-        """Return the sums as JSON."""
+        """Return the sums as JSON content, by the epoch's number as a string."""
         return {str(epoch): list(sums) for epoch, sums in sorted(self._sums.items())}
 
     def add(self, epoch: int, numbers: Indices) -> None:
-        """Count numbers as delivered, or as left out on purpose."""
+        """Add numbers that were delivered, or skipped on purpose."""
         self._sums[epoch] = _added(self._sums.get(epoch, (0, 0, 0, 0)), _sums_of(numbers))
 
     def begun(self) -> list[int]:
-        """Return the epochs that have begun and are not closed."""
+        """Return the epochs that have begun and have not been closed."""
         return sorted(self._sums)
 
     def close(self, epoch: int, n: int, left_out: Indices) -> None:
-        """End an epoch.
+        """End an epoch, and check its sums.
 
         Raises:
-            DataError: what it delivered and what it left out are not the numbers below ``n``, once each.
+            DataError: the numbers that it delivered, skipped or left out are not those below ``n``, each once.
         """
         found = _added(self._sums.pop(epoch, (0, 0, 0, 0)), _sums_of(left_out))
         if found != all_below(n):

@@ -149,7 +149,7 @@ class BatchPlan:
         return found
 
     def samples(self, stretch: Stretch) -> Indices:
-        """Return the samples at the places of a stretch."""
+        """Return the samples of a span."""
         if not len(stretch):
             return np.empty(0, dtype=np.int64)
         first, last = (self._position(stretch.epoch, place) for place in (stretch.begin, stretch.end - 1))
@@ -159,7 +159,7 @@ class BatchPlan:
         return np.delete(found, inside) if inside.size else found
 
     def slots(self, stretch: Stretch) -> Indices:
-        """Return the slots at the places of a stretch; see [Note: orders] in `order`."""
+        """Return the slots of a span; see [Note: orders] in `order`."""
         places = np.arange(stretch.begin, stretch.end)
         return self.order_of(stretch.epoch).slots_at(self._positions(stretch.epoch, places))
 

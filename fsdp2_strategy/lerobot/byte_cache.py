@@ -1,20 +1,20 @@
-"""The cache on disk for parts of remote files: one sparse local file for each, shared by processes and threads.
+"""Cache fetched blocks of remote files on disk: one sparse local file per remote file, shared by processes and threads.
 
-Input: names, sizes, and blocks as they arrive. Output: which blocks are here, and their bytes.
+Input: names, sizes, and blocks as they are fetched. Output: which blocks are cached, and their bytes.
 
-[Note: the cache] The file that stands for a remote one:
+[Note: the cache] A cached file has a header and the blocks of the remote file:
 
-    byte 0            1 once the file is begun
-    bytes 4 to 7      how often blocks were given up, little-endian
-    bytes 8 to 15     the size of the remote file, little-endian
-    bytes 16 ...      a byte a block of 64 KiB: 1 once the block is here
-    from a page on    the remote file, every block at its place
+    byte 0                    valid byte: 1 once the size is written
+    bytes 4 to 7              number of calls that freed blocks, little-endian
+    bytes 8 to 15             size of the remote file, little-endian
+    bytes 16 ...              one flag per block of 64 KiB: 1 if the block is cached
+    next page boundary ...    the content of the remote file, at the same offsets
 
-Four rules make it safe to share. Who fetches blocks locks the bytes that stand for them, so nothing is fetched twice.
-Data is written before the byte that stands for it, so that death in between leaves nothing wrong. Who drops the file
-unlinks it, then truncates it: the disk is free though others have it open, and they find byte 0 gone and begin a new
-file. Who gives up blocks takes their bytes back, then counts, then frees their disk. And a reader trusts what it has
-copied only where bytes 0 to 7 are afterwards as they were before.
+Five rules make it safe to share. A process locks the flags of the blocks that it fetches, so that no block is fetched
+twice. It writes the data before the flag, so that a crash in between is harmless. To drop a file, it unlinks and then
+truncates it: the disk space is free even if others have the file open, and these find no valid byte and create a new
+file. To free blocks, it clears their flags, then increments the number of calls, then frees the disk space. A reader
+uses the bytes that it copied only if bytes 0 to 7 are the same before and after the copy.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from typing import Self
 BLOCK_BYTES = 64 << 10
 
 _COUNT_AT, _SIZE_AT, _FLAGS_AT, _PAGE_BYTES = 4, 8, 16, 4096
-_PUNCH_HOLE = 0x02 | 0x01  # and keep the size
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CacheFolder:
-    """A folder of cached files, which is deleted by `close`, or by who holds one beside it once nobody holds it.
+    """A folder of cached files, which `close` deletes.
 
-    The operating system knows who does: forked children hold it with their parent, and copies by pickle on their own.
+    Each object has a shared lock on its folder. A folder without a lock is abandoned, for example because its processes
+    were killed. The next object that is created or unpickled in the same ``cache_dir`` deletes it. Forked children
+    share the lock of their parent; unpickled copies have their own.
 
     Args:
-        cache_dir: where it is made.
+        cache_dir: the parent folder.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
@@ -65,11 +67,11 @@ class CacheFolder:
         self._hold()
 
     def file(self, name: str) -> Path:
-        """Return the cached file of a remote one."""
+        """Return the path of the cached file for a remote file."""
         return self.path / blake2b(name.encode(), digest_size=16).hexdigest()
 
     def used_bytes(self) -> int:
-        """Return what the files take on disk."""
+        """Return the disk space that the files take."""
         total = 0
         for file in self.path.glob("*"):
             with suppress(FileNotFoundError):
@@ -77,10 +79,10 @@ class CacheFolder:
         return total
 
     def close(self) -> None:
-        """Delete the folder, for everybody."""
+        """Delete the folder, for all processes."""
         for file in self.path.glob("*"):
             delete(file)
-        with suppress(OSError):  # somebody begins a file right now: it stays until the folder is found abandoned
+        with suppress(OSError):  # another process has just created a file: the folder is deleted later, as abandoned
             self.path.rmdir()
         self._release()
 
@@ -97,15 +99,15 @@ class CacheFolder:
             self._release = weakref.finalize(self, os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_SH)
         finally:
-            fcntl.flock(beside, fcntl.LOCK_UN)  # a child forked meanwhile keeps it open
+            fcntl.flock(beside, fcntl.LOCK_UN)  # closing does not unlock if a forked child has it open
             os.close(beside)
 
 
 class CacheFile:
-    """An open cached file: `begin` opens one.
+    """An open cached file; `begin` opens it.
 
     Attributes:
-        size: of the remote file, in bytes.
+        size: size of the remote file in bytes.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -114,11 +116,11 @@ class CacheFile:
 
     @classmethod
     def begin(cls, path: Path, ask_size: Callable[[], int]) -> CacheFile:
-        """Open a file, begun where it is not.
+        """Open a cached file; create it if it does not exist.
 
         Args:
-            path: what `CacheFolder.file` gave.
-            ask_size: gives the size of the remote file; called by one process or thread, while others wait.
+            path: a path from `CacheFolder.file`.
+            ask_size: returns the size of the remote file; one process or thread calls it, while others wait.
         """
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -127,7 +129,7 @@ class CacheFile:
                     if not _is_begun(fd) and os.fstat(fd).st_nlink:
                         _write(fd, ask_size().to_bytes(8, "little"), _SIZE_AT)
                         _write(fd, bytes([1]), 0)
-                    # Dropping unlinks, then truncates: unlinked after this look, it is truncated after it.
+                    # `delete` unlinks, then truncates. If it unlinks after this check, `is_dropped` is true later.
                     if os.fstat(fd).st_nlink:
                         size = int.from_bytes(os.pread(fd, 8, _SIZE_AT), "little")
                         if _is_begun(fd):
@@ -139,29 +141,29 @@ class CacheFile:
             os.close(fd)
 
     def is_dropped(self) -> bool:
-        """Say whether the file was dropped, so that one who wants it has to begin anew."""
+        """Return whether the file was dropped; call `begin` again to read more."""
         return not _is_begun(self._fd)
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the runs of blocks that are not here, among those from ``first`` until ``end``."""
+        """Return the runs (first, end) of blocks in the range ``first`` to ``end`` (exclusive) that are not cached."""
         flags = os.pread(self._fd, end - first, _FLAGS_AT + first).ljust(end - first, b"\0")
         return [(first + run.start(), first + run.end()) for run in re.finditer(rb"\0+", flags)]
 
     @contextmanager
     def locked(self, first: int, end: int) -> Iterator[None]:
-        """Keep others from fetching some blocks; wait for those that do."""
+        """Lock a range of blocks for fetching; wait until no other process or thread fetches them."""
         with _locked(self._fd, _FLAGS_AT + first, end - first):
             yield
 
     def put(self, start: int, data: bytes) -> None:
-        """Keep data that begins with a block, and ends with one or with the file; nothing where it was dropped."""
+        """Write whole blocks (the last may be short) from offset ``start`` on; a dropped file stays empty."""
         _write(self._fd, data, self._data_at + start)
         _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_AT + start // BLOCK_BYTES)
-        if self.is_dropped():  # and took disk again
+        if self.is_dropped():  # so the data was written after `delete` freed the disk space
             os.ftruncate(self._fd, 0)
 
     def copy(self, start: int, into: memoryview) -> bool:
-        """Copy bytes from ``start`` on; say whether they were all here."""
+        """Copy bytes from offset ``start`` on; return False if some are not cached, or were freed meanwhile."""
         before = os.pread(self._fd, _SIZE_AT, 0)
         if self.missing(start // BLOCK_BYTES, blocks(start + len(into))):
             return False
@@ -171,7 +173,7 @@ class CacheFile:
         return copied == len(into) and not self.is_dropped() and os.pread(self._fd, _SIZE_AT, 0) == before
 
     def forget(self, first: int, end: int) -> None:
-        """Free the disk of some blocks, where the file system can do that; who wants them fetches them again."""
+        """Remove blocks from the cache, and free their disk space if the file system supports it."""
         with self.locked(first, end), _locked(self._fd, _COUNT_AT, _SIZE_AT - _COUNT_AT):
             if self.is_dropped():
                 return
@@ -195,12 +197,12 @@ class CacheFile:
 
 
 def blocks(size: int) -> int:
-    """Return how many blocks some bytes take."""
+    """Return the number of blocks of a file of ``size`` bytes."""
     return -(-size // BLOCK_BYTES)
 
 
 def delete(path: Path) -> None:
-    """Drop a cached file, where there is one: its disk is free at once, whoever has it open."""
+    """Drop a cached file, if it exists: its disk space is free at once, even if processes have it open."""
     with suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR)
         try:
@@ -223,11 +225,11 @@ def _write(fd: int, data: bytes, at: int) -> None:
 
 @contextmanager
 def _locked(fd: int, start: int, length: int) -> Iterator[None]:
-    """Lock bytes of an open file, against other threads and processes that opened it on their own."""
+    """Lock bytes of an open file; excludes threads and processes that have opened the file themselves."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     try:
         yield
-    finally:  # not left to closing: a child forked meanwhile keeps it open
+    finally:  # closing does not unlock if a forked child has it open
         fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 

@@ -1,4 +1,4 @@
-"""Where the files of a data set come from: a folder, or a remote root, by ranges of bytes through a cache on disk.
+"""Open the files of a data set in a local folder, or below a remote root through a cache of byte ranges on disk.
 
 Input: a root, and paths relative to it. Output: seekable binary files.
 """
@@ -26,11 +26,11 @@ _REQUEST_BLOCKS = (8 << 20) // BLOCK_BYTES
 def open_source(
     root: str | os.PathLike[str], cache_dir: str | os.PathLike[str], **options: Any
 ) -> LocalFiles | RemoteFiles:
-    """Return the files below a root: local ones where it has no scheme, else remote ones.
+    """Return the files below a root: `RemoteFiles` if it is a URL, else `LocalFiles`.
 
     Args:
-        root: a folder, or an address that fsspec knows.
-        cache_dir: folder on a local disk, for what is fetched of remote files.
+        root: a folder, or a URL that fsspec supports.
+        cache_dir: folder on a local disk for the fetched bytes of remote files.
         **options: as for `RemoteFiles`.
     """
     return RemoteFiles(str(root), cache_dir, **options) if "://" in str(root) else LocalFiles(root)
@@ -52,7 +52,7 @@ class LocalFiles:
         """Open a file for reading.
 
         Raises:
-            DataError: it is missing, or cannot be opened.
+            DataError: the file is missing, or cannot be opened.
         """
         with self._naming(path):
             return self.local(path).open("rb", buffering=0)
@@ -63,7 +63,7 @@ class LocalFiles:
             return self.local(path).read_bytes()
 
     def exists(self, path: str) -> bool:
-        """Say whether there is such a file."""
+        """Return whether the file exists."""
         return self.local(path).is_file()
 
     def size(self, path: str) -> int:
@@ -72,15 +72,15 @@ class LocalFiles:
             return self.local(path).stat().st_size
 
     def location(self, path: str) -> str:
-        """Return where a file is, for messages."""
+        """Return the path of a file, for messages."""
         return str(self.local(path))
 
     def local(self, path: str) -> Path:
-        """Return the file itself, for readers that open by name."""
+        """Return the path of a file, for readers that open files by path."""
         return self.root / path
 
     def fetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: all of it is here."""
+        """Do nothing: the file is local."""
 
     def forget(self, path: str, ranges: Iterable[tuple[int, int]], keeping: Iterable[tuple[int, int]] = ()) -> None:
         """Do nothing: nothing is cached."""
@@ -93,7 +93,7 @@ class LocalFiles:
         return 0
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is no cache to delete."""
 
     @contextmanager
     def _naming(self, path: str) -> Iterator[None]:
@@ -107,23 +107,24 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files below a remote root, cached on disk as they are read; how, says [Note: the cache] of `cache`.
+    """The files below a remote root, cached on disk as they are read; see [Note: the cache] in `byte_cache`.
 
-    One object serves the threads of a process, its forked children, and those that it is pickled to: all share one
-    cache, in a folder of its own. `close` deletes that folder; where nobody lived to call it, the next object that is
-    made over the same ``cache_dir`` does. The remote files must not change meanwhile.
+    The threads of a process, its forked children, and the processes that unpickle the object share one cache, in a
+    folder of its own. `close` deletes the folder. If all processes end without that call, the next object with the same
+    ``cache_dir`` deletes it. The remote files must not change while the object is in use.
 
     Args:
-        url: the root, with a scheme that fsspec knows: http://, https://, s3://, hf://, file://, ...
+        url: the root, with a scheme that fsspec supports: http://, https://, s3://, hf://, file://, ...
         cache_dir: folder on a local disk.
-        tries: how often a request is made before it is given up.
-        timeout_seconds: how long one request (of at most 8 MiB, where the server knows ranges) may take. File systems
-            of fsspec that are not asynchronous (hf:// is one) keep their own time.
-        backoff_seconds: pause before the second try; it doubles with each, up to 30 seconds, give or take a half.
-        storage_options: what fsspec's file system takes: headers, credentials, ...
+        tries: maximum number of attempts per request.
+        timeout_seconds: time limit of one request, which fetches at most 8 MiB if the server supports ranges. File
+            systems of fsspec that are not asynchronous (such as hf://) use their own time limits.
+        backoff_seconds: pause before the second attempt. It doubles with each attempt up to 30 seconds, and is then
+            multiplied by a random factor between 0.5 and 1.5.
+        storage_options: options of fsspec's file system: headers, credentials, ...
 
     Raises:
-        DataError: nothing installed knows the scheme, or the cache cannot be made.
+        DataError: no installed package supports the scheme, or the cache cannot be created.
     """
 
     def __init__(
@@ -149,14 +150,14 @@ class RemoteFiles:
 
     @property
     def fetched_bytes(self) -> int:
-        """What this process has received of the files' content."""
+        """Number of bytes of file content that this process has received."""
         return self._remote.fetched_bytes
 
     def open(self, path: str) -> io.RawIOBase:
-        """Open a file for reading; what is missing of a read is fetched then.
+        """Open a file for reading; each read fetches the bytes that are not cached.
 
         Raises:
-            DataError: it is missing, or cannot be fetched or cached; its reads raise likewise.
+            DataError: the file is missing, or cannot be fetched or cached; reads raise this too.
         """
         return _RemoteFile(self, path, self._begin(path))
 
@@ -165,7 +166,7 @@ class RemoteFiles:
         return self._remote.read(path)
 
     def exists(self, path: str) -> bool:
-        """Say whether there is such a file."""
+        """Return whether the file exists."""
         return self._remote.exists(path)
 
     def size(self, path: str) -> int:
@@ -174,20 +175,20 @@ class RemoteFiles:
             return cached.size
 
     def location(self, path: str) -> str:
-        """Return where a file is, for messages."""
+        """Return the URL of a file, for messages."""
         return self._remote.location(path)
 
     def local(self, path: str) -> None:
-        """Return None: no local file holds all of it."""
+        """Return None: a remote file has no local path."""
 
     def fetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch what is missing of some ranges of bytes, ahead of reads; it may be called by several threads at once.
+        """Fetch the blocks of byte ranges that are not cached, ahead of reads; several threads may call it at once.
 
-        Where the file is dropped meanwhile, the rest is not fetched.
+        If the file is dropped during the call, the rest is not fetched.
 
         Args:
             path: the file.
-            ranges: each the first byte and the one after the last; what is beyond the file's end is left out.
+            ranges: first byte and end (exclusive) of each range; ends beyond the end of the file are cut off.
 
         Raises:
             DataError: the file is missing, or cannot be fetched or cached.
@@ -199,12 +200,14 @@ class RemoteFiles:
                     self._fill(path, cached, begin, min(begin + _REQUEST_BLOCKS, end))
 
     def forget(self, path: str, ranges: Iterable[tuple[int, int]], keeping: Iterable[tuple[int, int]] = ()) -> None:
-        """Free the disk of ranges of bytes, but for others, where the file system can; they may be fetched again.
+        """Remove byte ranges from the cache, and free their disk space if the file system supports it.
+
+        Does nothing if the server does not support ranges.
 
         Args:
             path: the file.
-            ranges: as in `fetch`.
-            keeping: likewise.
+            ranges: the ranges to remove, as in `fetch`.
+            keeping: ranges whose blocks stay in the cache.
         """
         if not self._knows_ranges:
             return
@@ -215,15 +218,15 @@ class RemoteFiles:
                 cached.forget(first, end)
 
     def drop(self, path: str) -> None:
-        """Delete what is cached of a file: its disk is free at once, and who wants it again fetches it again."""
+        """Delete the cached file, and free its disk space at once; later reads fetch it again."""
         delete(self._folder.file(path))
 
     def cached_bytes(self) -> int:
-        """Return what the cache takes on disk."""
+        """Return the disk space that the cache takes."""
         return self._folder.used_bytes()
 
     def close(self) -> None:
-        """Delete the cache, for all processes: nothing can be read any more."""
+        """Delete the cache, for all processes; no file can be read afterwards."""
         self._folder.close()
 
     def _begin(self, path: str) -> CacheFile:
@@ -231,7 +234,7 @@ class RemoteFiles:
             return CacheFile.begin(self._folder.file(path), lambda: self._remote.size(path))
 
     def _fill(self, path: str, cached: CacheFile, begin: int, end: int) -> None:
-        """Fetch those of some blocks that are missing, once others that fetch them are done."""
+        """Fetch the blocks that are not cached; wait for those that other threads or processes are fetching."""
         if not self._knows_ranges:
             begin, end = 0, blocks(cached.size)
         for first, stop in cached.missing(begin, end):
@@ -301,7 +304,7 @@ class _RemoteFile(io.RawIOBase):
 
 @contextmanager
 def naming_the_disk(location: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise what a local disk fails with as `DataError`, with what was to be kept there, and the folder."""
+    """Convert an OSError of the local disk to a `DataError` that names the remote file and the local folder."""
     try:
         yield
     except OSError as error:

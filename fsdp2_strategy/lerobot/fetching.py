@@ -1,6 +1,6 @@
-"""What has to be at hand of an episode: its rows, and the bytes of its videos where the root is remote.
+"""Fetch the data of episodes: their rows and, if the root is remote, the byte ranges of their videos.
 
-Input: numbers of episodes. Output: files in the cache, each gone with the last episode that wants it.
+Input: episode indices. Output: files in the cache; each is deleted when the last episode that needs it is released.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp2_strategy.lerobot.metadata import Metadata, Span
 from fsdp2_strategy.lerobot.rows import EpisodeRows
 
 Range = tuple[int, int]
-"""The first byte, and the one after the last."""
+"""First byte and end (exclusive)."""
 
 _NOTHING: Range = (0, 0)
 _BUFFER_BYTES = 1 << 15
@@ -26,7 +26,7 @@ _BUFFER_BYTES = 1 << 15
 
 @dataclass(frozen=True)
 class _Packets:
-    """Where the packets of a video are, in the order of decoding."""
+    """Times and byte offsets of the packets of a video, in decoding order."""
 
     seconds: npt.NDArray[np.float64]
     begins: npt.NDArray[np.int64]
@@ -35,12 +35,12 @@ class _Packets:
 
 
 class Fetching:
-    """Fetch episodes and let them go; several threads may do so at a time.
+    """Fetch and release episodes; several threads may call the methods at the same time.
 
     Args:
-        source: where files come from.
-        metadata: of the data set.
-        rows: cuts out the rows.
+        source: the source of the files.
+        metadata: metadata of the data set.
+        rows: extracts the rows.
     """
 
     def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
@@ -51,17 +51,17 @@ class Fetching:
         self._lock = threading.Lock()
 
     def want(self, episodes: Iterable[int]) -> None:
-        """Take note of the episodes that are to be fetched by and by: those of one data file are cut out together."""
+        """Set the episodes that will be fetched, so that `fetch` extracts the rows of one data file together."""
         wanted: dict[str, set[int]] = {}
         for episode in episodes:
             wanted.setdefault(self._metadata.data_path(episode), set()).add(episode)
         self._wanted = wanted
 
     def fetch(self, episode: int) -> None:
-        """Fetch what an episode needs.
+        """Fetch the rows and videos of an episode.
 
         Raises:
-            DataError: it cannot be had.
+            DataError: a file cannot be read, fetched or cached.
             CorruptDataError: a file cannot be parsed.
         """
         path = self._metadata.data_path(episode)
@@ -82,7 +82,7 @@ class Fetching:
             self._source.fetch(span.path, [found])
 
     def let_go(self, episode: int) -> None:
-        """Free what is held for an episode alone."""
+        """Delete the cached data that only this episode needs."""
         self._rows.forget(episode)
         for path in (self._metadata.data_path(episode), *(span.path for span in self._spans(episode))):
             with self._lock:
@@ -101,7 +101,7 @@ class Fetching:
         return [self._metadata.video(key, episode) for key in self._metadata.video_keys]
 
     def _bytes_of(self, span: Span) -> Range:
-        """Return where the packets of an episode begin and end, from the key frame before its first frame on."""
+        """Return the byte range of an episode's packets, from the key frame at or before its first frame on."""
         packets = self._packets_of(span.path)
         if not len(packets.seconds):  # the file has no index
             return 0, self._source.size(span.path)

@@ -1,10 +1,10 @@
-"""Images that say which frame of which episode they are, also after a lossy codec.
+"""Draw and read images that encode their episode, frame and camera, also after a lossy codec.
 
-Input: episode, frame and camera. Output: an image; and the way back.
+Input: the three numbers, or an image. Output: an image, or its numbers.
 
-48 cells, 6 rows of 8 in the middle of the image, are white for 1 and black for 0: 16 bits of the episode, 16 of the
-frame, 4 of the camera, and 12 of a checksum of those, each with its highest bit first. All of the image has a texture
-that differs from frame to frame, so that files are as large as those of real cameras.
+48 cells, 6 rows of 8 in the middle of the image, are white for 1 and black for 0: 16 bits for the episode, 16 for the
+frame, 4 for the camera, and 12 for a checksum of these, each with its highest bit first. The whole image has a texture
+that differs from frame to frame, so that files are about as large as those of real cameras.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def barcode(episode: int, frame: int, height: int, width: int, *, camera: int = 
     Args:
         episode: below 2^16.
         frame: below 2^16.
-        height: of the image, at least 32.
-        width: of the image, at least 48.
+        height: height of the image in pixels, at least 32.
+        width: width of the image in pixels, at least 48.
         camera: below 16.
 
     Returns:
-        RGB (height, width, 3).
+        RGB image (height, width, 3), uint8.
 
     Raises:
         DataError: a number does not fit, or the image is too small.
@@ -67,20 +67,20 @@ def barcode(episode: int, frame: int, height: int, width: int, *, camera: int = 
 
 
 def read_barcode(image: Any) -> tuple[int, int]:
-    """Return the episode and the frame that an image says it is.
+    """Return the episode and the frame that an image encodes.
 
     Args:
         image: (height, width, 3) or (3, height, width), an array or a tensor: integers below 256, or floats in [0, 1].
 
     Raises:
-        DataError: the image is none of ``barcode``, was cropped or turned, or is damaged.
+        DataError: the image was not drawn by `barcode`, or was cropped, rotated or changed too much since.
     """
     episode, frame, _ = _read(image)
     return episode, frame
 
 
 def read_camera(image: Any) -> int:
-    """Return the camera that an image says it is of; everything else is as with ``read_barcode``."""
+    """Return the camera that an image encodes; arguments and errors are those of `read_barcode`."""
     return _read(image)[2]
 
 
@@ -95,7 +95,7 @@ def _read(image: Any) -> tuple[int, int, int]:
     if np.issubdtype(pixels.dtype, np.floating):
         grey *= 255
     top, left, cell = _geometry(*grey.shape)
-    edge = cell // 4  # a codec blurs neighbours into each other
+    edge = cell // 4  # a codec blurs the edges between cells
     cells = grey[top : top + _ROWS * cell, left : left + _COLUMNS * cell].reshape(_ROWS, cell, _COLUMNS, cell)
     means = cells[:, edge : cell - edge, :, edge : cell - edge].mean(axis=(1, 3)).ravel()
     code = int("".join("1" if mean > 128 else "0" for mean in means), 2)
@@ -114,7 +114,7 @@ def _read(image: Any) -> tuple[int, int, int]:
 
 
 def _geometry(height: int, width: int) -> tuple[int, int, int]:
-    """Return the top, the left and the size of a cell."""
+    """Return the top and left edge of the grid of cells, and the size of a cell, in pixels."""
     cell = min(height // (_ROWS + 2), width // (_COLUMNS + 4))
     if cell < _LEAST_CELL:
         raise DataError(
@@ -125,12 +125,12 @@ def _geometry(height: int, width: int) -> tuple[int, int, int]:
 
 
 def _checksum(payload: int) -> int:
-    # Not 0 for 0: a black image is none.
+    # The checksum of 0 is not 0, so that a black image is not a valid barcode.
     return zlib.crc32(payload.to_bytes(5, "big")) & (1 << _CHECKSUM_BITS) - 1
 
 
 def _background(height: int, width: int, frame: int) -> Image:
-    """Draw slopes of colour that move with the frames."""
+    """Draw colour gradients that move from frame to frame."""
     shift = np.array([0, frame % 256, 2 * frame % 256], dtype=np.uint8)
     return np.take(_TRIANGLE, _slopes(height, width) + shift)
 

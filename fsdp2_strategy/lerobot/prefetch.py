@@ -1,7 +1,7 @@
-"""Which episodes are in: fetched by threads before workers ask for them, and let go once no sample of theirs is left.
+"""Fetch episodes on threads before workers need them, and release them when none of their samples is needed any more.
 
-Input: the episodes of the present block of the order and of the next, as the loader tells. Output: calls that fetch an
-episode or let it go, each episode's in this order.
+Input: the present and the next episodes of the order, from the loader. Output: calls that fetch and release episodes;
+an episode is never released while a thread fetches it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _LAST_SECONDS = 5.0
 
 
 class Staging:
-    """Hold episodes.
+    """Fetch episodes on threads, and release them; see `hold`.
 
     Args:
-        want: is told all episodes that are to be fetched.
-        fetch: gets an episode; called on threads. What fails there is left to the worker that reads the episode.
-        let_go: gives up an episode.
-        bytes_on_disk: how much is held.
-        most_bytes: from where on nothing is fetched ahead; None for no limit.
+        want: called with all present and next episodes, before they are fetched.
+        fetch: fetches an episode; called on threads. Errors are not raised here: the worker that reads the episode
+            meets them again.
+        let_go: releases an episode.
+        bytes_on_disk: returns the disk space that is used.
+        most_bytes: disk space above which the next episodes are not fetched; None for no limit.
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class Staging:
         self._error: DataError | None = None
 
     def hold(self, now: list[int], soon: list[int]) -> None:
-        """Let go of all other episodes, and fetch these, the present ones first; returns at once.
+        """Release all other episodes, and start to fetch these, the present ones first; does not wait for the threads.
 
         Raises:
-            DataError: the present ones take more room than there may be.
+            DataError: the present episodes of an earlier call took more disk space than allowed.
         """
         if self._error is not None:
             raise self._error
         if self._is_open and (now, soon) == (self._now, self._soon):
             return
         with self._changed:
-            gone = self._held.union(self._now, self._soon)  # workers fetch what threads were too late for
+            gone = self._held.union(self._now, self._soon)  # workers may have fetched those that are not held
             self._now, self._soon = now, soon
             self._want([*now, *soon])
             for episode in gone.difference(now, soon) - self._busy:
@@ -72,10 +73,10 @@ class Staging:
             self._threads[-1].start()
 
     def pause(self) -> None:
-        """End the threads when they are through with what they fetch; the next `hold` starts others.
+        """End the threads after their current fetches; the next `hold` starts new ones.
 
-        One that waits for a server for more than some seconds is left to end by itself, so that an error of the
-        trainer's is not kept back.
+        The call waits only a few seconds, so that an error of the trainer is not delayed. A thread that needs longer,
+        because it waits for a server, ends later.
         """
         with self._changed:
             self._is_open = False
@@ -85,7 +86,7 @@ class Staging:
             self._threads.pop().join(max(0.0, until - time.monotonic()))
 
     def end_with(self, owner: object) -> None:
-        """End the threads when something is gone, or the interpreter ends: it must not find them at work."""
+        """End the threads when an object is garbage-collected or the interpreter exits, before Python is torn down."""
         weakref.finalize(owner, _end, self, os.getpid())
 
     def _run(self) -> None:
@@ -93,8 +94,8 @@ class Staging:
             try:
                 self._fetch(episode)
             except CorruptDataError:
-                pass  # whoever reads the episode says so
-            except Exception as error:  # noqa: BLE001  whoever reads the episode meets it again, and raises it
+                pass  # the worker that reads the episode reports it
+            except Exception as error:  # noqa: BLE001  the worker that reads the episode raises it
                 if self._is_open:
                     logger.warning("cannot fetch episode %d ahead of time: %s", episode, error)
             with self._changed:
@@ -107,11 +108,11 @@ class Staging:
         self._held.discard(episode)
         try:
             self._let_go(episode)
-        except DataError as error:  # it is deleted with the folder
+        except DataError as error:  # its files are deleted with the folder
             logger.warning("cannot let go of episode %d: %s", episode, error)
 
     def _next(self) -> int | None:
-        """Return an episode to fetch, once there is one; None where there is nothing to do any more."""
+        """Wait for an episode to fetch, and return it; return None after `pause`."""
         with self._changed:
             while self._is_open:
                 if (episode := self._missing()) is not None:

@@ -1,6 +1,6 @@
-"""Requests to a remote root: tried again where they fail, bounded in time, safe in forked children.
+"""Send requests to a remote root, with retries and time limits; safe in forked children.
 
-Input: an address that fsspec knows, and paths below it. Output: sizes and bytes, or an error that names the file.
+Input: a URL that fsspec supports, and paths below it. Output: sizes and bytes, or an error that names the file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _T = TypeVar("_T")
 
 
 class RemoteRoot:
-    """A remote root that answers requests; `fsdp2_strategy.lerobot.dataset_source.RemoteFiles` tells its arguments.
+    """A remote root; for its arguments see `fsdp2_strategy.lerobot.dataset_source.RemoteFiles`.
 
-    Every method raises a DataError where the file is missing, at once, or where the requests fail too often.
+    Requests raise a DataError at once if the file is missing, or after the last attempt if all attempts failed.
 
     Attributes:
-        fetched_bytes: what this process has received of the files' content.
+        fetched_bytes: number of bytes of file content that this process has received.
     """
 
     _file_system: tuple[Any, str] | None
@@ -62,11 +62,11 @@ class RemoteRoot:
         self._begin_process()
 
     def location(self, path: str) -> str:
-        """Return where a file is."""
+        """Return the URL of a file."""
         return f"{self.url}/{path}"
 
     def exists(self, path: str) -> bool:
-        """Say whether there is such a file."""
+        """Return whether the file exists; raises only if the requests fail."""
         try:
             self._ask(path, "its size", lambda: self._call("info", path))
         except DataError as error:
@@ -90,7 +90,7 @@ class RemoteRoot:
         return self._ask(path, "the whole file", lambda: self._content(path))
 
     def range(self, path: str, start: int, end: int, size: int) -> bytes:
-        """Return some bytes of a file, from ``start`` until ``end``; or all, where the server knows no ranges."""
+        """Return bytes ``start`` to ``end`` (exclusive) of a file; all bytes if the server does not support ranges."""
 
         def ask() -> bytes:
             data = self._content(path, start=start, end=end)
@@ -104,7 +104,7 @@ class RemoteRoot:
         last: BaseException | None = None
         for tried in range(self.tries):
             if tried:
-                # Drawn from the system: a resume restores other generators, and forked children are to differ.
+                # A seeded generator would repeat its values after a resume and in forked children.
                 jitter = random.SystemRandom().uniform(0.5, 1.5)
                 time.sleep(min(self.backoff_seconds * 2 ** (tried - 1), _LONGEST_PAUSE_SECONDS) * jitter)
             try:
@@ -138,7 +138,7 @@ class RemoteRoot:
             method, timeout = getattr(files, f"_{name}"), self.timeout_seconds
             return sync(files.loop, method, f"{root}/{path}", timeout=timeout, **arguments)
         if name == "cat_file" and type(files).cat_file is fsspec.AbstractFileSystem.cat_file:
-            arguments["cache_type"] = "none"  # it opens the file, and would read ahead
+            arguments["cache_type"] = "none"  # this method opens the file, which reads ahead by default
         return getattr(files, name)(f"{root}/{path}", **arguments)
 
     def _begin_process(self) -> None:
@@ -149,16 +149,16 @@ class RemoteRoot:
 
 
 def _is_absence(error: Exception) -> bool:
-    """Say whether a file is not there; fsspec says so of whatever keeps HTTP from telling a size."""
+    """Return whether an error means a missing file; fsspec raises FileNotFoundError for other HTTP failures too."""
     if not isinstance(error, FileNotFoundError):
         return False
     cause = error.__cause__
     return not isinstance(cause, aiohttp.ClientError | TimeoutError) or getattr(cause, "status", None) in {404, 410}
 
 
-# A child must neither use its parent's connections nor let go of them: their clean-up would reach into the event loop
-# that both have, and take the parent's connections out of it. fsspec keeps file systems as long as a process lives;
-# its children are to keep them too.
+# A forked child must neither use its parent's connections nor free them: their finalizers would remove the parent's
+# connections from the event loop that both processes share. fsspec's cache keeps file systems alive, but a child clears
+# it. This list keeps them alive in the child too.
 _kept: list[object] = []
 _roots: weakref.WeakSet[RemoteRoot] = weakref.WeakSet()
 

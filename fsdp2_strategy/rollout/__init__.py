@@ -1,7 +1,7 @@
-"""Weights on their way from a sharded model to an inference engine, and the engine.
+"""Stream weights from a sharded model to an inference engine, and generate with the engine.
 
-`stream_weights` and `weight_checksums` are what others call; `engine` holds the protocol of an engine, one that runs
-wherever transformers does, and the `Rollout` behind the facade; `remote` one that another process runs.
+`stream` and `bucket` gather the weights. `engine` contains the protocol of an engine, the engine that uses
+transformers, and `Rollout`, which the strategy calls. `remote` contains the engine that runs in another process.
 """
 
 from fsdp2_strategy.rollout.engine import ENGINES, Rollout, RolloutEngine, TransformersEngine

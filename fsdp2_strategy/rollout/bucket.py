@@ -1,13 +1,13 @@
-"""Sharded tensors -> whole tensors: many small ones, or a large one, in one collective.
+"""Gather sharded tensors into full tensors: many small tensors, or a large one, in one collective.
 
-Input: parts, which are tensors as this rank holds them. Output: buckets that fill one flat buffer with the shards of
-all ranks, and give out whole tensors from it.
+Input: parts, which are tensors as this rank holds them. Output: buckets, which gather the shards of all ranks into one
+flat buffer, and return full tensors from it.
 
-[Note: buckets] The buffer holds one row of bytes a rank, and each row the rank's shards one after the other, cast,
-padded to the same length. Each rank writes its row, the collective brings the others. FSDP2 cuts along a dimension into
-chunks of equal length, but for the last ones: so the chunks of a tensor, padded, one after the other are the tensor and
-some padding behind it. A bucket of one tensor that is cut along its first dimension thus *is* that tensor, and nothing
-is copied.
+[Note: buckets] The buffer has one row of bytes per rank. A row contains the rank's shards one after another, cast, and
+padded to the same length on all ranks. Each rank writes its row, and the collective fills in the others. FSDP2 splits a
+dimension into chunks of equal length, except for the last ones. So the padded chunks of a tensor, in rank order, are
+the tensor followed by padding. If a bucket contains one tensor, which is split along its first dimension, the full
+tensor is a view of the buffer. It is copied only if rows are padded for alignment.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Route:
-    """How the values of a tensor reach every rank."""
+    """How the values of a tensor are sent to every rank."""
 
     group: Any = None
-    """The ranks that hold its shards, or None where every rank has all of it."""
+    """The ranks that hold its shards; None if every rank has the full tensor, or DTensor gathers it."""
     dim: int = 0
-    """The dimension that is cut."""
+    """The dimension that is split."""
     from_rank_0_of: Any = None
-    """The ranks that each have values, of which those of rank 0 count; None where all have the same."""
+    """The group whose rank 0 broadcasts its values, if the values of ranks may differ; otherwise None."""
     is_gathered_alone: bool = False
-    """It is cut along several axes of its mesh, so that DTensor gathers it."""
+    """DTensor gathers it, for example because it is sharded along several axes of its mesh."""
 
     @cached_property
     def ranks(self) -> int:
-        """Rows of a buffer that it fills."""
+        """Number of rows in the buffer."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @cached_property
     def key(self) -> tuple[int, int]:
-        """What tensors that travel together have in common."""
+        """Tensors can share a bucket if their keys are equal."""
         return id(self.group), id(self.from_rank_0_of)
 
 
 def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -> dict[str, Route]:
-    """Say how the values of tensors reach every rank.
+    """Return how the values of tensors are sent to every rank.
 
     Args:
-        tensors: as this rank holds them, by name.
-        differing: identities of those of which ranks may hold other values (statistics of a batch norm).
+        tensors: tensors as this rank holds them, by name.
+        differing: the ``id`` of each tensor whose values may differ between ranks (statistics of a batch norm).
     """
-    alike: dict[object, Route] = {}  # most are sharded as the one before: asking torch takes its time
+    alike: dict[object, Route] = {}  # most tensors share a few layouts, and asking torch is slow
     routes = {}
     for name, tensor in tensors.items():
         differs = id(tensor) in differing
@@ -87,7 +87,7 @@ def _route_of(tensor: torch.Tensor, *, differs: bool) -> Route:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A tensor that travels, in the dtype in which it does."""
+    """A tensor to gather, and the dtype in which it is sent."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -95,7 +95,7 @@ class Part:
 
     @cached_property
     def padded(self) -> list[int]:
-        """The shape of the longest chunk, as which every rank's travels."""
+        """The shape of the longest shard; the shards of all ranks are padded to it."""
         shape = list(self.tensor.shape)
         if self.route.group is not None:
             shape[self.route.dim] = -(-shape[self.route.dim] // self.route.ranks)
@@ -103,21 +103,21 @@ class Part:
 
     @cached_property
     def row_bytes(self) -> int:
-        """What it takes of a row; something even where it is empty, since torch views no rows without bytes."""
+        """Bytes of a row that it fills; not 0 for an empty tensor, because torch cannot view rows without bytes."""
         return -(-max(1, prod(self.padded)) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def write(self, row: torch.Tensor) -> None:
-        """Write this rank's chunk to its place in its row; collective for what is gathered alone."""
+        """Write this rank's shard into its slice of the row; collective if ``is_gathered_alone``."""
         local = whole_of(self.tensor) if self.route.is_gathered_alone else values_of(self.tensor)
         room = self._values_in(row)
-        if local.device != room.device:  # fewer bytes travel, and none lie in another dtype on the device
+        if local.device != room.device:  # cast first: fewer bytes are copied to the device
             local = local.to(self.dtype)
         for dim, length in enumerate(local.shape):
             room = room.narrow(dim, 0, length) if length != room.shape[dim] else room
         room.copy_(local, non_blocking=True)
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from its place in all rows: contiguous, and a view where it can be."""
+        """Return the full tensor from its slice of all rows: contiguous, and a view if possible."""
         chunks = self._values_in(rows)
         if self.route.group is None:
             return chunks[0]
@@ -131,7 +131,7 @@ class Part:
 
 
 class Bucket:
-    """Parts that travel together; see [Note: buckets]."""
+    """Parts that are gathered in one collective; see [Note: buckets]."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Part] = {}
@@ -141,26 +141,26 @@ class Bucket:
         self._works: Sequence[dist.Work] = ()
 
     def add(self, name: str, part: Part) -> None:
-        """Take in a part, whose route has the key of the others'."""
+        """Add a part; its route must have the same key as those of the others."""
         self.parts[name] = part
         self._places[name] = slice(self._row_bytes, self._row_bytes + part.row_bytes)
         self._row_bytes += part.row_bytes
 
     @property
     def route(self) -> Route:
-        """How its parts travel."""
+        """The route of its first part; those of the others have the same key."""
         return next(iter(self.parts.values())).route
 
     @property
     def nbytes(self) -> int:
-        """Length of the buffer that it fills."""
+        """Length of the buffer that it needs."""
         return self._row_bytes * self.route.ranks
 
     def start(self, buffer: torch.Tensor) -> None:
-        """Write this rank's row and begin to fetch the others'; collective.
+        """Write this rank's row and start to gather the others; collective.
 
         Args:
-            buffer: bytes, at least ``nbytes``, which are this bucket's until `end`.
+            buffer: at least ``nbytes`` bytes, which only this bucket uses until `end`.
         """
         route = self.route
         rows = self._rows = buffer[: self.nbytes].view(route.ranks, self._row_bytes)
@@ -173,38 +173,38 @@ class Bucket:
             self._works = _gather(rows, own, route.group)
 
     def wait(self) -> None:
-        """Return when all rows are there, as the device counts time."""
+        """Wait for all rows; on a CUDA device, only the current stream waits."""
         for work in self._works:
             work.wait()
         self._works = ()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a part's whole tensor, contiguous; it may be a view of the buffer."""
+        """Return the full tensor of a part, contiguous; it may be a view of the buffer."""
         assert self._rows is not None
         return self.parts[name].read(self._rows[:, self._places[name]])
 
     def end(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
         self._rows = None
 
 
 def _gather(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
-    """Fetch the other ranks' rows in place."""
+    """Start to gather the other ranks' rows in place."""
     if rows.is_cuda:
-        # torch 2.13 renames it.
+        # torch 2.13 renames the function.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [gather(rows.view(-1), rows[own], group=group, async_op=True)]
-    # On gloo an all-gather passes through a second buffer, and takes three times as long.
+    # gloo's all-gather copies through a second buffer and takes three times as long.
     return [dist.broadcast(row, group_src=i, group=group, async_op=True) for i, row in enumerate(rows)]
 
 
 class Buffers:
-    """Buffers in turn, so that a bucket fills while the one before is read.
+    """Buffers that are used in turn, so that one bucket is gathered while the bucket before it is read.
 
-    Three, for a loop holds the last tensor of one bucket while it asks for the first of the next; two where three would
-    be too much, and then a bucket is begun only after the first tensor of the one before is out. A buffer that somebody
-    still looks into when its turn comes is left to them, and another takes its place: what was given out stays as it is
-    for as long as it is held.
+    There are three, because a loop still holds the last tensor of one bucket while it requests the first of the next.
+    If three would take too much memory, there are two; a bucket is then started after the caller has used the first
+    tensor of the bucket before it. If other tensors still share a buffer's memory when it is to be used again, a new
+    buffer replaces it. So a tensor that was returned does not change while it is held.
     """
 
     def __init__(self, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
@@ -220,7 +220,7 @@ class Buffers:
         return torch.empty(size, dtype=torch.uint8, device=current_device())
 
     def next(self) -> torch.Tensor:
-        """Return the buffer whose turn it is."""
+        """Return the next buffer; replace it first if other tensors still use its memory."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._held)
         if is_looked_into(self._held[turn]):
@@ -229,7 +229,7 @@ class Buffers:
 
 
 def is_looked_into(buffer: torch.Tensor) -> bool:
-    """Say whether other tensors share a buffer's memory; gloo's threads let go of it a moment after the end."""
+    """Return whether other tensors share a buffer's memory; wait a little, because gloo's threads release it late."""
     for _ in range(10):
         if storage_uses(buffer) <= _USES_ALONE:
             return False

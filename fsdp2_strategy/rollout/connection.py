@@ -1,15 +1,15 @@
 """The TCP connection between a trainer and an inference engine in another process: handshake, messages, heartbeats.
 
-Input: an address, or a rank of the default group; headers and tensors. Output: the same at the other end.
+Input: an address, or a rank of the default group; headers and tensors. Output: the same in the other process.
 
 [Note: sessions] A trainer opens two connections to the server: one for requests and answers, one for heartbeats. The
-server serves one trainer at a time. Others wait in the queue of its listening socket until it takes them, and give up
+server serves one trainer at a time. Others wait in the queue of its listening socket until it accepts them, and give up
 after their time-out; the server skips those that have given up. Nothing is pickled: headers are JSON, tensors are their
 bytes. The sockets of a process that dies are closed, which the other end notices at once.
 
 [Note: heartbeats] A thread at each end sends a byte every second, and expects one. If none arrives for the time-out of
-that end, the other process is stopped or its host is unreachable: the thread shuts both connections down, which wakes
-whatever waits on them. Requests and answers have no time-out of their own.
+that end, the other process is stopped or its host is unreachable. The thread then shuts both connections down, which
+wakes all calls that wait on them. Requests and answers have no time-out of their own.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _ID_BYTES = 16
 _TAKEN = b"fsdp2 engine v02"
 _REQUESTS, _HEARTBEATS = b"r", b"h"
 _OPEN_TO_ALL = b"fsdp2 trainer 02"
-"""The key of a server at an address; that of a server by rank is random, and known to the default group alone."""
+"""The key of a server at an address. A server at a rank has a random key, which only the default group can read."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantized ones are more than bytes
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantized tensors also have scales
 }
 
 
 class GoneError(Exception):
-    """The other end is gone, or violates the protocol."""
+    """The connection to the other process is lost, or that process violates the protocol."""
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
 def name_of_end(address: str | None, peer: int | None) -> str:
-    """Check which process is meant, and return its name for messages.
+    """Check an address or a rank, and return its name for messages.
 
     Raises:
         RolloutError: both address and peer are given, or neither is, or one is malformed.
@@ -89,14 +89,14 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _own_hosts(store: Any) -> list[str]:
-    """Return the names under which other ranks may reach this host: its address towards the store first."""
+    """Return names of this host for other ranks; first the address of the interface that reaches the store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        return ["127.0.0.1"]  # a file or a table in memory: all ranks run on this host
+        return ["127.0.0.1"]  # a store in a file or in memory: all ranks run on this host
     hosts = [socket.gethostname()]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))  # sends nothing, and chooses the interface
+        probe.connect((store.host, store.port))  # sends nothing, but selects the interface
         hosts.insert(0, probe.getsockname()[0])
     return hosts
 
@@ -105,7 +105,7 @@ def _own_hosts(store: Any) -> list[str]:
 
 
 class Listener:
-    """The listening socket of a server, and the trainers that wait at it; see [Note: sessions]."""
+    """The listening socket of a server, and the queue of trainers that wait; see [Note: sessions]."""
 
     def __init__(self, listening: socket.socket, key: bytes) -> None:
         self.key = key
@@ -115,11 +115,11 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The port that it listens at."""
+        """The port that it listens on."""
         return int(self._socket.getsockname()[1])
 
     def accept(self, seconds: float) -> Connection:
-        """Wait for a trainer, however long it takes, and return the connection to it."""
+        """Wait for a trainer without a time-out, and return the connection to it."""
         while True:
             while not self._waiting:
                 self._greet()
@@ -128,13 +128,13 @@ class Listener:
                 requests.sendall(_TAKEN)
                 if _read(requests, len(_TAKEN)) == _TAKEN:
                     return Connection(requests, heartbeats, seconds)
-            except OSError:  # it has given up
+            except OSError:  # this trainer has given up
                 pass
             requests.close()
             heartbeats.close()
 
     def _greet(self) -> None:
-        """Accept one connection; with the second one of a trainer, put it into the queue."""
+        """Accept one connection; if it is the second one of a trainer, add the trainer to the queue."""
         other, _ = self._socket.accept()
         other.settimeout(_HANDSHAKE_SECONDS)
         try:
@@ -151,14 +151,14 @@ class Listener:
 
 
 _listeners: dict[str, Listener] = {}
-"""Of this process, by name: a trainer that is started again finds the server where it was."""
+"""The listeners of this process, by name; kept, so that a restarted trainer finds the server at the same address."""
 
 
 def listen(address: str | None, peer: int | None) -> Listener:
-    """Return the listener of a server; the one of the last session, if there was one.
+    """Return the listener of a server; a listener of an earlier session is reused.
 
     Raises:
-        RolloutError: the address is taken, or is none of this host's.
+        RolloutError: the address is in use, or is not an address of this host.
     """
     where = name_of_end(address, peer)
     if where not in _listeners:
@@ -191,7 +191,7 @@ def _listen_on_all_interfaces() -> socket.socket:
 
 
 def _entry(server: int, trainer: int | None) -> str:
-    """Return the key of the default store under which a server says where it listens."""
+    """Return the key of the default store under which a server publishes its address."""
     return f"fsdp2_strategy/engine/{server}-{trainer}"
 
 
@@ -199,10 +199,10 @@ def _entry(server: int, trainer: int | None) -> str:
 
 
 def connect(address: str | None, peer: int | None, seconds: float) -> Connection:
-    """Connect to a server, once it has no other trainer.
+    """Connect to a server; wait while it serves another trainer.
 
     Raises:
-        RolloutError: nobody serves there, or the server does not take this trainer in time.
+        RolloutError: no server listens there, or it does not accept this trainer in time.
     """
     where = name_of_end(address, peer)
     deadline = time.monotonic() + seconds
@@ -239,7 +239,7 @@ def connect(address: str | None, peer: int | None, seconds: float) -> Connection
 
 
 def _told_by(peer: int | None, where: str, seconds: float) -> tuple[list[str], int, bytes]:
-    """Read from the default store where a rank serves."""
+    """Read the hosts, port and key of a server from the default store."""
     store, entry = default_store(), _entry(peer or 0, dist.get_rank())
     try:
         store.wait([entry], timedelta(seconds=seconds))
@@ -253,7 +253,7 @@ def _told_by(peer: int | None, where: str, seconds: float) -> tuple[list[str], i
 
 
 def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) -> socket.socket:
-    """Connect to the first host that accepts; try again until the deadline, for the server may still be starting."""
+    """Connect to the first host that accepts; retry until the deadline, because the server may still be starting."""
     while True:
         failure: Exception | None = None
         for host in hosts:
@@ -276,9 +276,9 @@ class Connection:
     """JSON headers and tensors between two processes; see [Note: sessions] and [Note: heartbeats].
 
     Args:
-        requests: the connected socket on which they travel.
-        heartbeats: the other one.
-        seconds: without a heartbeat, after which the other end counts as gone; at least the time of two.
+        requests: the connected socket for headers and tensors.
+        heartbeats: the connected socket for heartbeats.
+        seconds: the connection is closed after this time without a heartbeat; at least two intervals of heartbeats.
     """
 
     def __init__(self, requests: socket.socket, heartbeats: socket.socket, seconds: float) -> None:
@@ -295,7 +295,7 @@ class Connection:
         """Send a header and tensors.
 
         Raises:
-            RolloutError: the header is too large. Nothing has been sent then.
+            RolloutError: the header is too large; nothing has been sent.
         """
         described = [(_dtype_name(tensor), list(tensor.shape)) for tensor in tensors]
         text = json.dumps({**header, "tensors": described} if described else header).encode()
@@ -309,12 +309,12 @@ class Connection:
             self.send_bytes(bytes_of(tensor).numpy().data)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes, of which a header has told the length; return once the buffer can be written to again."""
+        """Send bytes whose length an earlier header contains; return when the buffer can be written to again."""
         with self._or_gone():
             self._requests.sendall(data)
 
     def receive(self) -> dict[str, Any]:
-        """Return a header, whenever it comes."""
+        """Receive a header; wait for it without a time-out."""
         with self._or_gone():
             [length] = struct.unpack("<q", _read(self._requests, 8))
         with understood():
@@ -327,12 +327,12 @@ class Connection:
         return header
 
     def receive_into(self, flat: torch.Tensor) -> None:
-        """Fill a flat tensor of bytes in host memory."""
+        """Receive bytes into a flat uint8 tensor in host memory."""
         with self._or_gone():
             _read_into(self._requests, flat.numpy().data)
 
     def receive_tensors(self, header: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors behind a header, on the device of this process."""
+        """Receive the tensors that follow a header, and return them on the device of this process."""
         tensors = []
         with understood():
             for dtype, shape in header.get("tensors", ()):
@@ -342,16 +342,16 @@ class Connection:
         return [tensor.to(current_device()) for tensor in tensors]
 
     def close(self) -> None:
-        """Close the connection, which wakes whatever waits at either end; harmless when called again."""
+        """Close the connection, which wakes all calls that wait at either end; can be repeated."""
         self._closed.set()
         for each in (self._requests, self._heartbeats):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        with self._in_use:  # the descriptor is free for others once nobody reads or writes
+        with self._in_use:  # while a thread still uses the descriptor, its number must not be reused
             self._requests.close()
 
     def _watch(self) -> None:
-        """Send heartbeats and expect them; see [Note: heartbeats]."""
+        """Send and receive heartbeats; see [Note: heartbeats]."""
         heard = time.monotonic()
         self._heartbeats.setblocking(False)
         with self._heartbeats, suppress(OSError):
@@ -393,7 +393,7 @@ def _read_into(connection: socket.socket, view: memoryview) -> None:
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """End the session over something that the other end has said, and that violates the protocol."""
+    """Raise `GoneError` if the block cannot interpret a message, because the other end violates the protocol."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -404,18 +404,18 @@ def understood() -> Iterator[None]:
 
 
 def entry_of(name: str, tensor: torch.Tensor, begin: int) -> tuple[str, str, list[int], int]:
-    """Describe a tensor, whose bytes begin somewhere in a buffer: name, dtype, shape, begin."""
+    """Return a tensor's entry in a header: its name, dtype, shape, and the offset of its bytes in a buffer."""
     return name, _dtype_name(tensor), list(tensor.shape), begin
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in host memory; its own where it lies there."""
+    """Return a tensor's bytes in host memory; a view if the tensor is there and contiguous."""
     own = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # contiguous ones of one element have any stride
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # with one element, any stride is contiguous
 
 
 def view_of(flat: torch.Tensor, dtype: str, shape: Sequence[int], begin: int) -> torch.Tensor:
-    """Return the tensor whose bytes begin somewhere in a buffer."""
+    """Return a tensor as a view of a buffer, in which its bytes start at ``begin``."""
     kind = _DTYPES[dtype]
     return flat[begin : begin + prod(shape) * kind.itemsize].view(kind).view(shape)
 
@@ -425,16 +425,16 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is its bytes and nothing more."""
+    """Return whether dtype, shape and bytes describe a tensor: dense, not quantized, not a subclass."""
     is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON, its tensors put aside.
+    """Return a value as JSON content; append its tensors to ``tensors``.
 
     Raises:
-        RolloutError: something in it is neither.
+        RolloutError: it contains a value of another type.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -456,7 +456,7 @@ def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def unpacked(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that `packed` made JSON of."""
+    """Return the value that was passed to `packed`."""
     if not isinstance(value, dict):
         return value
     [(kind, inner)] = value.items()

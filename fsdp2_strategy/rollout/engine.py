@@ -1,6 +1,6 @@
-"""Inference engines: what they must be able to do, one that runs wherever transformers does, and driving one.
+"""The protocol of inference engines, an engine that uses transformers, and the engine of a trainer.
 
-Input: weights under their hub names, as `stream_weights` gives them. Output: an engine that generates with them.
+Input: weights under Hugging Face names, as `stream_weights` yields them. Output: an engine that generates with them.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What drives the generation of sequences: this process's end of it, wherever it computes.
+    """The interface of an inference engine, which may compute in this process or elsewhere.
 
-    It may also have ``weight_checksums() -> dict[str, str]``, by hub names and as `weight_checksums` takes them, for
-    updates that are verified; ``is_asleep``, where it goes to sleep by itself; and ``close``, which is called on one
-    that was built by its name when it is not used any more.
+    Three members are optional. ``weight_checksums() -> dict[str, str]`` returns checksums by Hugging Face name, as the
+    function `weight_checksums` computes them; it is needed to verify updates. ``is_asleep`` is needed if the engine can
+    go to sleep by itself. ``close`` is called when an engine that was built by name is no longer used.
     """
 
     def update_weights(self, weights: Weights) -> object:
-        """Take every weight, under its hub name; a tensor stays as it is while it is held."""
+        """Load all weights, given by Hugging Face name; a tensor does not change while it is held."""
 
     def sleep(self) -> object:
-        """Give the accelerator's memory away; what was loaded is there again after `wake_up`."""
+        """Free the device memory; the loaded weights must be available again after `wake_up`."""
 
     def wake_up(self) -> object:
-        """Be ready to generate or to take weights."""
+        """Prepare to generate or to load weights."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate sequences."""
 
 
 class TransformersEngine:
-    """Generate with transformers, on a whole copy of a sharded model that this rank has for itself; not collective.
+    """Generate with transformers, on this rank's own full copy of a sharded model; not collective.
 
-    It has no weights of its own before the first `update_weights`. Ranks generate independently, so their sequences may
+    The copy has no weights before the first `update_weights`. Ranks generate independently, so their sequences may
     differ in number and length.
 
     Args:
-        model: the model, sharded or not, or its wrapper; its modules are copied as they are now, without adapters,
-            which arrive merged. One that was built on the meta device does, too.
-        dtype: of the copy's floating parameters; None for those of the shards.
+        model: the model, sharded or not, or its wrapper; also on the meta device. Its modules are copied as they are
+            now, without adapters: updates contain weights with merged adapters.
+        dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards.
 
     Raises:
         RolloutError: transformers cannot generate with the model.
@@ -97,11 +97,11 @@ class TransformersEngine:
         self._has_weights = False
 
     def update_weights(self, weights: Weights) -> None:
-        """Take every weight of the model, under its hub name.
+        """Load all weights of the model, given by Hugging Face name.
 
         Raises:
-            RolloutError: one is missing, unknown or of another shape. The engine then generates no more, until it has
-                all of them.
+            RolloutError: the engine is asleep; or a weight is missing, unknown or has another shape. In the second case
+                `generate` raises until an update succeeds.
         """
         self._check_awake("update its weights")
         self._has_weights = False
@@ -109,7 +109,7 @@ class TransformersEngine:
         self._has_weights = True
 
     def weight_checksums(self) -> dict[str, str]:
-        """Return the checksum of each weight that it holds, by hub names."""
+        """Return the checksums of the engine's weights by Hugging Face name."""
         return weight_checksums(stream_weights(self.model, dtype=None))
 
     def sleep(self) -> None:
@@ -120,7 +120,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        """Move the copy back."""
+        """Move the copy back to the device."""
         self.model.to(current_device())
         self.is_asleep = False
 
@@ -128,7 +128,7 @@ class TransformersEngine:
         """Generate as ``model.generate`` does, with the same arguments and result.
 
         Raises:
-            RolloutError: it is asleep, or has no weights, or only some.
+            RolloutError: the engine is asleep, or does not have all weights.
         """
         self._check_awake("generate")
         if not self._has_weights:
@@ -147,14 +147,14 @@ class TransformersEngine:
 
 
 def _compute_buffers(model: Any) -> None:
-    """Let transformers compute the buffers of a model that has memory for them, and leave its parameters alone."""
+    """Compute the values of a model's buffers with transformers, without changing its parameters."""
     for parameter in model.parameters():
         mark_initialized(parameter)
     model.initialize_weights()
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give a copied model configurations of its own, each once, wherever its modules hold one."""
+    """Copy each configuration once, and replace it in all modules that refer to it."""
     from transformers import GenerationConfig, PretrainedConfig  # noqa: PLC0415
 
     memo: dict[int, Any] = {}
@@ -165,7 +165,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 class _Inbox:
-    """Weights under hub names -> the parameters of a whole model, by the rules that loading files follows."""
+    """Load weights under Hugging Face names into a full model, by the conversions that apply to files."""
 
     def __init__(self, model: nn.Module) -> None:
         copied: Any = twin(model)
@@ -193,12 +193,12 @@ class _Inbox:
 
     @torch.no_grad()
     def take(self, weights: Weights) -> None:
-        """Write all of them; raise where they are not what the model needs."""
-        # Not kept from one update to the next: a model that slept has other memory.
+        """Write all weights into the model; raise if they are not exactly those that it needs."""
+        # Read in each update, because `sleep` and `wake_up` move the parameters to new memory.
         state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
         missing = dict.fromkeys(self._expected)
         pending = list(self._computed)
-        kept: dict[str, torch.Tensor] = {}  # for what is computed, until it can be
+        kept: dict[str, torch.Tensor] = {}  # inputs of pending computations
         for name, given in weights:
             self._check(name, given, missing)
             del missing[name]
@@ -252,14 +252,15 @@ def _transformers_engine(_args: Any, actor: nn.Module | None, dtype: torch.dtype
 
 
 ENGINES: dict[str, Factory] = {"transformers": _transformers_engine}
-"""What builds an engine of a name, from the trainer's arguments, the actor and the dtype that weights will have.
+"""Functions that build an engine, by the engine's name. Add your own under the name that the trainer passes.
 
-Add yours under the name that the trainer uses. It runs on every rank, and returns None where a rank has no engine.
+Arguments: the trainer's arguments, the actor, and the dtype of the weights. A function runs on every rank, and returns
+None on ranks without an engine.
 """
 
 
 class Rollout:
-    """The engine that a trainer set up, and whether it sleeps."""
+    """The engine of a trainer, and whether it sleeps."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.engine: RolloutEngine | None = None
@@ -270,9 +271,9 @@ class Rollout:
         self._was_put_to_sleep = False
 
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
-        """Build the engine, or take the one that is given; collective."""
+        """Build the engine, or use the given one; collective."""
         with on_ranks_of(() if actor is None else actor), all_or_none("set up an inference engine", RolloutError):
-            self.close()  # it may have what the next one needs
+            self.close()  # the old engine may hold memory or a port that the new one needs
             built: Any = engine_type
             if isinstance(engine_type, str):
                 if engine_type not in ENGINES:
@@ -289,14 +290,14 @@ class Rollout:
         self.engine_type = engine_type if isinstance(engine_type, str) else type(engine_type).__name__
 
     def close(self) -> None:
-        """Let go of an engine that was built here; not collective."""
+        """Close and release the engine if `set_up` built it; not collective."""
         if self._is_built_here:
             engine, self.engine, self.engine_type, self._is_built_here = self.engine, None, None, False
             if callable(close := getattr(engine, "close", None)):
                 close()
 
     def update(self, actor: nn.Module, *, verify: bool) -> None:
-        """Bring the actor's weights into the engine of every rank that has one; collective."""
+        """Load the actor's weights into the engine of every rank that has one; collective."""
         if self.engine_type is None:
             raise RolloutError(
                 "cannot update weights: there is no inference engine, expected one. Call setup_inference_engine first."
@@ -321,7 +322,7 @@ class Rollout:
             sent.check_arrival(self.engine)
 
     def sleep(self) -> None:
-        """Let the engine give its memory away, if it has not yet; not collective."""
+        """Put the engine to sleep unless it sleeps already; not collective."""
         if self.engine is not None and not self._is_asleep:
             self.engine.sleep()
             self._was_put_to_sleep = True
@@ -334,7 +335,7 @@ class Rollout:
 
     @property
     def _is_asleep(self) -> bool:
-        """Whether the engine sleeps: it may know better."""
+        """Whether the engine sleeps: its own ``is_asleep`` if it has one, otherwise what was last called here."""
         return bool(getattr(self.engine, "is_asleep", self._was_put_to_sleep))
 
 
@@ -347,7 +348,7 @@ def _check_engine(engine: object) -> None:
 
 
 class Sent:
-    """A stream on its way into an engine: how far it was taken, and the checksums of what was."""
+    """An iterator over a stream that counts the tensors that the engine took, and hashes them if ``hashed``."""
 
     def __init__(self, stream: Iterable[tuple[str, torch.Tensor]], *, hashed: bool) -> None:
         self._stream = iter(stream)
@@ -372,10 +373,10 @@ class Sent:
             yield name, tensor
 
     def run_out(self) -> None:
-        """Take part in what the engine did not ask for, so that the other ranks get it.
+        """Run through the tensors that the engine did not take, because the other ranks need the collectives.
 
         Raises:
-            RolloutError: the stream itself has failed, on every rank, whatever the engine made of that.
+            RolloutError: the stream itself failed, even if the engine caught the error.
         """
         for _ in self._stream:
             self._left += 1
@@ -383,7 +384,7 @@ class Sent:
             raise self._failure
 
     def check_arrival(self, engine: RolloutEngine) -> None:
-        """Raise where the engine did not take all, or holds something else."""
+        """Raise if the engine did not take all tensors, or if its checksums differ from those that were sent."""
         if self._left:
             raise RolloutError(
                 f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "

@@ -1,11 +1,13 @@
-"""An inference engine in another process: the trainer's end of it, and the loop that serves it there.
+"""Use an inference engine in another process: the trainer's class, and the function that serves the engine there.
 
-Input, at the trainer's end: weights and calls, as for any engine. Output: what the engine in the other process says.
+Input, on the trainer: weights and calls, as for any engine. Output: the results of the engine in the other process.
 
-A request is a header with tensors behind it, and so is its answer. Both may take their time; see [Note: heartbeats].
+A request is a header followed by tensors, and so is its answer. Neither has a time-out; see [Note: heartbeats] in
+`connection`.
 
-[Note: packs] Weights travel in packs: small tensors together in one buffer, a large one alone, as it is. A pack travels
-while the next is filled, and arrives while the one before is used. Each end holds two.
+[Note: packs] Weights are sent in packs: small tensors together in one buffer, each large tensor alone. The trainer
+sends one pack while it fills the next. The server receives one pack while the engine uses the pack before it. Each
+process has two buffers.
 """
 
 from __future__ import annotations
@@ -47,21 +49,21 @@ _CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
 
 
 class RemoteEngine:
-    """The trainer's end of an engine that another process runs; not collective: one rank holds it.
+    """The trainer's object for an engine that another process runs; not collective: one rank has it.
 
-    Calls are those of the engine there (`RolloutEngine` says which), and return what it returns, on this rank's device.
-    Arguments and results are numbers, strings, None, tensors, and lists, tuples and mappings of them; a mapping comes
-    as a dict. A cache of keys and values that transformers returns stays where it is.
+    Each method calls the method of the same name on the engine there, and returns its result, with tensors on this
+    rank's device. Arguments and results are numbers, strings, None, tensors, and lists, tuples and mappings of them; a
+    mapping is received as a dict. Key-value caches that transformers returns are not sent.
 
     Args:
-        address: ``"host:port"`` at which the other process serves; it shares no group with this one.
+        address: ``"host:port"`` at which the other process serves; use it if the two have no common process group.
         peer: instead, the rank of the default group that serves.
-        timeout_seconds: after which a server whose host falls silent is given up; calls may take longer. One that
-            dies is heard of at once.
+        timeout_seconds: time to connect, and time without a heartbeat after which the server counts as lost; calls may
+            take longer. If the server process dies, this is noticed at once.
 
     Raises:
-        RolloutError: nobody serves there. Calls raise it where the server is gone, where the engine there has failed,
-            and where an argument is something else; after the last two it can be called again.
+        RolloutError: no server accepts the connection. Methods raise it if the connection is lost, if the engine there
+            fails, or if an argument has another type; after the last two, methods can be called again.
     """
 
     def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
@@ -70,16 +72,16 @@ class RemoteEngine:
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
-        # It also runs where nobody calls it: when this is dropped, and when the program ends.
+        # Runs in `close`, or when this object is garbage collected, or when the program ends.
         self._goodbye = finalize(self, _leave, self._link, self._turn)
 
     def close(self) -> None:
-        """Let the server have another trainer, also in the middle of a call; harmless when called again."""
+        """Close the connection, so that the server can accept another trainer; from any thread; can be repeated."""
         self._lost = self._lost or "it was closed"
         self._goodbye()
 
     def update_weights(self, weights: Weights) -> None:
-        """Send every weight to the engine, under its hub name; see [Note: packs]."""
+        """Send all weights to the engine, by Hugging Face name; see [Note: packs]."""
         failure: Exception | None = None
         with self._talking("update weights"):
             self._link.send({"call": "update_weights"})
@@ -89,7 +91,7 @@ class RemoteEngine:
                         packing.put(name, tensor)
                 except GoneError:
                     raise
-                except Exception as error:  # noqa: BLE001  raised below, once the engine has heard of it
+                except Exception as error:  # noqa: BLE001  raised below, after the server has received it
                     failure = error
                 packing.end(failure)
             with suppress(RolloutError) if failure else nullcontext():
@@ -98,28 +100,28 @@ class RemoteEngine:
             raise failure
 
     def weight_checksums(self) -> dict[str, str]:
-        """Return the checksum of each weight that the engine holds, by hub names."""
+        """Return the checksums of the engine's weights by Hugging Face name."""
         checksums: dict[str, str] = self._ask("weight_checksums")
         return checksums
 
     def sleep(self) -> None:
-        """Let the engine give the accelerator's memory away."""
+        """Put the engine to sleep: it frees its device memory."""
         self._ask("sleep")
         self._sleeps = True
 
     def wake_up(self) -> None:
-        """Let the engine be ready to generate or to take weights."""
+        """Wake the engine, so that it can generate or load weights."""
         self._ask("wake_up")
         self._sleeps = False
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps: it may know better than who put it to sleep."""
+        """Whether the engine sleeps: its own ``is_asleep`` if it has one, otherwise what was last called here."""
         told = self._ask("is_asleep")
         return self._sleeps if told is None else bool(told)
 
     def generate(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the engine there does, with the same arguments and result."""
+        """Generate with the engine there, with the same arguments and result."""
         return self._ask("generate", *args, **kwargs)
 
     def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +141,7 @@ class RemoteEngine:
 
     @contextmanager
     def _talking(self, action: str) -> Iterator[None]:
-        """Say something and hear the answer, one thread at a time; after anything midway the session is over."""
+        """Run one request and its answer, one thread at a time; an error other than `RolloutError` ends the session."""
         with self._turn:
             try:
                 if self._lost is not None:
@@ -149,7 +151,7 @@ class RemoteEngine:
                 raise
             except BaseException as failure:
                 self._lost = self._lost or str(failure) or type(failure).__name__
-                self._link.close()  # whatever is said now would be taken for what was to come
+                self._link.close()  # the server would take later messages for the rest of this one
                 self._goodbye.detach()
                 if not isinstance(failure, GoneError):
                     raise
@@ -162,25 +164,25 @@ class RemoteEngine:
 def serve(
     engine: RolloutEngine, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0
 ) -> None:
-    """Let a trainer in another process use an engine, until it says goodbye or is gone; not collective.
+    """Serve an engine to a trainer in another process, until the trainer disconnects; not collective.
 
-    It waits for a trainer as long as it takes. Trainers are restarted, and an engine outlives them in a loop::
+    It waits for a trainer without a time-out. To serve trainers that are restarted, call it in a loop::
 
         while True:
             serve(engine, "0.0.0.0:29600")
 
-    Weights come in host memory, arguments on the device of this process. Whoever reaches the address can use the
-    engine, so it belongs into a private network.
+    The engine receives weights in host memory, and arguments on the device of this process. All who can connect to the
+    address can use the engine, so serve in a private network only.
 
     Args:
         engine: any `RolloutEngine`.
-        address: ``"host:port"`` to serve at; the port stays this process's until it ends.
-        peer: instead, the rank of the default group whose engine this is.
-        timeout_seconds: after which a trainer whose host falls silent is given up; between and within calls it may
-            take longer.
+        address: ``"host:port"`` to serve at; this process keeps the port until it ends.
+        peer: instead, the rank of the default group that uses the engine.
+        timeout_seconds: time without a heartbeat after which the trainer counts as lost; calls, and the time between
+            them, may be longer.
 
     Raises:
-        RolloutError: the address cannot be had, or the store of the default group is gone.
+        RolloutError: the address is invalid or in use.
     """
     where = name_of_end(address, peer)
     link = listen(address, peer).accept(timeout_seconds)
@@ -200,7 +202,7 @@ def serve(
 
 
 def _carry_out(engine: RolloutEngine, link: Connection, request: Mapping[str, Any]) -> None:
-    """Do what a request asks for, and answer."""
+    """Execute a request, and send the answer."""
     try:
         arguments = link.receive_tensors(request)
         result, tensors = None, list[torch.Tensor]()
@@ -211,7 +213,7 @@ def _carry_out(engine: RolloutEngine, link: Connection, request: Mapping[str, An
         link.send({"result": packed(_without_cache(result), "the result", tensors)}, tensors)
     except GoneError:
         raise
-    except Exception as failure:  # noqa: BLE001  whatever it is, the trainer is to hear of it
+    except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
         logger.warning("cannot %s: %s", request.get("call"), _text(failure))
         link.send({"error": _text(failure)})
 
@@ -229,7 +231,7 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
 
 
 def _update(engine: RolloutEngine, link: Connection) -> None:
-    """Give an engine what comes in packs; what it does not take arrives all the same."""
+    """Pass the received weights to the engine; also receive those that it does not take."""
     with ThreadPoolExecutor(1) as receiver:
         sent = Sent(_arriving(link, receiver), hashed=False)
         try:
@@ -240,9 +242,10 @@ def _update(engine: RolloutEngine, link: Connection) -> None:
 
 
 def _arriving(link: Connection, receiver: ThreadPoolExecutor) -> Weights:
-    """Give out the tensors of each pack, while the next is on its way; see [Note: packs].
+    """Yield the tensors of each pack while the next pack is received; see [Note: packs].
 
-    The next takes the memory of the one before, of which a loop lets go once it has the first tensor of this one.
+    The next pack reuses the memory of the pack before this one. A loop releases that memory when it gets the first
+    tensor of this pack.
     """
     rooms = _Rooms()
 
@@ -268,23 +271,23 @@ def _arriving(link: Connection, receiver: ThreadPoolExecutor) -> Weights:
 
 
 def _without_cache(result: Any) -> Any:
-    """Leave out a cache of keys and values, which transformers returns beside the sequences."""
+    """Remove a key-value cache, which transformers returns together with the sequences."""
     if not isinstance(result, Mapping):
         return result
     return {key: value for key, value in result.items() if not hasattr(value, "get_seq_length")}
 
 
 class _Rooms:
-    """Two buffers in turn; one that somebody still looks into is left to them, and another takes its place."""
+    """Two buffers that are used in turn; a buffer is replaced if other tensors still use its memory."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return the memory whose turn it is."""
+        """Return the next buffer, cut to a length."""
         buffer = self._buffers.pop(0)
         if buffer.numel() < nbytes or is_looked_into(buffer):
-            del buffer  # before there is another
+            del buffer  # released before the new one is allocated
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._buffers.append(buffer)
         return buffer[:nbytes]
@@ -294,7 +297,7 @@ class _Rooms:
 
 
 def _leave(link: Connection, turn: threading.Lock) -> None:
-    """Say goodbye; in the middle of another thread's call break off, and give that thread time to hear of it."""
+    """Send "goodbye" and close; if another thread is in a call, close at once and wait for that thread to notice."""
     if turn.acquire(blocking=False):
         with suppress(GoneError):
             link.send({"call": "goodbye"})
@@ -308,7 +311,7 @@ def _leave(link: Connection, turn: threading.Lock) -> None:
 
 
 class _Packing:
-    """Put tensors into packs, of which one travels while the next is filled; see [Note: packs]."""
+    """Collect tensors into packs, and send one while the next is filled; see [Note: packs]."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link
@@ -319,10 +322,10 @@ class _Packing:
         self._sending: Future[None] | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Send a tensor, sooner or later; a large one is held while it travels, and read.
+        """Add a tensor to a pack, or send a large one alone; its memory is then read until it has been sent.
 
         Raises:
-            RolloutError: it is more than its bytes.
+            RolloutError: it is not a plain dense tensor.
         """
         if not is_plain(tensor):
             raise RolloutError(
@@ -343,14 +346,14 @@ class _Packing:
         self._filled += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def end(self, failure: Exception | None) -> None:
-        """Send what is left, and say that all has been sent, or that it will not be."""
+        """Send the last pack, and then the end of the update; after a failure, only the failure."""
         if failure is None:
             self._send_filled()
         self._wait()
         self._link.send({"end": None if failure is None else _text(failure)})
 
     def close(self) -> None:
-        """End the thread that sends; what it waits on ends with the connection."""
+        """End the sending thread; if it is blocked, it ends when the connection is closed."""
         self._sender.shutdown(wait=False)
 
     def _send_filled(self) -> None:
@@ -365,7 +368,7 @@ class _Packing:
         self._sending = self._sender.submit(self._link.send_bytes, flat.numpy().data)
 
     def _wait(self) -> None:
-        """Return when the last pack has been sent."""
+        """Wait until the last pack has been sent."""
         if self._sending is not None:
             self._sending.result()
         self._sending = None
@@ -377,7 +380,7 @@ def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | No
         return default if given is None else given
 
     address, peer = option("remote_engine_address"), option("remote_engine_rank")
-    name_of_end(address, peer)  # what is wrong is wrong on all ranks
+    name_of_end(address, peer)  # on every rank, so that all ranks raise
     seconds = float(option("remote_engine_timeout_seconds", 60.0))
     return RemoteEngine(address, peer=peer, timeout_seconds=seconds) if is_rank_0() else None
 

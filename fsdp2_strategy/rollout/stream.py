@@ -1,10 +1,10 @@
-"""A sharded model -> its weights under their hub names, whole, one after the other, on every rank.
+"""Stream the weights of a sharded model as full tensors under Hugging Face names, one at a time, on every rank.
 
-Input: a model, sharded or not, away or not. Output: an iterator for an inference engine, and checksums of what an
-iterator gives.
+Input: a model, sharded or not, offloaded or not. Output: an iterator for an inference engine, and checksums of the
+tensors of an iterator.
 
-Order of work: names and arrangement, as an export has them -> items, each the tensors that some regions are made of ->
-buckets of items -> while the tensors of a bucket are given out, the next bucket is on its way.
+Steps: determine names and regions, as an export does; group regions that are made of the same tensors into items; put
+items into buckets; yield the tensors of one bucket while the next bucket is gathered.
 """
 
 from __future__ import annotations
@@ -39,31 +39,35 @@ from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_o
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, bucket_bytes: int | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give out a model's weights under their hub names, each whole and once; collective over the model's ranks.
+    """Yield a model's weights as full tensors under Hugging Face names, each once; collective over the model's ranks.
 
-    Every rank iterates, also one that has no use for the tensors: it runs through them. One that leaves the loop early
-    takes part in the rest without looking at it, so the others get theirs: at once where nobody else holds the iterator
-    (``for … in stream_weights(…)``), else when it is closed (``contextlib.closing``).
+    Every rank must iterate, also a rank that does not use the tensors. A rank that leaves the loop early still takes
+    part in the remaining collectives: at once if only the loop holds the iterator (``for … in stream_weights(…)``),
+    otherwise when the iterator is closed (``contextlib.closing``).
 
-    A tensor is contiguous, on this rank's device, and stays as it is for as long as somebody holds it, whatever becomes
-    of the model. Letting go of each before asking for the next bounds the extra memory: two buckets, of which one is
-    read and one on its way. What the hub arranges otherwise than the model is copied out, which comes on top. Reading
-    on another stream of the device: hold the tensor until that is through, and wait for the current stream first.
+    A tensor is contiguous and on this rank's device. It does not change while it is held, even if the model does.
+    Release each tensor before you request the next: the additional memory is then limited to two buckets, one that is
+    read and one that is gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
+    takes memory in addition. To read a tensor on another CUDA stream, let that stream wait for the current stream
+    first, and hold the tensor until the read is complete.
 
     Args:
-        model: sharded or not, or a wrapper; it may be away in host memory. Nothing is collective for a plain model.
-        dtype: of the floating parameters; None for that of the shards. What the model keeps in fp32 stays so, and
-            buffers keep theirs. Shards are cast before they travel.
-        bucket_bytes: of a bucket; by default 512 MiB. A tensor that is larger is a bucket of its own, which then
-            counts; one that is larger than two thirds of it is not fetched while the one before is read.
+        model: sharded or not, offloaded or not, or a wrapper. For a model without sharded parameters, the call is not
+            collective.
+        dtype: dtype of the floating-point parameters; None for the dtypes of the shards. Parameters that the model
+            keeps in fp32, and buffers, are not cast. Shards are cast before they are gathered, unless values have to be
+            computed from them.
+        bucket_bytes: size of a bucket; by default 512 MiB. A larger tensor has its own bucket, and the limit on memory
+            is then that of two buckets of its size. If three buffers would exceed the limit, two are used: a bucket is
+            then gathered only after the first tensor of the bucket before it has been used.
 
     Yields:
-        Name and tensor, as in the files that `save_model` writes, adapters merged; buffers come last, with rank 0's
-        values.
+        Name and tensor, as in the files that `save_model` writes, with adapters merged. The buffers of a sharded model
+        follow its parameters, with rank 0's values.
 
     Raises:
-        RolloutError: on every rank: the model has no values, adapters that cannot be merged, or the ranks call
-            differently.
+        RolloutError: on every rank, if the model has no values, its adapters cannot be merged, or the ranks pass
+            different models or arguments.
     """
     root = unwrap_model(model)
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
@@ -75,7 +79,7 @@ def stream_weights(
         yield from _run(loads, buffers)
         return
     action = f"stream {original_class(root).__name__}"
-    with on_ranks_of(root):  # not around what follows: the caller's loop runs between its steps
+    with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
         with all_or_none(action, RolloutError):
             reshard(root)
             merged, loads, buffers = _prepared(root, dtype, bucket_bytes)
@@ -95,12 +99,12 @@ def _prepared(
     check_usable(root)
     merged = without_adapters(root)
     plan = _plan(merged.model, dtype, bucket_bytes) if merged.adapters else _planned(root, dtype, bucket_bytes)
-    loads = [copy.copy(load) for load in plan]  # what a bucket is doing belongs to one stream
+    loads = [copy.copy(load) for load in plan]  # the plan is cached; the state of its buckets belongs to one stream
     return merged, loads, Buffers(loads, bucket_bytes)
 
 
 def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give out what is in the buckets, while the next one is on its way; collective."""
+    """Yield the tensors of one bucket while the next bucket is gathered; collective."""
     waiting = deque(loads)
     begun: deque[_Load] = deque()
 
@@ -122,8 +126,8 @@ def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.
         try:
             for name, make in begun[0].outputs():
                 yield name, make()
-                begin(2)  # the tensor before is let go of by now
-        except BaseException:  # the loop was left: the other ranks go on
+                begin(2)  # the caller has released the last tensor of the bucket before
+        except BaseException:  # the caller left the loop: take part in the remaining collectives
             while begun:
                 end()
                 begin(1)
@@ -133,10 +137,10 @@ def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.
 
 
 def weight_checksums(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the xxh3 of each tensor's bytes by its name, to compare what was sent with what arrived; not collective.
+    """Return the xxh3 checksum of each tensor by name, to compare sent and received weights; not collective.
 
     Args:
-        stream: names and tensors: what `stream_weights` gives (then collective), or those of an engine.
+        stream: names and tensors of an engine, or those of `stream_weights`, which is collective.
     """
     return {name: _checksum(tensor) for name, tensor in stream}
 
@@ -150,18 +154,18 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 @dataclass(eq=False)
 class _Item:
-    """Tensors of the model, and what is made of them and of nothing else."""
+    """Tensors of the model, and the regions that are made of these tensors only."""
 
     sources: dict[str, torch.Tensor] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
 
     @property
     def largest_bytes(self) -> int:
-        """Of what is made."""
+        """Size of its largest region."""
         return max(region.numel() * region.dtype.itemsize for region in self.regions.values())
 
     def parts(self, routes: Mapping[str, Route]) -> dict[str, Part]:
-        """Say how the tensors travel: together, and in the dtype of what is made of them where it is one."""
+        """Return the tensors as parts, with one route for all, and in the regions' dtype if it is the same for all."""
         computed = any(
             isinstance(piece.source, Computed) for region in self.regions.values() for piece in region.pieces
         )
@@ -179,25 +183,25 @@ class _Item:
 
 
 class _Load(Bucket):
-    """A bucket, and what is made of the tensors in it."""
+    """A bucket, and the regions that are made of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.regions: dict[str, Region] = {}
         self.largest_bytes = 0
-        """Of what is made."""
+        """Size of its largest region."""
 
     def take(self, parts: Mapping[str, Part], item: _Item) -> None:
-        """Take an item in."""
+        """Add an item."""
         for name, part in parts.items():
             self.add(name, part)
         self.regions |= item.regions
         self.largest_bytes = max(self.largest_bytes, item.largest_bytes)
 
     def outputs(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Return names, and what makes the tensor of each."""
+        """Yield each name with a function that returns its tensor."""
         tensors = {name: part.tensor for name, part in self.parts.items()}
-        sources: dict[str, torch.Tensor] = {}  # of the region before: several come from one
+        sources: dict[str, torch.Tensor] = {}  # of the last region: the next one may need the same
         for name, region in self.regions.items():
             needed = sources_of(region)
             if is_identity(region, tensors) and self.parts[needed[0]].dtype == region.dtype:
@@ -208,18 +212,18 @@ class _Load(Bucket):
             yield name, partial(assemble, region, sources.__getitem__)
 
     def facts(self) -> list[object]:
-        """Return what must be the same on every rank."""
+        """Return the facts that must be equal on every rank."""
         return [self.nbytes, *((name, tuple(r.shape), r.dtype) for name, r in self.regions.items())]
 
 
 _PLAN = Slot[tuple[object, list[_Load]]]("plan of the last stream")
-"""What it was asked for, the model's tensors then, and the buckets."""
+"""The arguments, the ids of the model's tensors at that time, and the buckets."""
 
 
 def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
-    """Return the plan of a stream: that of the last one, where nothing but values has changed since.
+    """Return the plan of a stream; the plan of the last stream is reused if only values have changed since.
 
-    A plan holds the tensors that it is about, so that another one never has the address of one of them.
+    A plan refers to its tensors, so no new tensor can get the id of one of them.
     """
     held = [id(t) for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
     asked = (dtype, bucket_bytes, sizes.LARGE_BYTES, held)
@@ -230,7 +234,7 @@ def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> l
 
 
 def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
-    """Put a model's tensors into buckets; it follows from names, shapes and placements, which every rank knows."""
+    """Put a model's tensors into buckets; names, shapes, dtypes and placements determine the result on every rank."""
     copied = twin(root)
     tensors = tensors_to_write(root, copied)
     regions = regions_to_write(copied, tensors, dtype)
@@ -256,7 +260,7 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
 
 
 def _items(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[_Item]:
-    """Join regions that need the same tensor of the model, so that each tensor travels once."""
+    """Group regions that need the same tensor of the model, so that each tensor is gathered once."""
     item_of: dict[str, _Item] = {}
     for name, region in regions.items():
         sources = dict.fromkeys(sources_of(region))

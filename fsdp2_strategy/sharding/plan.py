@@ -50,7 +50,7 @@ class Unit:
     name: str
     """Dotted name of the module; empty for the root."""
     kind: str
-    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, tower or root; or "ignored"."""
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, ``tower``, root; or "ignored"."""
     module: nn.Module
     depth: int
     """Length of its longest path from the root; deeper units are sharded first."""

@@ -4,7 +4,7 @@ Input: a sharded model. Output: an error on every rank that names the unit and t
 
 Before each gather and each reduction, a rank writes a note to the store of the process group and reads the notes of the
 other ranks. If they differ, all ranks raise at once. If a rank writes none in time, the other ranks raise an error with
-its last note. Notes use the store because a collective would hang, too. This costs a few round trips per unit, so it is
+its last note. Notes use the store because a collective would hang, too. This costs a few messages per unit, so it is
 meant for debugging.
 """
 

@@ -1,15 +1,15 @@
-"""What constructors would have computed: recorded on meta, carried out later for what no file holds.
+"""Record the operations of constructors on meta tensors, and replay them for tensors that no file contains.
 
 Input: the tensor operations of a ``with`` block in which modules are built on the meta device. Output: for each
-parameter and buffer of those modules the operations that make its values, which `initialize` replays.
+parameter and buffer of those modules, the operations that compute its values, which `initialize` replays.
 
-[Note: the tape] Code that builds a model sets values as it goes: ``reset_parameters``, but also
+[Note: the tape] Code that builds a model also sets values: in ``reset_parameters``, but also with
 ``self.head.weight.data.normal_(std=0.01)``, ``nn.Parameter(torch.ones(4))`` or ``register_buffer("mask", ...)``. On
-meta all of it runs without effect. The tape notes each operation that makes or changes a meta tensor. Tensors are told
-apart by their storage, so that views, ``.data`` and a parameter around a tensor mean the same memory. A replay carries
-out what the wanted tensors need, in the order of the recording, once, and hands each tensor on (and drops it) after the
-last operation that touches it. A tensor of whose operations only some can be carried out is not handed on at all: one
-of them reads what only files hold, or what was built elsewhere.
+meta, these have no effect. A `Tape` records each operation that creates or changes a meta tensor. Tensors are
+identified by their storage, so that views, ``.data`` and a parameter made from a tensor count as the same memory. A
+replay runs the operations that the requested tensors depend on, each once, in the recorded order. After the last
+operation on a tensor, its values are passed to the caller and its memory is freed. If an operation reads a tensor whose
+values are in files, or that was built outside the block, it cannot run; the tensors that it changes get no values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.model.state import Slot, carried, carry, put_down
 
 _NOTES = Slot[dict[str, "Note"]]("how its tensors were made")
-"""Of a module, by tensor; carried, so that copies have them, too."""
+"""The notes of a module, by tensor name; stored with `carry`, so that copies of the module have them too."""
 _manual_seed, _get_rng_state, _set_rng_state = torch.manual_seed, torch.get_rng_state, torch.set_rng_state
 _COPIES = {"aten::_to_copy", "aten::clone"}
 _WITHOUT_VALUES = {
@@ -62,22 +62,22 @@ class _Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: tuple[torch.Tensor, ...]
-    """Meta tensors that it returned in memory of their own."""
+    """Meta tensors that it returned in new storages."""
     changes: frozenset[int]
-    """Storages that it wrote to, those that it made among them."""
+    """Storages that it wrote to or created."""
     reads: frozenset[int]
     """Storages of its arguments."""
     seeds: bool = False
-    """Whether it changes the random state, for all that follows."""
+    """Whether it sets the random state for the operations after it."""
 
     def __post_init__(self) -> None:
         self.default_dtype = torch.get_default_dtype()
         self.random_state: torch.Tensor | None = None
-        """The random state in which it was carried out, where it drew: tensors copied from what it made draw alike."""
+        """The random state at its first replay, if it drew numbers; replays for copied modules start from it too."""
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name of the operator or function."""
         schema = schema_of(self.function)
         return str(schema.name if schema else getattr(self.function, "__name__", self.function))
 
@@ -89,19 +89,19 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
         self.last_change: dict[int, int] = {}
-        """For each storage the position after the last operation that wrote to it."""
+        """For each storage, the number of operations up to the last one that wrote to it."""
         self.settled: dict[int, int] = {}
-        """For each storage the position when transformers was done with it."""
+        """For each storage, the number of operations when transformers had initialised it, or when it was copied."""
         self.in_files: set[int] = set()
-        """Storages whose values files hold."""
+        """Storages whose values are in files."""
         self._replayed: MutableMapping[torch.Tensor, list[torch.Tensor]] = WeakTensorKeyDictionary()
-        """For each random state that was asked for, the one that a replay had there."""
+        """For each result of `get_rng_state`, the random state of the replay at that operation."""
         self.is_paused = False
         self.thread = threading.get_ident()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let what is built inside pass by the tape, and by the block's device."""
+        """Disable recording and the default device within the block."""
         self.is_paused = True
         try:
             with past_modes():
@@ -113,7 +113,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self  # a copied module was made by the same operations
 
     def recorded(self, init: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return an init function that is recorded as a whole where it would do nothing, on meta."""
+        """Return an init function that records its call for meta tensors, on which the original has no effect."""
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta:
@@ -125,12 +125,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """Stand in for ``torch.manual_seed``."""
+        """Replace ``torch.manual_seed``."""
         self._seed(_manual_seed, seed)
         return _manual_seed(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """Stand in for ``torch.get_rng_state``: the state that a replay has reached may be wanted again."""
+        """Replace ``torch.get_rng_state``: a replay saves its own state here, for a later `set_rng_state`."""
         state = _get_rng_state()
         replayed: list[torch.Tensor] = []
         self._replayed[state] = replayed
@@ -138,7 +138,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return state
 
     def set_rng_state(self, new_state: torch.Tensor) -> None:
-        """Stand in for ``torch.set_rng_state``."""
+        """Replace ``torch.set_rng_state``."""
         replayed = self._replayed.get(new_state)
         self._seed(lambda: _set_rng_state(replayed.pop() if replayed else new_state))
         _set_rng_state(new_state)
@@ -151,11 +151,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_change |= dict.fromkeys(operation.changes, len(self.operations))
 
     def settle(self, model: nn.Module, *, in_files: bool = False) -> None:
-        """Note that transformers is done with a model's tensors: what changes them from here on is somebody's wish.
+        """Record that transformers has initialised a model, so that later changes of its tensors are recognised.
 
         Args:
-            model: on meta.
-            in_files: its parameters and persistent buffers have their values in files.
+            model: a model on meta.
+            in_files: whether the values of its parameters and persistent buffers are in files.
         """
         tensors = (*model.parameters(), *model.buffers())
         self.settled |= {storage_of(tensor): len(self.operations) for tensor in tensors if tensor.is_meta}
@@ -177,7 +177,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = tuple(tensor for tensor in _meta_tensors(result) if storage_of(tensor) not in known)
         changes = frozenset(written.union(map(storage_of, made)))
         if changes:
-            # Aliases: what a parameter's ``.data`` is replaced by later is other memory.
+            # Detached aliases keep this storage, even if ``.data`` of the parameter is assigned later.
             aliases = tuple(tensor.detach() for tensor in made)
             operation = _Operation(function, kept_args, kept_kwargs, aliases, changes, frozenset(known))
             self._add(operation)
@@ -186,16 +186,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def is_settled(self, storage: int) -> bool:
-        """Whether nothing changed it after transformers was done with it."""
+        """Return whether transformers has initialised a storage, and no operation changed it since."""
         return self.last_change.get(storage, 0) <= self.settled.get(storage, -1)
 
     @torch.no_grad()
     def replay(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
-        """Carry out what the wanted storages need; those that need what is not on the tape are left out.
+        """Run the operations that storages depend on; skip storages whose values cannot be computed.
 
         Args:
-            wanted: for each storage what takes its memory, as a flat tensor of bytes.
-            device: where values are computed.
+            wanted: for each storage, a function that is called with its values as a flat tensor of bytes.
+            device: the device on which values are computed.
         """
         operations, lost = self._needed_for(set(wanted))
         last = {storage: i for i, op in enumerate(operations) for storage in op.changes | op.reads}
@@ -227,9 +227,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         wanted[storage](bytes_)
 
     def _needed_for(self, wanted: set[int]) -> tuple[list[_Operation], set[int]]:
-        """Return the operations that wanted storages need and that can be carried out, in order.
+        """Return the operations that can run and that the storages depend on, and the storages that get no values.
 
-        And the storages of which not all operations can be, or none gives them values.
+        A storage gets no values if one of its operations cannot run, or if all of them only allocate memory.
         """
         needed, operations = set(wanted), []
         for operation in reversed(self.operations):
@@ -251,12 +251,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return possible, lost | (made - with_values)
 
     def makes(self, tensor: torch.Tensor) -> bool:
-        """Say whether a replay gives values to a meta tensor."""
+        """Return whether a replay computes the values of a meta tensor."""
         wanted = storage_of(tensor)
         return wanted in self.last_change and wanted not in self._needed_for({wanted})[1]
 
     def digest(self, wanted: set[int]) -> str:
-        """Return what tells apart what ranks have recorded for some storages, constants included."""
+        """Return a hash of the operations that storages depend on, constants included, to compare across ranks."""
         numbers: dict[int, int] = {}
 
         def told(value: Any) -> Any:
@@ -276,7 +276,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _as_recorded(operation: _Operation, device: torch.device) -> Iterator[None]:
-    """Carry an operation out under the default dtype of its time, and draw as it drew before, if it did."""
+    """Set the default dtype of the recording and, if the operation was replayed before, the same random state."""
     default, before = torch.get_default_dtype(), _random_state(device)
     torch.set_default_dtype(operation.default_dtype)
     if operation.random_state is not None and not operation.seeds:
@@ -303,7 +303,7 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 class _Constants(TorchFunctionMode):
-    """Make tensors from numbers where their values are kept, and then bring them to meta before the tape's eyes."""
+    """Create tensors from Python numbers on the CPU, then copy them to meta; the recorded copy keeps the values."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -322,7 +322,7 @@ def _hold_tensors(values: Any) -> bool:
 
 
 def _as_bytes(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """Return memory laid out as the meta tensor's, with the value in it."""
+    """Return a value as the bytes of a storage with the strides and offset of the meta tensor."""
     size = meta.untyped_storage().nbytes()
     if value.is_contiguous() and meta.is_contiguous() and value.nbytes == size:
         return value.reshape(-1).view(torch.uint8)
@@ -333,21 +333,21 @@ def _as_bytes(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(value: Any) -> Any:
-    """Return an argument as it is now: a constructor may change its constants later."""
+    """Return a snapshot of an argument: a constructor may change its constants later."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach() if value.is_meta else value.detach().clone()
 
 
 def seen_as(meta: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return what a meta tensor is of its storage's bytes."""
+    """Return the view of a storage's bytes that corresponds to a meta tensor."""
     view = memory.view(meta.dtype).as_strided(meta.shape, meta.stride(), meta.storage_offset())
     view = view.conj() if meta.is_conj() else view
     return negated_view(view) if meta.is_neg() else view
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return what identifies a tensor's memory."""
+    """Return the identifier of a tensor's storage."""
     return storage_address(tensor)
 
 
@@ -368,18 +368,18 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, eq=False)
 class Note:
-    """Say where a tensor of a module lay when its values were recorded."""
+    """The record of how one tensor of a module was made."""
 
     tape: Tape
     meta: torch.Tensor
-    """As it was on leaving the block; it keeps the storage alive."""
+    """The tensor at the end of the block; keeps the storage alive, which identifies it in the recording."""
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self
 
     @property
     def was_changed_later(self) -> bool:
-        """Whether anything changed it after transformers was done with it."""
+        """Whether an operation changed the tensor after transformers had initialised it, or without that."""
         storage = storage_of(self.meta)
         return storage in self.tape.last_change and not self.tape.is_settled(storage)
 
@@ -391,10 +391,10 @@ _active: list[Tape] = []
 
 @contextmanager
 def recording() -> Iterator[Tape]:
-    """Build on meta inside, record what is done to tensors there, and leave a note on each module that is built.
+    """Build modules on meta inside this block, record operations on their tensors, and store notes on the modules.
 
     Raises:
-        CheckpointError: another thread is in such a block; torch's functions can stand aside for one only.
+        CheckpointError: another recording is active; functions of torch can be patched for only one at a time.
     """
     if not _recording.acquire(blocking=False):
         raise CheckpointError(
@@ -413,7 +413,7 @@ def recording() -> Iterator[Tape]:
         return build
 
     try:
-        remember_device_constructors()  # cached at first use, which must not see transformers' stand-ins
+        remember_device_constructors()  # torch caches them at first use; the cache must not contain patched functions
         with ExitStack() as stack:
             for target, name, value in _stand_ins(tape):
                 stack.enter_context(patch.object(target, name, value))
@@ -431,14 +431,14 @@ def recording() -> Iterator[Tape]:
 
 
 def is_recording() -> bool:
-    """Say whether this thread is in such a block."""
+    """Return whether this thread is in a `recording` block."""
     return any(tape.thread == threading.get_ident() for tape in _active)
 
 
 def _stand_ins(tape: Tape) -> Iterator[tuple[Any, str, Any]]:
-    """Return what stands in for functions that no mode sees: seeds, and init functions that do nothing on meta.
+    """Return patches for functions that no mode intercepts: seeding, and init functions without effect on meta.
 
-    Those may be known by their names in any module that imported them.
+    Init functions are patched in all modules that imported them by name.
     """
     for function in (tape.manual_seed, tape.get_rng_state, tape.set_rng_state):
         yield torch, function.__name__, function
@@ -450,7 +450,7 @@ def _stand_ins(tape: Tape) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _leave_notes(module: nn.Module, tape: Tape) -> None:
-    """Note how a module's tensors were made; one that was copied from an earlier block keeps what it knows."""
+    """Store a note for each meta tensor of a module; one whose values come from an earlier block keeps its note."""
     earlier = carried(module, _NOTES) or {}
     notes = {}
     for name, tensor in {**module._parameters, **module._buffers}.items():
@@ -463,11 +463,11 @@ def _leave_notes(module: nn.Module, tape: Tape) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Drop the notes of all modules, and with the last of them the tape."""
+    """Remove the notes of all modules of a model; a recording is freed with its last note."""
     for module in model.modules():
         put_down(module, _NOTES)
 
 
 def note_of(module: nn.Module, name: str) -> Note | None:
-    """Return how a tensor of a module was made; None where nobody recorded it."""
+    """Return the record of how a tensor of a module was made; None if it was not recorded."""
     return (carried(module, _NOTES) or {}).get(name)

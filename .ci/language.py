@@ -1,0 +1,84 @@
+"""Check the language of the package: run by `make lint`.
+
+Docstrings and comments use the terms of the field; see docs/glossary.md. The words below were used for something else
+in earlier versions, and nobody could guess for what.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+WORDS = {
+    r"twins?|tapes?": "meta skeleton, recorded initialisation",
+    r"wish(es)?": "read request",
+    r"slabs?": "host buffer",
+    r"trips?": "offload",
+    r"towers?": "vision encoder",
+    r"stands? in|stand-ins?": "placeholder",
+    r"settles?|settled": "reset",
+    r"lets? go|letting go": "release",
+    r"knocks?|knocked": "connect",
+    r"beats?": "heartbeat",
+    r"stretch(es)?": "span",
+    r"had again": "reloadable",
+    r"behind the trainer": "in the background",
+    r"to the (last )?bit": "bitwise equal",
+    r"alike": "equal, the same",
+    r"without a word": "silently",
+    r"of (theirs|ours)": "their own, our own",
+    r"anew": "again",
+    r"beside": "next to, in addition to",
+    r"it is none|is no one": "it is not one",
+    r"goes away|went away|go away|gone away": "is offloaded, is freed",
+    r"(is|are|what is|while) away": "offloaded",
+    r"comes? back|came back": "is reloaded, returns",
+    r"damaged?": "corrupt, unusable",
+}
+"""Patterns of words, and what to write instead."""
+
+FIRST_WORDS = {"Let": "an imperative verb that names the mechanism", "Have": "an imperative verb", "Say": "Return"}
+"""Words that no docstring begins with."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the string literals that are statements, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments, with their lines."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def problems(path: Path) -> Iterator[str]:
+    """Yield what is wrong with the language of a file."""
+    source = path.read_text()
+    texts = list(docstrings(ast.parse(source)))
+    for line, text in texts:
+        first = text.split(maxsplit=1)[0] if text.split() else ""
+        if first in FIRST_WORDS:
+            yield f"{path}:{line}: a docstring begins with {first!r}: write {FIRST_WORDS[first]}"
+    for line, text in (*texts, *comments(source)):
+        prose = re.sub(r"``.+?``|`.+?`|\[Note: .+?\]|^ +\w+:", "", text, flags=re.DOTALL | re.MULTILINE)
+        for words, instead in WORDS.items():
+            for found in re.finditer(rf"(?<![-\w])(?:{words})(?![-\w])", prose):
+                yield f"{path}:{line + prose[: found.start()].count(chr(10))}: {found.group()!r}: write {instead}"
+
+
+def main() -> int:
+    """Write all problems; return 1 if there is one."""
+    found = [text for folder in sys.argv[1:] for path in sorted(Path(folder).rglob("*.py")) for text in problems(path)]
+    sys.stdout.write("\n".join(found or ["All docstrings and comments use the terms of the field"]) + "\n")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
