@@ -52,7 +52,9 @@ class Gate:
     ("name", "shard_size"),
     [
         pytest.param("llama_tied", -1, marks=[pytest.mark.ranks(3), pytest.mark.full]),
-        pytest.param("gpt_oss", -1, marks=pytest.mark.ranks(3)),  # some of its tensors need a gather
+        pytest.param(
+            "gpt_oss", -1, marks=[pytest.mark.ranks(3), pytest.mark.full]
+        ),  # some of its tensors need a gather
         pytest.param("deepseek_v3", 2, marks=pytest.mark.ranks(4)),
         pytest.param("unet", -1, marks=[pytest.mark.ranks(1), pytest.mark.full]),
     ],

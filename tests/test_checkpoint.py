@@ -141,7 +141,8 @@ def resume_over_several_blocks(path):
 
 
 @pytest.mark.real_sizes
-@pytest.mark.parametrize("world_size", some([1, 2, 3], [1]))
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shards_of_several_blocks_load_on_the_ranks_that_saved_them(world_size, tmp_path, run_on):
     run_on(world_size, resume_over_several_blocks, path=tmp_path)
 

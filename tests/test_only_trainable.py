@@ -206,7 +206,11 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     "shard_size",
-    [*(pytest.param(-1, marks=pytest.mark.ranks(n)) for n in (1, 2, 3)), pytest.param(2, marks=pytest.mark.ranks(4))],
+    [
+        pytest.param(-1, marks=pytest.mark.ranks(3)),
+        *(pytest.param(-1, marks=[pytest.mark.ranks(n), pytest.mark.full]) for n in (1, 2)),
+        pytest.param(2, marks=pytest.mark.ranks(4)),
+    ],
 )
 def test_a_fingerprint_does_not_depend_on_how_a_tensor_is_sharded(shard_size):
     torch.manual_seed(0)

@@ -70,7 +70,7 @@ def test_float64_training_equals_the_unsharded_model(world, name):
 @pytest.mark.parametrize(
     ("name", "ignored"),
     [
-        ("llama", [r"model\.layers\.0\.mlp", r".*_layernorm"]),
+        pytest.param("llama", [r"model\.layers\.0\.mlp", r".*_layernorm"], marks=pytest.mark.full),
         ("llama_tied", [r"model\.embed_tokens", "lm_head"]),
         pytest.param("shared_blocks", [r"blocks\..*\.inner"], marks=pytest.mark.full),
         pytest.param("unet", ["down1", "middle"], marks=pytest.mark.full),
