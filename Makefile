@@ -24,6 +24,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/language.py fsdp2_strategy
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -250,6 +250,7 @@ def test_importing_the_package_hooks_nothing_into_torch():
     assert done.stdout.split() == ["0", "0", "0"]
 
 
+@pytest.mark.full
 def test_torchs_modules_that_are_used_by_name_are_imported_by_name():
     """In this process other libraries have imported them all."""
     import subprocess
