@@ -717,40 +717,75 @@ def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
         assert len(engine.held) == 9 and all((tensor == int(name)).all() for name, tensor in engine.held.items())
 
 
-def be_stopped(address, serves, told):
-    """Serve, or connect to a server, and stop as a host does that is switched off."""
+def serve_or_generate(address, serves, told):
+    """Serve, or generate once and tell it."""
     link_module._HEARTBEAT_SECONDS = 0.1
     if serves:
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         serve(Keeper(), address)
     engine = RemoteEngine(address)
-    assert engine.generate() == [(), {}]
-    told.send("generated")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    told.send(engine.generate())
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("silent", ["server", "trainer"])
 def test_silence_of_the_other_end_is_heard_of_also_between_calls(silent, monkeypatch, caplog):
     monkeypatch.setattr(link_module, "_HEARTBEAT_SECONDS", 0.1)
     address, (ours, theirs) = free_address(), processes.Pipe()
-    stopped = processes.Process(target=be_stopped, args=(address, silent == "server", theirs), daemon=True)
-    stopped.start()
-    began = time.monotonic()
+    other = processes.Process(target=serve_or_generate, args=(address, silent == "server", theirs), daemon=True)
+    other.start()
     try:
         if silent == "trainer":
-            serve(Keeper(), address, timeout_seconds=1)
-            assert ours.recv() == "generated" and "is gone: no heartbeat for 1 s" in caplog.text
+            thread = threading.Thread(target=serve, args=(Keeper(), address), kwargs={"timeout_seconds": 3})
+            thread.start()
+            assert ours.recv() == [(), {}]
+            os.kill(other.pid, signal.SIGSTOP)
+            thread.join(60)
+            assert not thread.is_alive() and "is gone: no heartbeat for 3 s" in caplog.text
         else:
-            end = RemoteEngine(address, timeout_seconds=10)
-            end._link._seconds = 1
+            end = RemoteEngine(address, timeout_seconds=20)
+            end._link._seconds = 3
             assert end.generate() == [(), {}]
-            time.sleep(3)  # nobody asks while it falls silent
+            os.kill(other.pid, signal.SIGSTOP)
+            assert end._link._closed.wait(60), "nobody asks while it falls silent"
             for _ in range(2):
-                with pytest.raises(RolloutError, match=r"is gone \(no heartbeat for 1 s\)"):
+                with pytest.raises(RolloutError, match=r"is gone \(no heartbeat for 3 s\)"):
                     end.generate()
-        assert time.monotonic() - began < 60
     finally:
-        stopped.kill()
+        other.kill()
+
+
+def test_a_greeting_that_is_wrong_or_incomplete_leaves_the_server_to_the_next():
+    engine, address = Keeper(), free_address()
+    host, port = address.split(":")
+    thread = threading.Thread(target=serve, args=(engine, address))
+    thread.start()
+    RemoteEngine(address).close()  # it listens
+    thread.join(10)
+    strangers = []
+    for said in (
+        b"GET / HTTP/1.1" + bytes(40),
+        b"fsdp2 trainer 02" + bytes(16) + b"x",
+        b"fsdp2 trainer 02" + bytes(16) + b"r",
+    ):
+        strangers.append(socket.create_connection((host, int(port))))
+        strangers[-1].sendall(said)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(link_module, "_BACKLOG", 0)  # of halves, none is kept
+        thread = threading.Thread(target=serve, args=(engine, address))
+        thread.start()
+        strangers[-1].settimeout(10)
+        assert strangers[-1].recv(1) == b""
+    end = RemoteEngine(address)
+    assert end.generate(1) == [(1,), {}]
+    end.close()
+    thread.join(10)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_server_by_rank_names_the_address_by_which_it_reaches_the_store():
+    store = dist.PrefixStore("any", dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+    assert link_module._own_hosts(store) == ["127.0.0.1", socket.gethostname()]
 
 
 @pytest.mark.parametrize(
@@ -825,8 +860,11 @@ def test_a_large_weight_arrives_while_the_one_before_is_used_and_no_more_are_on_
 
     class Watching(Keeper):
         def update_weights(self, weights):
-            for _ in weights:
-                time.sleep(0.1)  # uses it
+            for i, _ in enumerate(weights):
+                deadline = time.monotonic() + 60
+                while len(asked) < min(i + 4, count) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(0.05)  # would more be asked for, it came now
                 seen.append(len(asked))
 
     def stream():

@@ -38,6 +38,7 @@ from fsdp2_strategy.errors import RolloutError
 _HEARTBEAT_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
+_BACKLOG = 128
 _ID_BYTES = 16
 _TAKEN = b"fsdp2 engine v02"
 _REQUESTS, _HEARTBEATS = b"r", b"h"
@@ -141,13 +142,17 @@ class Listener:
             key, trainer, purpose = (_read(other, n) for n in (_ID_BYTES, _ID_BYTES, len(_REQUESTS)))
         except OSError:
             key = b""
-        if key != self.key:
+        if key != self.key or purpose not in (_REQUESTS, _HEARTBEATS):
             other.close()
             return
-        self._halves.setdefault(trainer, {})[purpose] = other
-        if len(self._halves[trainer]) == 2:
-            both = self._halves.pop(trainer)
+        both = self._halves.setdefault(trainer, {})
+        both[purpose] = other
+        if len(both) == 2:
             self._waiting.append((both[_REQUESTS], both[_HEARTBEATS]))
+            del self._halves[trainer]
+        elif len(self._halves) > _BACKLOG:  # the oldest one belongs to a trainer that died in between
+            for half in self._halves.pop(next(iter(self._halves))).values():
+                half.close()
 
 
 _listeners: dict[str, Listener] = {}
@@ -158,7 +163,7 @@ def listen(address: str | None, peer: int | None) -> Listener:
     """Return the listener of a server; a listener of an earlier session is reused.
 
     Raises:
-        RolloutError: the address is in use, or is not an address of this host.
+        RolloutError: the address is in use, or is not an address of this host; or the default group's store is gone.
     """
     where = name_of_end(address, peer)
     if where not in _listeners:
@@ -175,19 +180,25 @@ def listen(address: str | None, peer: int | None) -> Listener:
     if address is None:
         store = default_store()
         told = {"hosts": _own_hosts(store), "port": listener.port, "key": listener.key.hex()}
-        store.set(_entry(dist.get_rank(), peer), json.dumps(told))
+        try:
+            store.set(_entry(dist.get_rank(), peer), json.dumps(told))
+        except RuntimeError as error:
+            raise RolloutError(
+                f"cannot serve {where}: the store of the default group is gone ({_first_line(error)}), expected it to "
+                "stay. Start all ranks again."
+            ) from error
     return listener
 
 
 def _listen_at(host: str, port: int) -> socket.socket:
     [(family, _, _, _, place), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return socket.create_server(place[:2], family=family, backlog=128)
+    return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
 
 
 def _listen_on_all_interfaces() -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
-    return socket.create_server(("", 0), backlog=128)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def _entry(server: int, trainer: int | None) -> str:
@@ -258,7 +269,8 @@ def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) ->
         failure: Exception | None = None
         for host in hosts:
             try:
-                return socket.create_connection((host, port), max(deadline - time.monotonic(), 0.01))
+                left = max(deadline - time.monotonic(), 0.01)
+                return socket.create_connection((host, port), min(left, _HANDSHAKE_SECONDS))
             except (OSError, OverflowError) as error:
                 failure = failure or error
         if time.monotonic() + _RETRY_SECONDS >= deadline or isinstance(failure, OverflowError):

@@ -182,7 +182,7 @@ def serve(
             them, may be longer.
 
     Raises:
-        RolloutError: the address is invalid or in use.
+        RolloutError: the address is invalid or in use, or the store of the default group is gone.
     """
     where = name_of_end(address, peer)
     link = listen(address, peer).accept(timeout_seconds)
