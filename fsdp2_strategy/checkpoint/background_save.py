@@ -3,9 +3,9 @@
 Input: tensors that the trainer keeps changing, and a function that writes. Output: copies in reused host buffers, and
 the function's error, which the next call raises.
 
-[Note: behind the trainer] The background threads of all ranks use a separate process group, so that their collectives
+[Note: background saves] The background threads of all ranks use a separate process group, so that their collectives
 cannot mix with the trainer's. One save is in flight at a time. A save fails on all ranks or on none
-([Note: one decision] in `agreement`). The next save, load, `wait` or `close` raises its error.
+([Note: agreed errors] in `agreement`). The next save, load, `wait` or `close` raises its error.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def staging() -> Staging:
 
 
 def behind(name: str, work: Callable[[], None]) -> None:
-    """Run `work` in a background thread; the first call is collective. See [Note: behind the trainer]."""
+    """Run `work` in a background thread; the first call is collective. See [Note: background saves]."""
     wait()
     _in_flight.append(_Save(name, work, _own_group()))
 

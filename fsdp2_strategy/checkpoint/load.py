@@ -1,7 +1,7 @@
 """Load a checkpoint: find it, check its structure, compare it with the model, then read it.
 
 Input: a directory, and optionally a tag. Output: the model, optimizer, schedule and random generators in their saved
-state. Each phase succeeds or raises on all ranks; see [Note: one decision] in `agreement`.
+state. Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreement`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 Input: a checkpoint's directory. Output: its manifest, its small files, and checksums for any range of its files.
 
-[Note: lists] In a save, each rank writes a checksum manifest of the blocks that it wrote. Their total size grows with
-ranks times tensors. So a reader opens them in this order, until they cover the range that it reads: that of rank 0,
-which has the headers and sidecar files; its own, which suffices for a run on the same ranks; those of ranks with the
-same shard; those of ranks whose shards hold the range; and all others. Each one records its maximum block size.
+[Note: checksum manifests] In a save, each rank writes a checksum manifest of the blocks that it wrote. Their total size
+grows with ranks times tensors. So a reader opens them in this order, until they cover the range that it reads: that of
+rank 0, which has the headers and sidecar files; its own, which suffices for a run on the same ranks; those of ranks
+with the same shard; those of ranks whose shards hold the range; and all others. Each one records its maximum block
+size.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
 
 @dataclass
 class _Lists:
-    """Find the checksum manifests that cover a range; see [Note: lists]."""
+    """Find the checksum manifests that cover a range; see [Note: checksum manifests]."""
 
     places: Places
     digests: Mapping[str, str]

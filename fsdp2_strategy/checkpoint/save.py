@@ -1,7 +1,7 @@
 """Save a checkpoint: write, commit, then rotate.
 
 Input: a sharded model with optimizer and schedule. Output: a committed checkpoint; see [Note: commit] in `directory`.
-Each phase succeeds or raises on all ranks; see [Note: one decision] in `agreement`.
+Each phase succeeds or raises on all ranks; see [Note: agreed errors] in `agreement`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def save_checkpoint(
             `wait_for_save` and ``close`` wait for it, and raise its error.
         only_trainable: omit frozen weights that a load can restore from elsewhere. The others are saved in
             ``trainable/``, and there is no folder for ``from_pretrained``. A load compares the model's frozen weights
-            with the omitted ones. See [Note: had again] in `trainable_only`.
+            with the omitted ones. See [Note: reloadable weights] in `trainable_only`.
         meta: JSON content of ``meta.json``, for other programs.
         layout: LeRobot's layout, with the objects that it saves with the weights; by default our own layout. A peft
             model is then saved as with ``only_trainable``, and its adapters also in peft's format.

@@ -8,7 +8,7 @@ Here each rank plans on its own, because offsets follow from names, shapes and d
 A rank sends only an empty plan with a digest of the file headers, and the coordinator compares the digests. torch runs
 the phases, and raises errors on all ranks.
 
-[Note: remembered] A layout contains no values, and a run saves the same models and optimizers many times. So the most
+[Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
 recently used layouts are cached. The key is all that determines a layout: names, shapes, dtypes, placements and sizes.
 """
 
@@ -102,7 +102,7 @@ class Layout:
         most_bytes: int | None,
         metadata: Mapping[str, str],
     ) -> Layout:
-        """Return the layout of a folder, from the cache if possible; see [Note: remembered]."""
+        """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
         kind = (stem, most_bytes, *metadata.items(), sizes.FILES, sizes.FILE_BYTES, sizes.LEAST_FILE_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_likeness(tensors))
         if key in _layouts:

@@ -3,9 +3,10 @@
 Input: a sharded model. Output: JSON for ``trainer_state.json`` with the fingerprints of these weights and the folders
 that they came from. In a load: a model with these weights, or an error.
 
-[Note: had again] A frozen weight is reloadable, and is left out, in two cases. Either it was frozen when the model was
-sharded and has not changed since, so the program that builds the model restores it. Or the folder that the model was
-loaded from holds the same values. Others are saved, such as weights that were trained before they were frozen.
+[Note: reloadable weights] A frozen weight is reloadable, and is left out, in two cases. Either it was frozen when the
+model was sharded and has not changed since, so the program that builds the model restores it. Or the folder that the
+model was loaded from holds the same values. Others are saved, such as weights that were trained before they were
+frozen.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class LeftOut:
 
     @classmethod
     def of(cls, root: nn.Module) -> LeftOut:
-        """Choose the weights of a model to leave out; collective. See [Note: had again]."""
+        """Choose the weights of a model to leave out; collective. See [Note: reloadable weights]."""
         with all_or_none("save", CheckpointError):
             parameters = named_parameters(root)
             frozen = {name: p for name, p in parameters.items() if not p.requires_grad}

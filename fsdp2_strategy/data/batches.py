@@ -3,8 +3,8 @@
 Input: the order of each epoch, the batch size, samples to skip, and the anchor from which they are skipped. Output: the
 samples of a batch, given its number. They are computed directly; no earlier batches are replayed.
 
-[Note: places] A *position* is an index in an epoch's order. A *place* is an index among the positions that the plan
-covers: those from its anchor on, without the positions of skipped samples.
+[Note: positions and offsets] A *position* is an index in an epoch's order. A *place* is an index among the positions
+that the plan covers: those from its anchor on, without the positions of skipped samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive places of one epoch; see [Note: places]."""
+    """Consecutive places of one epoch; see [Note: positions and offsets]."""
 
     epoch: int
     begin: int

@@ -3,9 +3,9 @@
 Input: the episodes of this rank's part of each batch. Output: calls of the data set's ``hold``, in the trainer's
 process, before each batch.
 
-[Note: hold] A data set whose episodes are expensive to open has a method ``hold(now, soon)``. Until the next call, only
-samples of the episodes in ``now`` are requested; the episodes in ``soon`` are needed after them. Both lists are in
-ascending order. The data set also has ``pause``, which ends its threads; it is called before workers are forked.
+[Note: needed episodes] A data set whose episodes are expensive to open has a method ``hold(now, soon)``. Until the next
+call, only samples of the episodes in ``now`` are requested; the episodes in ``soon`` are needed after them. Both lists
+are in ascending order. The data set also has ``pause``, which ends its threads; it is called before workers are forked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FARTHEST = 1 << 20
 
 
 class Holder(Protocol):
-    """A data set that is told which episodes are needed; see [Note: hold]."""
+    """A data set that is told which episodes are needed; see [Note: needed episodes]."""
 
     def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
         """Fetch the episodes of ``now`` and ``soon``, and release all others."""
@@ -32,7 +32,7 @@ class Ahead:
     """The object that calls ``hold`` of a data set.
 
     Args:
-        dataset: see [Note: hold].
+        dataset: see [Note: needed episodes].
         episodes: function that returns the episodes of this rank's part of a batch.
         in_flight: number of batches that are prefetched.
     """

@@ -2,7 +2,7 @@
 
 Input: an error or a value of each rank. Output: the same error, decision or value on all ranks.
 
-[Note: one decision] If one rank raised an error alone, the others would wait in their next collective until its
+[Note: agreed errors] If one rank raised an error alone, the others would wait in their next collective until its
 time-out. So each phase of a collective call runs inside `all_or_none`, which ends with the all-reduce of one flag. Only
 if a rank has set the flag, the error texts are gathered and every rank raises. This takes milliseconds.
 """
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     """Raise ``error`` on every rank if the block raised on any rank; collective.
 
-    See [Note: one decision]. The message names the failing rank and its cause. Blocks nest: if one rank fails in the
+    See [Note: agreed errors]. The message names the failing rank and its cause. Blocks nest: if one rank fails in the
     outer block while the others wait in an inner one, all ranks raise.
 
     Raises:

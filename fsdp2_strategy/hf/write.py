@@ -3,7 +3,7 @@
 Input: write requests (`Job`): a tensor, and the box of a file's entry that it fills. Output: bytes in files, and their
 checksums. Independent of models.
 
-[Note: in turn] The kernel admits one writer at a time per file. Every rank writes to all files, because it holds a
+[Note: write order] The kernel admits one writer at a time per file. Every rank writes to all files, because it holds a
 shard of every tensor. So each rank begins at a different file, and so does each thread of a rank. If there are fewer
 files than writers, some of them wait.
 """
@@ -114,7 +114,7 @@ def force_to_disk(paths: Iterable[Path]) -> None:
 
 
 def _in_turn(work: Callable[[Path, deque[Any]], None], waiting: Mapping[Path, deque[Any]]) -> None:
-    """Process the queues of the files in a few threads; see [Note: in turn]."""
+    """Process the queues of the files in a few threads; see [Note: write order]."""
     nobodys = deque(waiting)
     nobodys.rotate(-(rank() * len(nobodys) // world_size()))
     choosing = threading.Lock()

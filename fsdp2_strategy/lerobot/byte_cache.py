@@ -2,7 +2,7 @@
 
 Input: names, sizes, and blocks as they are fetched. Output: which blocks are cached, and their bytes.
 
-[Note: the cache] A cached file has a header and the blocks of the remote file:
+[Note: cached files] A cached file has a header and the blocks of the remote file:
 
     byte 0                    valid byte: 1 once the size is written
     bytes 4 to 7              number of calls that freed blocks, little-endian

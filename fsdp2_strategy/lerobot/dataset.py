@@ -2,7 +2,7 @@
 
 Input: a folder or remote root in LeRobot's format. Output: samples for `ResumableLoader`, which decides their order.
 
-[Note: where what happens] The constructor reads only metadata. The loader calls `hold` in the trainer's process with
+[Note: processes] The constructor reads only metadata. The loader calls `hold` in the trainer's process with
 the episodes of the next samples. Threads of that process extract the rows of these episodes and, if the root is remote,
 fetch the bytes of their videos. Workers decode the frames of the samples that they are asked for. Without a call of
 `hold`, the process that asks for a sample extracts and fetches its data itself.

@@ -107,7 +107,7 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files below a remote root, cached on disk as they are read; see [Note: the cache] in `byte_cache`.
+    """The files below a remote root, cached on disk as they are read; see [Note: cached files] in `byte_cache`.
 
     The threads of a process, its forked children, and the processes that unpickle the object share one cache, in a
     folder of its own. `close` deletes the folder. If all processes end without that call, the next object with the same

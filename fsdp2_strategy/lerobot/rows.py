@@ -2,8 +2,8 @@
 
 Input: parquet files that contain several episodes each. Output: one memory-mapped Arrow file per episode, as columns.
 
-[Note: rows once] A row group may contain one episode or a thousand. The first process that needs rows of it decodes it
-once, for all episodes that are requested together, and writes one file per episode. The other processes map these
+[Note: shared rows] A row group may contain one episode or a thousand. The first process that needs rows of it decodes
+it once, for all episodes that are requested together, and writes one file per episode. The other processes map these
 files. So a rank has the rows of a pool in memory only once, for any number of workers, and the kernel can evict them.
 """
 
@@ -72,7 +72,7 @@ class EpisodeRows:
         return rows
 
     def cut_out(self, episodes: Iterable[int]) -> None:
-        """Write the files of those episodes that have none; see [Note: rows once].
+        """Write the files of those episodes that have none; see [Note: shared rows].
 
         Raises:
             CorruptDataError: a data file cannot be parsed, or does not contain the expected episodes.

@@ -1,7 +1,7 @@
 """Offload models and optimizers to host memory, and reload them unchanged.
 
 Input: a sharded model, or an optimizer over one. Output: the same object, with its large tensors replaced by
-placeholders ([Note: away] in `placeholders`), or reloaded to the device with bitwise equal values.
+placeholders ([Note: offloaded values] in `placeholders`), or reloaded to the device with bitwise equal values.
 
 Values are copied into large host buffers, which are pinned if there is an accelerator and are reused by the next
 offload. Copies are queued on a separate stream. `offload` waits for them. `reload` does not: later kernels wait for

@@ -2,9 +2,9 @@
 
 Input: values in host memory, or a function that computes them. Output: placeholders, and the values of any tensor.
 
-[Note: away] `offload` copies values to host memory and replaces their tensors by meta tensors, so that no code can read
-freed device memory. `values_of` returns the host values of such a placeholder: saving and loading use host memory
-directly, without device memory.
+[Note: offloaded values] `offload` copies values to host memory and replaces their tensors by meta tensors, so that no
+code can read freed device memory. `values_of` returns the host values of such a placeholder: saving and loading use
+host memory directly, without device memory.
 
 A placeholder made by `computed` has no stored values: `values_of` computes them (weights with merged adapters).
 """
@@ -26,7 +26,7 @@ _away: dict[int, torch.Tensor] = {}
 
 
 def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor like ``like`` as a placeholder for values in host memory; see [Note: away].
+    """Return a meta tensor like ``like`` as a placeholder for values in host memory; see [Note: offloaded values].
 
     Args:
         values: all elements of the storage, as a 1-d tensor.

@@ -2,9 +2,10 @@
 
 Input: a model, an optimizer, or the ``FSDPParamGroup`` of a unit. Output: its `ModelState`.
 
-[Note: slots] A module of this package that stores data per model defines a `Slot` at its top, with a name and a type.
-The table of states has weak keys. So a value must not reference its model, not even through a submodule, a bound method
-or a hook: the model would never be freed. Data that deep copies of a module must keep is stored on it with `carry`.
+[Note: per-model state] A module of this package that stores data per model defines a `Slot` at its top, with a name and
+a type. The table of states has weak keys. So a value must not reference its model, not even through a submodule, a
+bound method or a hook: the model would never be freed. Data that deep copies of a module must keep is stored on it with
+`carry`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """The typed key of one value in a `ModelState`; see [Note: slots].
+    """The typed key of one value in a `ModelState`; see [Note: per-model state].
 
     Args:
         name: a unique description of the value.

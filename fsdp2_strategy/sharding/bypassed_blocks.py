@@ -12,18 +12,18 @@ again, as FSDP2's hooks on the outputs of a unit do. Its gradients are reduced o
 that ran has its gradient, or at the end of the backward pass if that input needs none. If activation checkpointing runs
 the function again in backward, the hooks gather the unit for backward, unless it is gathered already.
 
-[Note: the look] Most models call the forward of every block and need none of these hooks. So the hooks are present only
-in the first pass of each kind. A kind is the method that is called, training or evaluation mode, and whether gradients
-are enabled. If this pass bypasses a block, casts an input of a module or fills a cache, the hooks stay for good.
-Otherwise they are removed after it. They always stay if the policy is known to bypass its blocks. If a later pass of a
-kind that was observed bypasses a block after all, it raises an error, and the hooks are registered again.
+[Note: observed pass] Most models call the forward of every block and need none of these hooks. So the hooks are present
+only in the first pass of each kind. A kind is the method that is called, training or evaluation mode, and whether
+gradients are enabled. If this pass bypasses a block, casts an input of a module or fills a cache, the hooks stay for
+good. Otherwise they are removed after it. They always stay if the policy is known to bypass its blocks. If a later pass
+of a kind that was observed bypasses a block after all, it raises an error, and the hooks are registered again.
 
-[Note: side outputs] A block that fills a cache has more outputs than it returns. In transformers' pi0 the action expert
-attends to the keys and values of the language model, and the last block of the language model gets gradients through
-these alone. So in a model with several decoders, the outputs of modules within a block that receives a cache gather the
-block for backward, too.
+[Note: cache outputs] A block that fills a cache has more outputs than it returns. In transformers' pi0 the action
+expert attends to the keys and values of the language model, and the last block of the language model gets gradients
+through these alone. So in a model with several decoders, the outputs of modules within a block that receives a cache
+gather the block for backward, too.
 
-[Note: fp32 among half] Policies create noise, time steps and tables in fp32, and a projection in half precision would
+[Note: fp32 inputs] Policies create noise, time steps and tables in fp32, and a projection in half precision would
 reject them. So the inputs of modules that need one dtype are cast to it, unless autocast is enabled.
 """
 
@@ -82,7 +82,7 @@ class Walk:
             within it are cast instead.
         left_alone: units that always run through their own forward.
         ignored: modules without sharded parameters, which never need a gather.
-        is_bypassed: whether the model is known to bypass its blocks; if not, see [Note: the look].
+        is_bypassed: whether the model is known to bypass its blocks; if not, see [Note: observed pass].
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Walk:
             self._handles.pop().remove()
 
     def _see_cache(self) -> None:
-        """Keep the hooks, because a block receives a cache; see [Note: side outputs]."""
+        """Keep the hooks, because a block receives a cache; see [Note: cache outputs]."""
         if torch.is_grad_enabled():
             self._is_needed = True
             self._hang()
@@ -309,7 +309,7 @@ class _Unit:
         self.is_walked = False
         """Whether its last run bypassed its forward; a recomputation in backward must cast as that run did."""
         self.fills_cache = False
-        """Whether it runs with a cache that another decoder may read; see [Note: side outputs]."""
+        """Whether it runs with a cache that another decoder may read; see [Note: cache outputs]."""
         self._see_cache: Callable[[], None] | None = None
 
     def watch(self, see_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
@@ -370,7 +370,7 @@ class _Unit:
 
 
 def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module's inputs must have, if any; see [Note: fp32 among half]."""
+    """Return the dtype that a module's inputs must have, if any; see [Note: fp32 inputs]."""
     if not isinstance(module, _ONE_DTYPE):
         return None
     parameter = next(p for p in module._parameters.values() if p is not None)

@@ -2,9 +2,9 @@
 
 Input: a model, sharded or not. Output: groups for `build_optimizer`, or lists of parameters.
 
-[Note: never applied] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension. It therefore
-treats all parameters as vectors and decays none of them, except the cognition token on request. Here the number of
-dimensions of the unflattened, global parameter decides. ``as_flattened`` reproduces VITRA's behaviour.
+[Note: VITRA's weight decay] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension. It
+therefore treats all parameters as vectors and decays none of them, except the cognition token on request. Here the
+number of dimensions of the unflattened, global parameter decides. ``as_flattened`` reproduces VITRA's behaviour.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def vla_parameter_groups(
         cognition_token_weight_decay: whether parameters with "cognition_token" in their names are decayed. Their number
             of dimensions has no effect.
         move_word_embedding_to_action_model: put the backbone's ``embed_tokens`` into the "other" groups.
-        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: never applied].
+        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: VITRA's weight decay].
 
     Returns:
         A dict per group with "name", "params", "lr" and "weight_decay"; a group may have no parameters.

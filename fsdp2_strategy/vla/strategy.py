@@ -89,7 +89,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone's learning rate at 0.
         move_word_embedding_to_action_model: train the word embedding with the action model's settings.
         optimizer_betas: Adam's betas.
-        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: never applied] in
+        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: VITRA's weight decay] in
             `parameter_groups`.
         cast_buffers: cast buffers to the reduction dtype, as VITRA does. bf16 rounds rotary frequencies.
         shard_size: number of ranks that a parameter is sharded over; by default the ranks of a node.

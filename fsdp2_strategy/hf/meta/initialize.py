@@ -6,11 +6,11 @@ A tensor's values come from the first of these that applies: the recorded operat
 transformers had initialised it; ``_init_weights`` of a transformers model; the recorded operations of the constructor;
 ``reset_parameters`` of the module, if no operations were recorded.
 
-[Note: fresh values] Init functions draw full tensors and change them in place. They run on a skeleton of the model in
-which a `_Slot`, a lazily initialised tensor, replaces each tensor without values. The first operation on a `_Slot`
-allocates a full tensor on every rank, and all ranks draw from the same random state. When the init function returns,
-each rank keeps its rows and frees the full tensor. So the values are those of the unsharded model at every world size,
-and tensors that no init function writes are detected.
+[Note: lazy initialisation] Init functions draw full tensors and change them in place. They run on a skeleton of the
+model in which a `_Slot`, a lazily initialised tensor, replaces each tensor without values. The first operation on a
+`_Slot` allocates a full tensor on every rank, and all ranks draw from the same random state. When the init function
+returns, each rank keeps its rows and frees the full tensor. So the values are those of the unsharded model at every
+world size, and tensors that no init function writes are detected.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _gathered(original: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _Slot(torch.Tensor):
-    """A lazily initialised tensor that replaces one without values; see [Note: fresh values]."""
+    """A lazily initialised tensor that replaces one without values; see [Note: lazy initialisation]."""
 
     original: torch.Tensor
     slots: _Slots

@@ -3,7 +3,7 @@
 Input: the tensor operations of a ``with`` block in which modules are built on the meta device. Output: for each
 parameter and buffer of those modules, the operations that compute its values, which `initialize` replays.
 
-[Note: the tape] Code that builds a model also sets values: in ``reset_parameters``, but also with
+[Note: recorded initialisation] Code that builds a model also sets values: in ``reset_parameters``, but also with
 ``self.head.weight.data.normal_(std=0.01)``, ``nn.Parameter(torch.ones(4))`` or ``register_buffer("mask", ...)``. On
 meta, these have no effect. A `Tape` records each operation that creates or changes a meta tensor. Tensors are
 identified by their storage, so that views, ``.data`` and a parameter made from a tensor count as the same memory. A
@@ -83,7 +83,7 @@ class _Operation:
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record operations on meta tensors; see [Note: the tape]."""
+    """Record operations on meta tensors; see [Note: recorded initialisation]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -3,12 +3,12 @@
 Input: a model, sharded or not, with or without peft layers. Output: a copy of its module tree without peft's modules,
 with Hugging Face names, for files, streams and engines. The model itself does not change.
 
-[Note: merging] ``fully_shard`` splits weights by rows. To compute its rows of ``W + scaling * B @ A``, a rank needs
-nothing from other ranks but the adapters, which are small and are gathered once. The rows of a weight are merged when
-its values are read, one weight at a time. peft's own ``merge`` does this, on a copy of the layer that has only some
-rows. Rows are merged in chunks that are the same on any number of ranks: a rank fills the rows of a chunk that it does
-not hold with zeros, and drops their results. So the same values are computed on any number of ranks. Without this they
-could differ, because matrix products of other shapes may round differently.
+[Note: row-wise merging] ``fully_shard`` splits weights by rows. To compute its rows of ``W + scaling * B @ A``, a rank
+needs nothing from other ranks but the adapters, which are small and are gathered once. The rows of a weight are merged
+when its values are read, one weight at a time. peft's own ``merge`` does this, on a copy of the layer that has only
+some rows. Rows are merged in chunks that are the same on any number of ranks: a rank fills the rows of a chunk that it
+does not hold with zeros, and drops their results. So the same values are computed on any number of ranks. Without this
+they could differ, because matrix products of other shapes may round differently.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Adapted = Callable[[Any, str, nn.Module], None]
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """A model without its adapters; see [Note: merging]."""
+    """A model without its adapters; see [Note: row-wise merging]."""
 
     model: nn.Module
     """The model itself if it has no adapters. Call `gather` before you read its adapted weights."""
@@ -283,7 +283,7 @@ def _adapted_keys(layer: Any, active: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """This rank's rows of an adapted weight; see [Note: merging]."""
+    """This rank's rows of an adapted weight; see [Note: row-wise merging]."""
 
     layer: Any
     key: str
