@@ -3,7 +3,7 @@
 Input: the order of each epoch, the batch size, samples to skip, and the anchor from which they are skipped. Output: the
 samples of a batch, given its number. They are computed directly; no earlier batches are replayed.
 
-[Note: positions and offsets] A *position* is an index in an epoch's order. A *place* is an index among the positions
+[Note: positions and offsets] A *position* is an index in an epoch's order. An *offset* is an index among the positions
 that the plan covers: those from its anchor on, without the positions of skipped samples.
 """
 
@@ -20,6 +20,8 @@ from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
 Tail = Literal["carry", "pad", "drop"]
+Key = tuple[int, int]
+"""(epoch, index of the sample)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Consecutive places of one epoch; see [Note: positions and offsets]."""
+class Span:
+    """Consecutive offsets of one epoch; see [Note: positions and offsets]."""
 
     epoch: int
     begin: int
@@ -66,30 +68,15 @@ class BatchPlan:
     tail: Tail = "carry"
     skipped: Sequence[int] = ()
     anchor: Anchor = field(default_factory=Anchor)
-    _gaps: dict[int, Indices] = field(default_factory=dict, init=False)
+    _skipped_positions: dict[int, Indices] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if not self._units(self.anchor.epoch + 1):
+        if not self._epoch_length(self.anchor.epoch + 1):
             raise DataError(
-                f"cannot make batches: {self._places(self.anchor.epoch + 1)} samples are left of an epoch, expected "
-                f"{f'at least one batch of {self.batch}' if self.tail == 'drop' else 'at least one'}. Skip fewer, or "
-                "choose a smaller batch."
+                f"cannot make batches: {self._offsets(self.anchor.epoch + 1)} samples are left of an epoch, expected "
+                f"{f'at least one batch of {self.batch}' if self.tail == 'drop' else 'at least one'}. Skip fewer "
+                "samples, or choose a smaller batch."
             )
-
-    def moved(self, skipped: Sequence[int], anchor: Anchor) -> BatchPlan:
-        """Return a copy of the plan with another anchor and other skipped samples."""
-        return BatchPlan(self.order_of, self.batch, self.tail, tuple(skipped), anchor)
-
-    def gaps(self, epoch: int) -> Indices:
-        """Return the positions of skipped samples in an epoch, from the anchor on, in ascending order."""
-        if not self.skipped:
-            return np.empty(0, dtype=np.int64)
-        if epoch not in self._gaps:
-            while len(self._gaps) > 8:
-                self._gaps.pop(next(iter(self._gaps)))
-            positions = self.order_of(epoch).positions(self.skipped)
-            self._gaps[epoch] = positions[positions >= self._begin(epoch)]
-        return self._gaps[epoch]
 
     def epoch_of(self, batch: int) -> int:
         """Return the epoch in which a batch begins."""
@@ -97,123 +84,118 @@ class BatchPlan:
 
     def end_of(self, epoch: int) -> int:
         """Return the number of the first batch that begins after an epoch."""
-        units = self._units_through(epoch)
-        return self.anchor.batch + (-(-units // self.batch) if self.tail == "carry" else units)
-
-    def stretches(self, batch: int) -> list[Stretch]:
-        """Return the spans of places that make up a batch; a padded batch has fewer places than its size."""
-        epoch, begin = self._locate(batch)
-        found, missing = [], self.batch
-        while True:
-            end = min(begin + missing, self._places(epoch))
-            found.append(Stretch(epoch, begin, end))
-            missing -= end - begin
-            if not missing or self.tail != "carry":
-                return [stretch for stretch in found if len(stretch)]
-            epoch, begin = epoch + 1, 0
+        length = self._length_through(epoch)
+        return self.anchor.batch + (-(-length // self.batch) if self.tail == "carry" else length)
 
     def position_of(self, batch: int) -> tuple[int, int]:
         """Return the epoch and the position in its order at which a batch begins."""
-        epoch, place = self._locate(batch)
-        return epoch, self._position(epoch, place)
+        epoch, offset = self._locate(batch)
+        return epoch, self._position(epoch, offset)
 
-    def part(self, batch: int, low: int, high: int) -> tuple[list[tuple[int, Indices]], int]:
-        """Return the samples at offsets ``low`` to ``high`` of a batch, by epoch, and the number of padding samples."""
-        found = [(own.epoch, self.samples(own)) for own in self._cut(batch, low, high)]
-        return found, high - low - sum(len(samples) for _, samples in found)
+    def spans(self, batch: int) -> list[Span]:
+        """Return the spans of offsets that make up a batch; those of a padded batch are shorter than its size."""
+        epoch, begin = self._locate(batch)
+        found, missing = [], self.batch
+        while True:
+            end = min(begin + missing, self._offsets(epoch))
+            found.append(Span(epoch, begin, end))
+            missing -= end - begin
+            if not missing or self.tail != "carry":
+                return [span for span in found if len(span)]
+            epoch, begin = epoch + 1, 0
+
+    def samples(self, span: Span) -> Indices:
+        """Return the samples of a span."""
+        first, last = (self._position(span.epoch, offset) for offset in (span.begin, span.end - 1))
+        found = self.order_of(span.epoch).indices(first, last + 1)
+        skipped = self._skipped_in(span.epoch)
+        inside = skipped[(skipped >= first) & (skipped <= last)] - first
+        return np.delete(found, inside) if inside.size else found
+
+    def keys(self, batch: int, low: int, high: int) -> list[Key]:
+        """Return the samples ``low`` to ``high`` of a batch; padding repeats the first sample of the batch."""
+        spans = self._part_spans(batch, low, high)
+        keys = [(span.epoch, sample) for span in spans for sample in self.samples(span).tolist()]
+        padding = high - low - len(keys)
+        return keys + self.keys(batch, 0, 1) * padding if padding else keys
 
     def episodes(self, batch: int, low: int, high: int) -> frozenset[int]:
-        """Return the episodes of the blocks that contain offsets ``low`` to ``high`` of a batch; see `EpisodeOrder`."""
+        """Return the episodes of the blocks that contain samples ``low`` to ``high`` of a batch; see `EpisodeOrder`."""
         found: set[int] = set()
-        cut = self._cut(batch, low, high)
-        if sum(map(len, cut)) < high - low:  # padding repeats the first sample of the batch
-            cut += self._cut(batch, 0, 1)
-        for own in cut:
-            order = self.order_of(own.epoch)
+        spans = self._part_spans(batch, low, high)
+        if sum(map(len, spans)) < high - low:  # padding repeats the first sample of the batch
+            spans += self._part_spans(batch, 0, 1)
+        for span in spans:
+            order = self.order_of(span.epoch)
             if isinstance(order, EpisodeOrder):
-                positions = self._positions(own.epoch, np.arange(own.begin, own.end))
+                positions = self._positions(span.epoch, np.arange(span.begin, span.end))
                 found.update(order.episodes_at(positions).tolist())
         return frozenset(found)
 
-    def _cut(self, batch: int, low: int, high: int) -> list[Stretch]:
-        found, begin = [], 0
-        for stretch in self.stretches(batch):
-            own = Stretch(
-                stretch.epoch,
-                stretch.begin + min(max(low - begin, 0), len(stretch)),
-                stretch.begin + min(max(high - begin, 0), len(stretch)),
-            )
-            if len(own):
-                found.append(own)
-            begin += len(stretch)
+    def _part_spans(self, batch: int, low: int, high: int) -> list[Span]:
+        """Return the spans of samples ``low`` to ``high`` of a batch, without padding."""
+        found, start = [], 0
+        for span in self.spans(batch):
+            begin, end = (span.begin + min(max(edge - start, 0), len(span)) for edge in (low, high))
+            if begin < end:
+                found.append(Span(span.epoch, begin, end))
+            start += len(span)
         return found
 
-    def samples(self, stretch: Stretch) -> Indices:
-        """Return the samples of a span."""
-        if not len(stretch):
+    def _skipped_in(self, epoch: int) -> Indices:
+        """Return the positions of skipped samples in an epoch, from the anchor on, in ascending order."""
+        if not self.skipped:
             return np.empty(0, dtype=np.int64)
-        first, last = (self._position(stretch.epoch, place) for place in (stretch.begin, stretch.end - 1))
-        found = self.order_of(stretch.epoch).indices(first, last + 1)
-        gaps = self.gaps(stretch.epoch)
-        inside = gaps[(gaps >= first) & (gaps <= last)] - first
-        return np.delete(found, inside) if inside.size else found
+        if epoch not in self._skipped_positions:
+            if len(self._skipped_positions) > 8:
+                del self._skipped_positions[next(iter(self._skipped_positions))]
+            positions = self.order_of(epoch).positions(self.skipped)
+            self._skipped_positions[epoch] = positions[positions >= self._begin(epoch)]
+        return self._skipped_positions[epoch]
 
-    def slots(self, stretch: Stretch) -> Indices:
-        """Return the slots of a span; see [Note: orders] in `order`."""
-        places = np.arange(stretch.begin, stretch.end)
-        return self.order_of(stretch.epoch).slots_at(self._positions(stretch.epoch, places))
+    def _positions(self, epoch: int, offsets: Indices) -> Indices:
+        skipped, begin = self._skipped_in(epoch), self._begin(epoch)
+        before = np.searchsorted(skipped - begin - np.arange(len(skipped)), offsets, side="right")
+        return begin + offsets + before
 
-    def left_out(self, epoch: int) -> Indices:
-        """Return the slots of an epoch that are in no batch: those of skipped samples and of a dropped tail."""
-        slots = self.order_of(epoch).slots_at(self.gaps(epoch))
-        places = self._places(epoch)
-        if self.tail == "drop" and (rest := places % self.batch):
-            slots = np.concatenate([slots, self.slots(Stretch(epoch, places - rest, places))])
-        return slots
-
-    def _positions(self, epoch: int, places: Indices) -> Indices:
-        gaps, begin = self.gaps(epoch), self._begin(epoch)
-        before = np.searchsorted(gaps - begin - np.arange(len(gaps)), places, side="right")
-        return begin + places + before
-
-    def _position(self, epoch: int, place: int) -> int:
-        return int(self._positions(epoch, np.asarray([place]))[0])
+    def _position(self, epoch: int, offset: int) -> int:
+        return int(self._positions(epoch, np.asarray([offset]))[0])
 
     def _begin(self, epoch: int) -> int:
         return self.anchor.position if epoch == self.anchor.epoch else 0
 
-    def _places(self, epoch: int) -> int:
-        """Return the number of places of an epoch."""
-        return len(self.order_of(epoch)) - self._begin(epoch) - len(self.gaps(epoch))
+    def _offsets(self, epoch: int) -> int:
+        """Return the number of offsets of an epoch."""
+        return len(self.order_of(epoch)) - self._begin(epoch) - len(self._skipped_in(epoch))
 
-    def _units(self, epoch: int) -> int:
-        """Return the length of an epoch: in places if batches may span two epochs (``"carry"``), else in batches."""
-        places = self._places(epoch)
+    def _epoch_length(self, epoch: int) -> int:
+        """Return the length of an epoch: in offsets if batches may span two epochs (``"carry"``), else in batches."""
+        offsets = self._offsets(epoch)
         if self.tail == "carry":
-            return places
-        return places // self.batch if self.tail == "drop" else -(-places // self.batch)
+            return offsets
+        return offsets // self.batch if self.tail == "drop" else -(-offsets // self.batch)
 
-    def _units_through(self, epoch: int) -> int:
-        """Return the length from the anchor to the end of an epoch, in the unit of `_units`."""
+    def _length_through(self, epoch: int) -> int:
+        """Return the length from the anchor to the end of an epoch, in the unit of `_epoch_length`."""
         first = self.anchor.epoch
         if self._is_periodic:
-            return self._units(first) + (epoch - first) * self._units(first + 1)
-        return sum(self._units(e) for e in range(first, epoch + 1))
+            return self._epoch_length(first) + (epoch - first) * self._epoch_length(first + 1)
+        return sum(self._epoch_length(e) for e in range(first, epoch + 1))
 
     def _locate(self, batch: int) -> tuple[int, int]:
-        """Return the epoch and the place at which a batch begins."""
-        unit = (batch - self.anchor.batch) * (self.batch if self.tail == "carry" else 1)
+        """Return the epoch and the offset at which a batch begins."""
+        distance = (batch - self.anchor.batch) * (self.batch if self.tail == "carry" else 1)
         epoch = self.anchor.epoch
-        if unit >= self._units(epoch):
-            unit -= self._units(epoch)
+        if distance >= self._epoch_length(epoch):
+            distance -= self._epoch_length(epoch)
             epoch += 1
             if self._is_periodic:
-                turns, unit = divmod(unit, self._units(epoch))
-                epoch += turns
-            while unit >= self._units(epoch):
-                unit -= self._units(epoch)
+                epochs, distance = divmod(distance, self._epoch_length(epoch))
+                epoch += epochs
+            while distance >= self._epoch_length(epoch):
+                distance -= self._epoch_length(epoch)
                 epoch += 1
-        return epoch, unit * (1 if self.tail == "carry" else self.batch)
+        return epoch, distance * (1 if self.tail == "carry" else self.batch)
 
     @property
     def _is_periodic(self) -> bool:

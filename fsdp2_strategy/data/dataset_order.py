@@ -36,21 +36,21 @@ def order_of(
     facts: dict[str, Any] = {"n": n, "seed": seed, "global_batch_size": batch, "tail": tail}
     if (pool is None and lanes != 1) or (pool is not None and weights is not None):
         raise DataError(
-            f"cannot order samples: pool is {pool}, lanes {lanes}, weights {weights}, expected a pool of episodes with "
-            "lanes if you like, or weights, or neither. Drop one."
+            f"cannot order samples: pool is {pool}, lanes {lanes}, weights {weights}, expected a pool (with or without "
+            "lanes), weights, or neither. Remove the arguments that do not fit."
         )
     if pool is not None:
         lengths = _episode_lengths(dataset, n)
-        facts |= {"pool": int(pool), "lanes": int(lanes), "episodes": _digest(lengths.tobytes())}
-        carries = tail == "carry"
+        digest = hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
+        facts |= {"pool": int(pool), "lanes": int(lanes), "episodes": digest}
         return facts, lambda epoch: EpisodeOrder(
-            lengths, seed, epoch, pool, lanes=lanes, batch=batch, offset=epoch * n % batch if carries else 0
+            lengths, seed, epoch, pool, lanes=lanes, batch=batch, offset=epoch * n % batch if tail == "carry" else 0
         )
     if weights is not None:
         if not isinstance(dataset, ConcatDataset):
             raise DataError(
-                f"cannot mix: the data set is a {type(dataset).__name__}, expected a ConcatDataset, a weight for each "
-                "of its data sets. Put them into one."
+                f"cannot mix data sets: the data set is a {type(dataset).__name__}, expected a ConcatDataset with one "
+                "data set for each weight. Combine the data sets in one."
             )
         parts = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
         facts |= {"lengths": parts, "weights": [float(w) for w in weights]}
@@ -64,10 +64,6 @@ def _episode_lengths(dataset: Any, n: int) -> Indices:
     if lengths.sum() != n:
         raise DataError(
             f"cannot pool episodes: episode_lengths of {type(dataset).__name__} add up to {lengths.sum()}, expected "
-            f"its {n} samples. Give it that attribute, the length of each episode in order."
+            f"its {n} samples. Set that attribute to the length of each episode, in order."
         )
     return lengths
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()

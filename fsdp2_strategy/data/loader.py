@@ -13,27 +13,26 @@ import itertools
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from fsdp2_strategy.data.audit import Audit
-from fsdp2_strategy.data.batches import Anchor, BatchPlan, Tail
+from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
 from fsdp2_strategy.data.dataset_order import order_of
 from fsdp2_strategy.data.permutation import Indices
-from fsdp2_strategy.data.prefetch import Ahead
-from fsdp2_strategy.data.workers import Key, Parts, Refusal, Samples, as_it_is, keys_of, outlive_sigterm, part_of
+from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
+from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
 from fsdp2_strategy.distributed.agreement import agree
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import end_workers
 from fsdp2_strategy.errors import DataError
 
 _VERSION = 1
-_TAILS = ("carry", "pad", "drop")
 
 
 class ResumableLoader:
@@ -98,7 +97,7 @@ class ResumableLoader:
         lanes: int = 1,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self._is_of_all_ranks = dp_rank is None and dp_size is None and dist.is_initialized()
+        self._is_shared_by_all_ranks = dp_rank is None and dp_size is None and dist.is_initialized()
         self.dp_rank, self.dp_size = _rank_and_size(dp_rank, dp_size)
         self.dataset, self.tail = dataset, tail
         self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)
@@ -107,9 +106,11 @@ class ResumableLoader:
             dataset, self.global_batch_size, self.seed, tail=tail, pool=pool, lanes=lanes, weights=weights
         )
         self._plan = BatchPlan(lru_cache(maxsize=4)(make_order), self.global_batch_size, tail)
+        # This rank's part of every batch: samples low to high.
+        self._low, self._high = (r * self.global_batch_size // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
         self._collate = collate_fn or default_collate
         self._fetch: dict[str, Any] = {
-            "collate_fn": as_it_is,
+            "collate_fn": identity,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor if num_workers else None,
@@ -118,9 +119,8 @@ class ResumableLoader:
         self._samples = 0  # delivered, over all ranks, without padding
         self._began = 0  # the first batch of this epoch
         self._end = self._plan.end_of(0)
-        self._audit = Audit()
         self._in_flight: Iterator[Any] | None = None
-        self._ahead: Ahead | None = None
+        self._announcer: EpisodeAnnouncer | None = None
         self._has_begun = False
 
     # --- position ------------------------------------------------------------------------------------------------
@@ -134,11 +134,6 @@ class ResumableLoader:
     def batches(self) -> int:
         """Number of batches that the trainer has received."""
         return self._batches
-
-    @property
-    def batches_left(self) -> int:
-        """Number of batches that the next ``for`` loop yields; the same on every rank."""
-        return self._plan.end_of(self.epoch) - self._batches
 
     @property
     def at_epoch_end(self) -> bool:
@@ -162,12 +157,12 @@ class ResumableLoader:
 
     def peek(self, k: int) -> Indices:
         """Return the indices of the next ``k`` samples of all ranks together: int64 of shape (k,)."""
-        found, missing = [np.empty(0, dtype=np.int64)], k
-        for batch in itertools.count(self._batches):
-            if missing <= 0:
-                break
-            found += [self._plan.samples(stretch) for stretch in self._plan.stretches(batch)]
-            missing -= sum(map(len, self._plan.stretches(batch)))
+        found, missing, batch = [np.empty(0, dtype=np.int64)], k, self._batches
+        while missing > 0:
+            spans = self._plan.spans(batch)
+            found += map(self._plan.samples, spans)
+            missing -= sum(map(len, spans))
+            batch += 1
         return np.concatenate(found)[:k]
 
     # --- iteration -----------------------------------------------------------------------------------------------
@@ -179,13 +174,13 @@ class ResumableLoader:
         while self._began == began and self._batches < self._end:
             if self._in_flight is None:
                 self._in_flight = iter(self._loader())
-                self._ahead = self._look_ahead()
+                self._announcer = self._make_announcer()
             try:
-                if self._ahead is not None:
-                    self._ahead.at(self._batches)
+                if self._announcer is not None:
+                    self._announcer.announce(self._batches)
                 keys, batch = next(self._in_flight)
-                if isinstance(batch, Refusal):
-                    raise batch.error(batch.text)
+                if isinstance(batch, DataError):
+                    raise batch
             except BaseException:
                 self.close()  # the prefetched batches are fetched again
                 raise
@@ -198,51 +193,41 @@ class ResumableLoader:
         self._began, self._end = self._batches, self._plan.end_of(self.epoch)
 
     def _loader(self) -> DataLoader[Any]:
+        plan = self._plan
         return DataLoader(
-            Samples(self.dataset, self.seed, self._collate),
-            batch_sampler=Parts(self._plan, self._batches, self.dp_rank, self.dp_size),
+            SampleFetcher(self.dataset, self.seed, self._collate),
+            batch_sampler=(plan.keys(batch, self._low, self._high) for batch in itertools.count(self._batches)),
             generator=torch.Generator().manual_seed(0),  # else DataLoader draws a seed from the trainer's generator
-            worker_init_fn=outlive_sigterm,
+            worker_init_fn=ignore_foreign_sigterm,
             **self._fetch,
         )
 
-    def _look_ahead(self) -> Ahead | None:
+    def _make_announcer(self) -> EpisodeAnnouncer | None:
         """Return the object that announces the next episodes to the data set, if the data set has ``hold``."""
         if "pool" not in self._fingerprint or not hasattr(self.dataset, "hold"):
             return None
         in_flight = self._fetch["num_workers"] * (self._fetch["prefetch_factor"] or 0)
-        low, high = part_of(self.global_batch_size, self.dp_rank, self.dp_size)
-        return Ahead(self.dataset, lambda batch: self._plan.episodes(batch, low, high), in_flight)
+        return EpisodeAnnouncer(
+            self.dataset, lambda batch: self._plan.episodes(batch, self._low, self._high), in_flight
+        )
 
     def _deliver(self, keys: Sequence[Key]) -> torch.Tensor | None:
         """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding.
 
         Raises:
-            DataError: the workers fetched other samples than were requested, or the audit of an ended epoch failed.
+            DataError: the workers fetched other samples than were requested.
         """
-        plan, batch = self._plan, self._batches
-        low, high = part_of(self.global_batch_size, self.dp_rank, self.dp_size)
-        asked, fetched = keys_of(plan, batch, low, high), [tuple(key) for key in keys]
-        if fetched != asked:
+        requested, fetched = self._plan.keys(self._batches, self._low, self._high), [tuple(key) for key in keys]
+        if fetched != requested:
             raise DataError(
-                f"cannot deliver batch {batch}: the workers fetched {fetched[:3]}…, expected {asked[:3]}…. Load a "
-                "checkpoint, and report this: the loader is broken."
+                f"cannot deliver batch {self._batches}: the workers fetched {fetched[:3]}…, expected "
+                f"{requested[:3]}…. Load a checkpoint, and report this error of the loader."
             )
-        stretches = plan.stretches(batch)
-        for stretch in stretches:
-            self._audit.add(stretch.epoch, plan.slots(stretch))
-        real = sum(map(len, stretches))
+        real = sum(map(len, self._plan.spans(self._batches)))
         self._has_begun = True
         self._batches += 1
         self._samples += real
-        self._close_epochs(self.epoch)
-        return torch.arange(low, high) < real if self.tail == "pad" else None
-
-    def _close_epochs(self, epoch: int) -> None:
-        """Audit the epochs before ``epoch``."""
-        for ended in self._audit.begun():
-            if ended < epoch:
-                self._audit.close(ended, len(self._plan.order_of(ended)), self._plan.left_out(ended))
+        return torch.arange(self._low, self._high) < real if self.tail == "pad" else None
 
     def close(self) -> None:
         """End the workers and drop the batches that they have prefetched; the next ``for`` loop starts new workers."""
@@ -266,7 +251,6 @@ class ResumableLoader:
             "end": self._end,
             "anchor": [anchor.batch, anchor.epoch, anchor.position],
             "skipped": list(self._plan.skipped),
-            "audit": self._audit.state(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -278,13 +262,13 @@ class ResumableLoader:
         """
         if self._has_begun:
             raise DataError(
-                "cannot load a data position: the loader has delivered batches, expected one that has not begun. Load "
-                "before the first batch, or make a new loader."
+                "cannot load a data position: the loader has delivered batches, expected a loader that has delivered "
+                "none. Load before the first batch, or create a new loader."
             )
-        if lacking := [name for name in self.state_dict() if name not in state]:
+        if missing := [name for name in self.state_dict() if name not in state]:
             raise DataError(
-                f"cannot load a data position: it lacks {', '.join(lacking)}, expected what state_dict gave. Load it "
-                "with the version of this package that saved it."
+                f"cannot load a data position: it has no {', '.join(missing)}, expected all keys of state_dict(). Load "
+                "it with the version of this package that saved it."
             )
         known = {**self._fingerprint, "version": _VERSION}
         given = {**state["fingerprint"], "version": state["version"]}
@@ -292,7 +276,7 @@ class ResumableLoader:
             texts = [f"{name} {given.get(name)!r}, expected {known.get(name)!r}" for name in wrong]
             raise DataError(
                 f"cannot load a data position: it was saved with {'; '.join(texts)}. Samples would be repeated or left "
-                "out: use the data set and arguments of the run that goes on."
+                "out: use the data set and arguments of the run that is resumed."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -304,13 +288,12 @@ class ResumableLoader:
             DataError: see `check_state`.
         """
         self.check_state(state)
-        asked_for = set(self.skipped) - set(state["skipped"])
-        self._plan = self._plan.moved(state["skipped"], Anchor(*state["anchor"]))
+        also_skipped = set(self.skipped) - set(state["skipped"])
+        self._plan = replace(self._plan, skipped=tuple(state["skipped"]), anchor=Anchor(*state["anchor"]))
         self._batches, self._samples = state["batches"], state["samples"]
         self._began, self._end = state["began"], state["end"]
-        self._audit = Audit(state["audit"])
-        if asked_for:
-            self.skip(asked_for)
+        if also_skipped:
+            self.skip(also_skipped)
 
     def skip(self, samples: Iterable[int]) -> None:
         """Leave samples out from now on, in this epoch and all later ones.
@@ -323,40 +306,38 @@ class ResumableLoader:
             DataError: on every rank, if a sample is not in the data set, if no samples would be left, or if the ranks
                 have received different numbers of batches or skip different samples.
         """
-        chosen = sorted({*self._plan.skipped, *map(operator.index, samples)})
-        if self._is_of_all_ranks:
-            expected = "the same batches and samples everywhere. Load a checkpoint, and skip before the first batch."
-            agree("skip samples", (self._batches, chosen), DataError, expected)
+        skipped = sorted({*self._plan.skipped, *map(operator.index, samples)})
+        if self._is_shared_by_all_ranks:
+            expected = (
+                "the same number of delivered batches and the same samples on every rank. Load a checkpoint, and skip "
+                "before the first batch."
+            )
+            agree("skip samples", (self._batches, skipped), DataError, expected)
         epoch = self.epoch
-        self._replan(chosen)
+        self._replan(skipped)
         if self._batches < self._end:
-            still = self._plan.epoch_of(self._batches) == epoch
-            self._end = self._plan.end_of(epoch) if still else self._batches
+            continues = self.epoch == epoch
+            self._end = self._plan.end_of(epoch) if continues else self._batches
         self.close()
 
     def _replan(self, skipped: Sequence[int]) -> None:
-        """Skip ``skipped`` from the next batch on; add what the old plan skipped so far to the audit."""
-        old = self._plan
-        epoch, position = old.position_of(self._batches)
-        self._close_epochs(epoch)
-        self._plan = old.moved(skipped, Anchor(self._batches, epoch, position))
-        gaps = old.gaps(epoch)
-        if (passed := gaps[gaps < position]).size:
-            self._audit.add(epoch, old.order_of(epoch).slots_at(passed))
+        """Skip ``skipped`` from the next batch on."""
+        anchor = Anchor(self._batches, *self._plan.position_of(self._batches))
+        self._plan = replace(self._plan, skipped=tuple(skipped), anchor=anchor)
 
     def _check(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
             raise DataError(
-                f"cannot load {type(self.dataset).__name__}: it has no length, expected samples by index. Give a "
-                "map-style data set."
+                f"cannot load {type(self.dataset).__name__}: it has no length, expected a map-style data set. Use a "
+                "data set with __len__ and __getitem__."
             )
         if not 0 <= self.dp_rank < self.dp_size <= self.global_batch_size:
             raise DataError(
-                f"cannot cut batches: dp_rank is {self.dp_rank}, dp_size {self.dp_size}, global_batch_size "
-                f"{self.global_batch_size}, expected a rank below the size, and a sample for each rank."
+                f"cannot divide batches between ranks: dp_rank is {self.dp_rank}, dp_size {self.dp_size}, "
+                f"global_batch_size {self.global_batch_size}, expected 0 <= dp_rank < dp_size <= global_batch_size."
             )
-        if self.tail not in _TAILS:
-            raise DataError(f"cannot end an epoch: tail is {self.tail!r}, expected one of {', '.join(_TAILS)}.")
+        if self.tail not in get_args(Tail):
+            raise DataError(f"cannot end an epoch: tail is {self.tail!r}, expected one of {', '.join(get_args(Tail))}.")
 
 
 def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
@@ -365,8 +346,8 @@ def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
     own = batch.get("sample_mask", mask)
     if not isinstance(own, torch.Tensor) or own.shape != mask.shape or own.dtype != torch.bool:
         raise DataError(
-            "cannot deliver a padded batch: its 'sample_mask' is something else, expected a bool for each sample, or "
-            "that name to be free. Rename it."
+            "cannot deliver a padded batch: its 'sample_mask' is not a bool tensor with one element per sample, "
+            "expected such a mask or none. Rename that key of the batch."
         )
     batch["sample_mask"] = mask & own
     return batch
@@ -379,8 +360,8 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if dp_rank is not None or dp_size is not None or launched:
         raise DataError(
-            f"cannot cut batches: dp_rank is {dp_rank}, dp_size {dp_size}, and there is "
-            f"{'a' if dist.is_initialized() else 'no'} process group, expected both numbers, or neither and a group. "
-            "Construct the strategy first."
+            f"cannot divide batches between ranks: dp_rank is {dp_rank}, dp_size {dp_size}, and there is "
+            f"{'a' if dist.is_initialized() else 'no'} process group, expected both numbers, or neither and a process "
+            "group. Construct the strategy first."
         )
     return rank(), world_size()

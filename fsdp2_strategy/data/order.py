@@ -4,8 +4,7 @@ Input: the number of samples, the lengths of episodes, or the lengths and weight
 Orders do not depend on ranks.
 
 [Note: orders] An order has ``len`` positions. ``indices(start, stop)`` returns the samples at a range of positions, and
-``positions(samples)`` is its inverse. ``slots_at`` maps positions one-to-one to *slots*, the numbers below ``len``. If
-each sample occurs once, its slot is its index. `audit` checks the slots of an epoch against closed-form sums.
+``positions(samples)`` is its inverse.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from numpy.typing import ArrayLike
 from fsdp2_strategy.data.permutation import Bijection, Indices
 from fsdp2_strategy.errors import DataError
 
-_MOST_SAMPLES = 1 << 61
+_MAX_SAMPLES = 1 << 61
 
 
 class Order(Protocol):
@@ -36,9 +35,6 @@ class Order(Protocol):
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of samples, in ascending order."""
-
-    def slots_at(self, positions: Indices) -> Indices:
-        """Return the slots at positions."""
 
 
 class GlobalOrder:
@@ -59,8 +55,8 @@ class GlobalOrder:
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
-        if not 1 <= n < _MOST_SAMPLES:
-            raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61. Give a data set that is not empty.")
+        if not 1 <= n < _MAX_SAMPLES:
+            raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61. Use a data set that is not empty.")
         self.n, self.seed, self.epoch = operator.index(n), operator.index(seed), operator.index(epoch)
         self._bijection = Bijection(self.n, "samples", self.seed, self.epoch)
 
@@ -74,10 +70,6 @@ class GlobalOrder:
             DataError: the positions are not within 0 to n.
         """
         return self._bijection.values(_within(start, stop, self.n))
-
-    def slots_at(self, positions: Indices) -> Indices:
-        """Return the samples at positions, which are their own slots."""
-        return self._bijection.values(positions)
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of samples, in ascending order."""
@@ -125,26 +117,27 @@ class EpisodeOrder:
         if not self.lengths.size or self.lengths.min() < 0 or not self.lengths.sum():
             raise DataError(
                 f"cannot order frames: lengths are {self.lengths[:5].tolist()}…, expected none below 0 and some above. "
-                "Give the length of each episode."
+                "Pass the length of each episode."
             )
         if pool < 1 or not 1 <= lanes <= min(pool, batch) or not 0 <= offset < batch:
             raise DataError(
-                f"cannot order frames: pool is {pool}, lanes {lanes}, batch {batch}, offset {offset}, expected lanes "
-                "of at least one episode of the pool and one sample of a batch each. Lower lanes, or raise pool."
+                f"cannot order frames: pool is {pool}, lanes {lanes}, batch {batch}, offset {offset}, expected for "
+                "each lane at least one episode of the pool and one sample of the batch, and an offset within the "
+                "batch. Use fewer lanes, or a larger pool."
             )
         self.pool, self.lanes, self._batch = int(pool), int(lanes), int(batch)
         self._key = int(seed), int(epoch)
-        self._begins = _running(self.lengths)  # first frame of each episode, in the data set
+        self._begins = _offsets_of(self.lengths)  # first frame of each episode, in the data set
         self._episodes = GlobalOrder(len(self.lengths), seed, epoch).indices(0, len(self.lengths))
-        # First frame of each episode if the permuted episodes are concatenated (the "line").
-        self._line = _running(self.lengths[self._episodes])
-        self.n = int(self._line[-1])
-        # Line: [head: completes the last batch of the epoch before][one range per lane][tail: less than a batch]
+        # First frame of each episode if the permuted episodes are concatenated. A frame's index there is its offset.
+        self._episode_offsets = _offsets_of(self.lengths[self._episodes])
+        self.n = int(self._episode_offsets[-1])
+        # Offsets: [head: completes the last batch of the epoch before][one range per lane][tail: less than a batch]
         self._head = min(-offset % batch, self.n) if lanes > 1 else 0
         self._cuts = np.arange(lanes + 1) * batch // lanes
         self._batches = (self.n - self._head) // batch if lanes > 1 else 0
-        self._stretches = self._head + self._batches * self._cuts
-        self._blocks = self._block_begins()
+        self._lane_offsets = self._head + self._batches * self._cuts
+        self._block_offsets = self._blocks()
 
     def __len__(self) -> int:
         return self.n
@@ -155,32 +148,26 @@ class EpisodeOrder:
         Raises:
             DataError: the positions are not within 0 to the number of frames.
         """
-        return self.slots_at(_within(start, stop, self.n))
-
-    def slots_at(self, positions: Indices) -> Indices:
-        """Return the frames at positions, which are their own slots."""
-        on_line = self._in_blocks(self._to_line(positions), Bijection.values)
-        place = np.searchsorted(self._line, on_line, side="right") - 1
-        frames: Indices = self._begins[self._episodes[place]] + on_line - self._line[place]
+        positions = _within(start, stop, self.n)
+        offsets = self._in_blocks(self._to_offsets(positions), Bijection.values)
+        i = np.searchsorted(self._episode_offsets, offsets, side="right") - 1
+        frames: Indices = self._begins[self._episodes[i]] + offsets - self._episode_offsets[i]
         return frames
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of frames, in ascending order."""
         frames = _checked(samples, self.n)
         episode = np.searchsorted(self._begins, frames, side="right") - 1
-        place = np.argsort(self._episodes)[episode]
-        on_line = self._line[place] + frames - self._begins[episode]
-        return np.sort(self._from_line(self._in_blocks(on_line, Bijection.positions)))
+        offsets = self._episode_offsets[np.argsort(self._episodes)[episode]] + frames - self._begins[episode]
+        return np.sort(self._to_positions(self._in_blocks(offsets, Bijection.positions)))
 
     def episodes_at(self, positions: Indices) -> Indices:
         """Return the episodes of the blocks that contain positions; a reader of these positions needs them."""
-        on_line = self._to_line(positions)
-        blocks = np.unique(np.searchsorted(self._blocks, on_line, side="right") - 1)
-        begins, ends = self._blocks[blocks], self._blocks[blocks + 1]
-        first = np.searchsorted(self._line, begins, side="right") - 1
-        last = np.searchsorted(self._line, ends, side="left")
-        places = [np.arange(*span) for span in zip(first, last, strict=True)]
-        return np.unique(self._episodes[np.concatenate(places)]) if places else np.empty(0, dtype=np.int64)
+        blocks = np.unique(np.searchsorted(self._block_offsets, self._to_offsets(positions), side="right") - 1)
+        first = np.searchsorted(self._episode_offsets, self._block_offsets[blocks], side="right") - 1
+        last = np.searchsorted(self._episode_offsets, self._block_offsets[blocks + 1], side="left")
+        found = [self._episodes[begin:end] for begin, end in zip(first, last, strict=True)]
+        return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found]))
 
     def episodes_touched(self, dp_size: int) -> list[int]:
         """Return the number of episodes that each of ``dp_size`` ranks may read in this epoch.
@@ -192,47 +179,48 @@ class EpisodeOrder:
             low, high = (self._batch * r // dp_size for r in (rank, rank + 1))
             first = np.searchsorted(self._cuts, low, side="right") - 1
             last = np.searchsorted(self._cuts, high, side="left")
-            begin, end = (self._stretches[first], self._stretches[last]) if self.lanes > 1 else (0, self.n)
-            held = np.minimum(self._line[1:], end) > np.maximum(self._line[:-1], begin)
-            touched.append(int(held.sum()) if high > low else 0)
+            begin, end = (self._lane_offsets[first], self._lane_offsets[last]) if self.lanes > 1 else (0, self.n)
+            overlaps = np.minimum(self._episode_offsets[1:], end) > np.maximum(self._episode_offsets[:-1], begin)
+            touched.append(int(overlaps.sum()) if high > low else 0)
         return touched
 
-    def _to_line(self, positions: Indices) -> Indices:
-        """Return the index on the line, before blocks are permuted, of each position."""
-        turn, place = np.divmod(positions - self._head, self._batch)
-        lane = np.searchsorted(self._cuts, place, side="right") - 1
+    def _to_offsets(self, positions: Indices) -> Indices:
+        """Return the offset, before blocks are permuted, of each position."""
+        row, column = np.divmod(positions - self._head, self._batch)
+        lane = np.searchsorted(self._cuts, column, side="right") - 1
         width = np.diff(self._cuts)[lane]
-        in_lanes = (turn >= 0) & (turn < self._batches)
-        return np.where(in_lanes, self._stretches[lane] + turn * width + place - self._cuts[lane], positions)
+        in_lanes = (row >= 0) & (row < self._batches)
+        return np.where(in_lanes, self._lane_offsets[lane] + row * width + column - self._cuts[lane], positions)
 
-    def _from_line(self, on_line: Indices) -> Indices:
-        in_lanes = (on_line >= self._stretches[0]) & (on_line < self._stretches[-1])
-        lane = np.searchsorted(self._stretches, on_line, side="right") - 1
-        lane = np.where(in_lanes, lane, 0)
-        turn, place = np.divmod(on_line - self._stretches[lane], np.diff(self._cuts)[lane])
-        return np.where(in_lanes, self._head + turn * self._batch + self._cuts[lane] + place, on_line)
+    def _to_positions(self, offsets: Indices) -> Indices:
+        """Return the position of each offset; the inverse of `_to_offsets`."""
+        in_lanes = (offsets >= self._lane_offsets[0]) & (offsets < self._lane_offsets[-1])
+        lane = np.where(in_lanes, np.searchsorted(self._lane_offsets, offsets, side="right") - 1, 0)
+        row, column = np.divmod(offsets - self._lane_offsets[lane], np.diff(self._cuts)[lane])
+        return np.where(in_lanes, self._head + row * self._batch + self._cuts[lane] + column, offsets)
 
-    def _block_begins(self) -> Indices:
-        """Return the start of each block on the line: after every ``pool // lanes`` episodes of a lane's range."""
-        edges = np.unique(np.concatenate([[0], self._stretches if self.lanes > 1 else [], [self.n]]).astype(np.int64))
+    def _blocks(self) -> Indices:
+        """Return the offset of each block, and ``n``; a block is ``pool // lanes`` episodes of a lane's range."""
+        lane_offsets = self._lane_offsets.tolist() if self.lanes > 1 else []
+        edges = np.unique(np.asarray([0, *lane_offsets, self.n]))
         step = self.pool // self.lanes
         begins = [edges]
         for begin, end in itertools.pairwise(edges):
-            first = np.searchsorted(self._line, begin, side="right") - 1
-            inside = self._line[first + step :: step]
+            first = np.searchsorted(self._episode_offsets, begin, side="right") - 1
+            inside = self._episode_offsets[first + step :: step]
             begins.append(inside[(inside > begin) & (inside < end)])
         return np.unique(np.concatenate(begins))
 
-    def _in_blocks(self, on_line: Indices, change: Callable[[Bijection, Indices], Indices]) -> Indices:
-        """Apply ``change``, a block's permutation or its inverse, to indices on the line."""
-        block = np.searchsorted(self._blocks, on_line, side="right") - 1
+    def _in_blocks(self, offsets: Indices, change: Callable[[Bijection, Indices], Indices]) -> Indices:
+        """Apply ``change``, a block's permutation or its inverse, to offsets."""
+        block = np.searchsorted(self._block_offsets, offsets, side="right") - 1
         by_block = np.argsort(block, kind="stable")
-        result = np.empty_like(on_line)
-        for chosen in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if len(on_line) else ():
+        result = np.empty_like(offsets)
+        for chosen in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if len(offsets) else ():
             i = int(block[chosen[0]])
-            begin, end = self._blocks[i : i + 2]
-            bijection = _kept_bijection(int(end - begin), "frames", *self._key, i)
-            result[chosen] = begin + change(bijection, on_line[chosen] - begin)
+            begin, end = self._block_offsets[i : i + 2]
+            bijection = _cached_bijection(int(end - begin), "frames", *self._key, i)
+            result[chosen] = begin + change(bijection, offsets[chosen] - begin)
         return result
 
 
@@ -261,27 +249,23 @@ class MixtureOrder:
         sound = all(w > 0 and math.isfinite(w) for w in weights) and min(self.lengths, default=0) > 0
         if len(weights) != len(self.lengths) or not sound:
             raise DataError(
-                f"cannot mix: lengths are {self.lengths} and weights {list(weights)}, expected as many, all above 0. "
-                "Leave out a data set that is not to be drawn from."
+                f"cannot mix data sets: lengths are {self.lengths} and weights {list(weights)}, expected one weight "
+                "for each length, and all above 0. Leave out data sets without samples or weight."
             )
         self.n = sum(self.lengths) if n is None else int(n)
         self.seed, self.epoch = int(seed), int(epoch)
         ends = np.round(np.cumsum(np.asarray(weights, dtype=np.float64)) / np.sum(weights) * self.n)
-        self._shares = _running(np.diff(np.concatenate([[0], ends])).astype(np.int64))
+        self._shares = np.concatenate([[0], ends]).astype(np.int64)
         if (np.diff(self._shares) == 0).any():
             raise DataError(
-                f"cannot mix: of {self.n} positions the weights {list(weights)} leave none to one of the data sets, "
-                "expected one each. Raise its weight, or leave it out."
+                f"cannot mix data sets: with weights {list(weights)}, one of them gets none of the {self.n} positions "
+                "of an epoch, expected at least one for each. Raise its weight, or leave it out."
             )
-        self._begins = _running(np.asarray(self.lengths))
-        self._slots = GlobalOrder(self.n, seed, epoch)
+        self._begins = _offsets_of(np.asarray(self.lengths))
+        self._draws = GlobalOrder(self.n, seed, epoch)  # numbered so that those of each data set are consecutive
 
     def __len__(self) -> int:
         return self.n
-
-    def slots_at(self, positions: Indices) -> Indices:
-        """Return the slots at positions; the slots of each data set's share are consecutive."""
-        return self._slots.slots_at(positions)
 
     def indices(self, start: int, stop: int) -> Indices:
         """Return the samples at positions ``start`` to ``stop``, int64 of shape (stop - start,).
@@ -289,33 +273,33 @@ class MixtureOrder:
         Raises:
             DataError: the positions are not within 0 to n.
         """
-        slots = self.slots_at(_within(start, stop, self.n))
-        result = np.empty_like(slots)
+        draws = self._draws.indices(start, stop)
+        result = np.empty_like(draws)
         for i, length in enumerate(self.lengths):
-            chosen = np.flatnonzero((slots >= self._shares[i]) & (slots < self._shares[i + 1]))
-            turn, place = np.divmod(slots[chosen] - self._shares[i] + self._drawn_before(i), length)
-            for partial in self._partial_passes(i):  # the draws of a full pass are permuted by the slots already
-                now = np.flatnonzero(turn == partial)
-                place[now] = self._pass(i, partial).values(place[now])
-            result[chosen] = self._begins[i] + place
+            own = np.flatnonzero((draws >= self._shares[i]) & (draws < self._shares[i + 1]))
+            number, sample = np.divmod(draws[own] - self._shares[i] + self._drawn_before(i), length)
+            for partial in self._partial_passes(i):  # the samples of a full pass are permuted with the draws already
+                chosen = np.flatnonzero(number == partial)
+                sample[chosen] = self._pass(i, partial).values(sample[chosen])
+            result[own] = self._begins[i] + sample
         return result
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return all positions of samples, in ascending order; a sample that is drawn twice has two positions."""
         samples = _checked(samples, int(self._begins[-1]))
-        slots = [np.empty(0, dtype=np.int64)]
+        draws = [np.empty(0, dtype=np.int64)]
         for i, length in enumerate(self.lengths):
             own = samples[(samples >= self._begins[i]) & (samples < self._begins[i + 1])] - self._begins[i]
             if not own.size:
                 continue
             low, share = self._drawn_before(i), int(self._shares[i + 1] - self._shares[i])
             partial = self._partial_passes(i)
-            whole = np.setdiff1d(np.arange(low // length, (low + share - 1) // length + 1), partial)
-            drawn = [(whole[:, None] * length + own).reshape(-1) - low]
-            drawn += [turn * length + self._pass(i, turn).positions(own) - low for turn in partial]
+            full = np.setdiff1d(np.arange(low // length, (low + share - 1) // length + 1), partial)
+            drawn = [(full[:, None] * length + own).reshape(-1) - low]
+            drawn += [number * length + self._pass(i, number).positions(own) - low for number in partial]
             found = np.concatenate(drawn)
-            slots.append(self._shares[i] + found[(found >= 0) & (found < share)])
-        return self._slots.positions(np.concatenate(slots))
+            draws.append(self._shares[i] + found[(found >= 0) & (found < share)])
+        return self._draws.positions(np.concatenate(draws))
 
     def _drawn_before(self, i: int) -> int:
         return self.epoch * int(self._shares[i + 1] - self._shares[i])
@@ -324,14 +308,14 @@ class MixtureOrder:
         """Return the passes through a data set that this epoch draws only a part of."""
         low, length = self._drawn_before(i), self.lengths[i]
         high = low + int(self._shares[i + 1] - self._shares[i])
-        return sorted({turn for turn, cut in ((low // length, low % length), (high // length, high % length)) if cut})
+        return sorted({edge // length for edge in (low, high) if edge % length})
 
-    def _pass(self, i: int, turn: int) -> Bijection:
-        return _kept_bijection(self.lengths[i], "pass", self.seed, i, turn)
+    def _pass(self, i: int, number: int) -> Bijection:
+        return _cached_bijection(self.lengths[i], "pass", self.seed, i, number)
 
 
 # Cached, so that the table of a permutation is computed once for all slices.
-_kept_bijection = lru_cache(maxsize=128)(Bijection)
+_cached_bijection = lru_cache(maxsize=128)(Bijection)
 
 
 def _within(start: int, stop: int, n: int) -> Indices:
@@ -342,19 +326,21 @@ def _within(start: int, stop: int, n: int) -> Indices:
     """
     if not 0 <= start <= stop <= n:
         raise DataError(
-            f"cannot list samples: the slice is {start} to {stop}, expected it within 0 to {n}. Begin another epoch "
-            "for what comes after."
+            f"cannot list samples: the slice is {start} to {stop}, expected it within 0 to {n}. Use the order of the "
+            "next epoch for later samples."
         )
     return np.arange(start, stop)
 
 
 def _checked(samples: ArrayLike, n: int) -> Indices:
-    given = np.asarray(samples, dtype=np.int64).reshape(-1)
-    if given.size and not 0 <= given.min() <= given.max() < n:
-        raise DataError(f"cannot find samples: they reach from {given.min()} to {given.max()}, expected 0 to {n - 1}.")
-    return given
+    numbers = np.asarray(samples, dtype=np.int64).reshape(-1)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < n:
+        raise DataError(
+            f"cannot find samples: they range from {numbers.min()} to {numbers.max()}, expected 0 to {n - 1}."
+        )
+    return numbers
 
 
-def _running(lengths: Indices) -> Indices:
+def _offsets_of(lengths: Indices) -> Indices:
     """Return the starts of consecutive ranges of these lengths, and the end of the last one."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

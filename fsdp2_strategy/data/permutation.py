@@ -23,7 +23,7 @@ _Words = NDArray[np.uint64]
 
 _TABLE_SIZE = 1 << 16
 _ROUNDS = 8
-_AT_ONCE = 1 << 14  # numbers per chunk, so that the arrays of a round stay in the processor's cache
+_CHUNK = 1 << 14  # numbers; small enough that the arrays of a round stay in the processor's cache
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93))
 
 
@@ -43,13 +43,13 @@ class Bijection:
 
     def values(self, positions: Indices) -> Indices:
         """Return the values at positions."""
-        return self._table[positions] if self.n <= _TABLE_SIZE else _in_parts(positions, self._forward, self.n)
+        return self._table[positions] if self.n <= _TABLE_SIZE else _apply_in_chunks(positions, self._forward, self.n)
 
     def positions(self, values: Indices) -> Indices:
         """Return the positions of values; the inverse of `values`."""
         if self.n <= _TABLE_SIZE:
             return np.argsort(self._table)[values]
-        return _in_parts(values, self._backward, self.n)
+        return _apply_in_chunks(values, self._backward, self.n)
 
     @cached_property
     def _table(self) -> Indices:
@@ -79,16 +79,16 @@ class Bijection:
         return halves[0] * np.uint64(self._sizes[1]) + halves[1]
 
 
-def _in_parts(numbers: Indices, step: Callable[[_Words], _Words], n: int) -> Indices:
+def _apply_in_chunks(numbers: Indices, step: Callable[[_Words], _Words], n: int) -> Indices:
     """Apply a step to numbers in chunks, repeatedly to each number that it maps to ``n`` or above."""
     result = np.empty(len(numbers), dtype=np.int64)
-    for at in range(0, len(numbers), _AT_ONCE):
-        part = step(numbers[at : at + _AT_ONCE].astype(np.uint64))
-        outside = np.flatnonzero(part >= n)
+    for begin in range(0, len(numbers), _CHUNK):
+        chunk = step(numbers[begin : begin + _CHUNK].astype(np.uint64))
+        outside = np.flatnonzero(chunk >= n)
         while outside.size:
-            again = part[outside] = step(part[outside])
+            again = chunk[outside] = step(chunk[outside])
             outside = outside[again >= n]
-        result[at : at + _AT_ONCE] = part
+        result[begin : begin + _CHUNK] = chunk
     return result
 
 

@@ -10,25 +10,15 @@ are in ascending order. The data set also has ``pause``, which ends its threads;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
-_FARTHEST = 1 << 20
+_MAX_DISTANCE = 1 << 20
 """Maximum number of batches to search ahead for the next change of episodes."""
 
 
-class Holder(Protocol):
-    """A data set that is told which episodes are needed; see [Note: needed episodes]."""
-
-    def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
-        """Fetch the episodes of ``now`` and ``soon``, and release all others."""
-
-    def pause(self) -> None:
-        """End all threads."""
-
-
-class Ahead:
+class EpisodeAnnouncer:
     """The object that calls ``hold`` of a data set.
 
     Args:
@@ -37,22 +27,22 @@ class Ahead:
         in_flight: number of batches that are prefetched.
     """
 
-    def __init__(self, dataset: Holder, episodes: Callable[[int], frozenset[int]], in_flight: int) -> None:
+    def __init__(self, dataset: Any, episodes: Callable[[int], frozenset[int]], in_flight: int) -> None:
         self._dataset, self._in_flight = dataset, in_flight
         self._episodes = lru_cache(maxsize=in_flight + 1)(episodes)
         self._now: frozenset[int] = frozenset()
         self._soon: frozenset[int] = frozenset()
         self._change = -1
 
-    def at(self, batch: int) -> None:
+    def announce(self, batch: int) -> None:
         """Call ``hold`` for the batch that the trainer receives next."""
-        now = self._span(batch)
+        now = self._needed(batch)
         if now != self._now or batch >= self._change:
             self._change = self._first_change(batch, now)
-            self._now, self._soon = now, self._span(self._change) - now
+            self._now, self._soon = now, self._needed(self._change) - now
         self._dataset.hold(sorted(self._now), sorted(self._soon))
 
-    def _span(self, batch: int) -> frozenset[int]:
+    def _needed(self, batch: int) -> frozenset[int]:
         """Return the episodes of a batch and of the batches that are prefetched after it."""
         return frozenset().union(*(self._episodes(b) for b in range(batch, batch + self._in_flight + 1)))
 
@@ -62,11 +52,11 @@ class Ahead:
         If the episodes change and change back between two probes, as in epochs of a few batches, it may be a later one.
         """
         same, other = batch, batch + 1
-        while self._span(other) == now:
-            if other - batch > _FARTHEST:
+        while self._needed(other) == now:
+            if other - batch > _MAX_DISTANCE:
                 return other
             same, other = other, 2 * other - batch
         while other - same > 1:
             middle = (same + other) // 2
-            same, other = (middle, other) if self._span(middle) == now else (same, middle)
+            same, other = (middle, other) if self._needed(middle) == now else (same, middle)
         return other

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from fsdp2_strategy.data.order import GlobalOrder
 from fsdp2_strategy.errors import ConfigError
 
-_AT_ONCE = 1024
+_CHUNK = 1024
 
 
 class ResumableSampler(Sampler[int]):
@@ -53,9 +53,9 @@ class ResumableSampler(Sampler[int]):
         """
         if not 0 <= consumed_samples <= self._total() or consumed_samples % self.num_replicas:
             raise ConfigError(
-                f"cannot go on in the data: consumed_samples is {consumed_samples}, expected a multiple of "
-                f"{self.num_replicas} ranks, at most the {self._total()} of an epoch. Count the samples of the present "
-                "epoch over all ranks."
+                f"cannot resume the data: consumed_samples is {consumed_samples}, expected a multiple of the number of "
+                f"ranks {self.num_replicas}, at most the {self._total()} samples of an epoch. Count the samples of the "
+                "current epoch over all ranks."
             )
         self.epoch, self.consumed_samples = epoch, consumed_samples
 
@@ -67,13 +67,13 @@ class ResumableSampler(Sampler[int]):
         if not total:
             return
         indices = GlobalOrder(length, self.seed, self.epoch).indices if self.shuffle else np.arange
-        for at in range(self.consumed_samples, total, _AT_ONCE * self.num_replicas):
-            end = min(at + _AT_ONCE * self.num_replicas, total)
-            given = [indices(at, min(end, length))] if at < length else []
+        for begin in range(self.consumed_samples, total, _CHUNK * self.num_replicas):
+            end = min(begin + _CHUNK * self.num_replicas, total)
+            chunk = [indices(begin, min(end, length))] if begin < length else []
             if end > length:  # repeat samples from the start
-                again = indices(0, min(length, end - length))
-                given.append(again[np.arange(max(at, length) - length, end - length) % length])
-            yield from np.concatenate(given)[self.rank :: self.num_replicas].tolist()
+                repeated = indices(0, min(length, end - length))
+                chunk.append(repeated[np.arange(max(begin, length) - length, end - length) % length])
+            yield from np.concatenate(chunk)[self.rank :: self.num_replicas].tolist()
 
     def _total(self) -> int:
         """Return the number of samples of an epoch over all ranks."""

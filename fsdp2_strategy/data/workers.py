@@ -6,64 +6,28 @@ Input: the keys of this rank's part of each batch. Output: batches with their ke
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fsdp2_strategy.data.batches import BatchPlan
+from fsdp2_strategy.data.batches import Key
 from fsdp2_strategy.errors import CorruptDataError, DataError
 
-Key = tuple[int, int]
-"""(epoch, index of the sample)."""
 
+class SampleFetcher(Dataset[Any]):
+    """Fetch the samples of a part, each under its own seed, and collate them under a seed of the first key.
 
-def part_of(batch: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the start and end of a rank's part of a batch of ``batch`` samples."""
-    return rank * batch // size, (rank + 1) * batch // size
-
-
-def keys_of(plan: BatchPlan, batch: int, low: int, high: int) -> list[Key]:
-    """Return the samples at offsets ``low`` to ``high`` of a batch; padding repeats the batch's first sample."""
-    pieces, missing = plan.part(batch, low, high)
-    keys = [(epoch, sample) for epoch, samples in pieces for sample in samples.tolist()]
-    if missing:
-        [(epoch, first)], _ = plan.part(batch, 0, 1)
-        keys += [(epoch, int(first[0]))] * missing
-    return keys
-
-
-class Parts:
-    """A batch sampler that yields the keys of a rank's part of each batch from ``first`` on, without end."""
-
-    def __init__(self, plan: BatchPlan, first: int, rank: int, size: int) -> None:
-        self.plan, self.first = plan, first
-        self.low, self.high = part_of(plan.batch, rank, size)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for batch in itertools.count(self.first):
-            yield keys_of(self.plan, batch, self.low, self.high)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A `DataError` of a worker, returned as a value because torch would add the worker's traceback to its message."""
-
-    error: type[DataError]
-    text: str
-
-
-class Samples(Dataset[Any]):
-    """Fetch the samples of a part, each under its own seed, and collate them under a seed of the first key."""
+    A `DataError` of a worker is returned instead of a batch, because torch would add the worker's traceback to its
+    message.
+    """
 
     def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
@@ -74,7 +38,9 @@ class Samples(Dataset[Any]):
         except DataError as error:
             if get_worker_info() is None:
                 raise
-            return keys, Refusal(CorruptDataError if isinstance(error, CorruptDataError) else DataError, str(error))
+            if isinstance(error, CorruptDataError):
+                return keys, CorruptDataError(str(error), error.location)
+            return keys, DataError(str(error))  # subclasses may not be picklable
 
     def _batch(self, keys: list[Key]) -> Any:
         with _own_generators():
@@ -108,15 +74,15 @@ def _own_generators() -> Iterator[None]:
         random.setstate(of_python)
 
 
-def as_it_is(fetched: Any) -> Any:
+def identity(fetched: Any) -> Any:
     """Return ``fetched``, which is collated already."""
     return fetched
 
 
-def outlive_sigterm(_worker: int) -> None:
+def ignore_foreign_sigterm(_worker: int) -> None:
     """Ignore SIGTERM in a worker, unless its parent sent it.
 
-    torchrun and schedulers send SIGTERM to every process. If a worker ended then, its DataLoader would raise an error
+    torchrun and schedulers send SIGTERM to every process. If a worker exited then, its DataLoader would raise an error
     in the trainer, which is about to save.
     """
     if not hasattr(signal, "sigwaitinfo"):
@@ -128,4 +94,4 @@ def outlive_sigterm(_worker: int) -> None:
             pass
         os._exit(0)
 
-    threading.Thread(target=wait, name="outlive SIGTERM", daemon=True).start()
+    threading.Thread(target=wait, name="ignore SIGTERM", daemon=True).start()
