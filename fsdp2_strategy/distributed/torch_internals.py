@@ -13,9 +13,9 @@ passes, and the unsharded one, which replaces it while the unit is gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -28,6 +28,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import _device, _python_dispatch, _pytree
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map
 
@@ -39,42 +44,39 @@ def state_of(module: nn.Module) -> Any:
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
-def records_of(state: Any) -> list[Any]:
+def records_of(state: FSDPState) -> list[Any]:
     """Return the records of a state; before torch 2.12 it has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
-def choose_root(state: Any) -> None:
+def choose_root(state: FSDPState) -> None:
     """Make this state the root, unless FSDP2 has one; else the first module that runs would become the root."""
     if state._is_root is None:
         state._lazy_init()
 
 
-def run_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def run_pre_forward(state: FSDPState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Run FSDP2's pre-forward hook of a module; return the cast inputs."""
-    inputs: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
-    return inputs
+    return state._pre_forward(module, args, kwargs)
 
 
-def run_post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
+def run_post_forward(state: FSDPState, module: nn.Module, args: Any, output: Any) -> Any:
     """Run FSDP2's post-forward hook of a module; return the output, with backward hooks registered on it."""
     return state._post_forward(module, args, output)
 
 
-def pre_backward_hook(state: Any) -> Callable[..., Any]:
+def pre_backward_hook(state: FSDPState) -> Callable[..., Any]:
     """Return the tensor hook that all-gathers a unit for backward."""
-    hook: Callable[..., Any] = state._pre_backward
-    return hook
+    return state._pre_backward
 
 
-def is_gathered_for_backward(state: Any) -> bool:
+def is_gathered_for_backward(state: FSDPState) -> bool:
     """Return whether the pre-backward hook has run in this pass."""
-    is_it: bool = state._training_state == TrainingState.PRE_BACKWARD
-    return is_it
+    return state._training_state == TrainingState.PRE_BACKWARD
 
 
-def mark_forward(state: Any) -> None:
+def mark_forward(state: FSDPState) -> None:
     """Mark a unit as being in its forward pass; the caller must run its post-forward."""
     state._training_state = TrainingState.FORWARD
 
@@ -84,12 +86,12 @@ def mark_idle(state_or_record: Any) -> None:
     state_or_record._training_state = TrainingState.IDLE
 
 
-def forget_forward_root(state: Any) -> None:
+def forget_forward_root(state: FSDPState) -> None:
     """Clear the root of the current forward pass, so that the next pass has a new root even if this one failed."""
     state._state_ctx.iter_forward_root = None
 
 
-def prefetch_for_forward(state: Any) -> None:
+def prefetch_for_forward(state: FSDPState) -> None:
     """Start the all-gathers that a unit's forward prefetches for later units."""
     for ahead in state._states_to_forward_prefetch:
         for record in records_of(ahead):
@@ -108,13 +110,13 @@ UNIT_CALLS = {
 """The methods of a record that other modules may replace, by purpose."""
 
 
-def original_call(record: Any, call: str) -> Callable[..., Any]:
+def original_call(record: FSDPParamGroup, call: str) -> Callable[..., Any]:
     """Return FSDP2's own method for a call of `UNIT_CALLS`, even if it is replaced."""
     function: Callable[..., Any] = getattr(type(record), UNIT_CALLS[call]).__get__(record)
     return function
 
 
-def replace_call(record: Any, call: str, function: Callable[..., Any] | None) -> None:
+def replace_call(record: FSDPParamGroup, call: str, function: Callable[..., Any] | None) -> None:
     """Replace a method of a record; None restores FSDP2's own."""
     if function is None:
         record.__dict__.pop(UNIT_CALLS[call], None)
@@ -122,94 +124,88 @@ def replace_call(record: Any, call: str, function: Callable[..., Any] | None) ->
         record.__dict__[UNIT_CALLS[call]] = function
 
 
-def module_of(record: Any) -> nn.Module:
+def module_of(record: FSDPParamGroup) -> nn.Module:
     """Return the module that `fully_shard` was called on."""
-    module: nn.Module = record.modules[0]
-    return module
+    return record.modules[0]
 
 
-def mesh_of(record: Any) -> Any:
+def mesh_of(record: FSDPParamGroup) -> Any:
     """Return the mesh that a unit is sharded over."""
     return record.mesh_info.mesh
 
 
-def parameters_of(record: Any) -> list[Any]:
+def parameters_of(record: FSDPParamGroup) -> list[Any]:
     """Return the parameters of a record; see [Note: FSDP2's objects]."""
-    parameters: list[Any] = record.fsdp_params
-    return parameters
+    return record.fsdp_params
 
 
-def is_gathered(record: Any) -> bool:
+def is_gathered(record: FSDPParamGroup) -> bool:
     """Return whether a unit is gathered, or its all-gather is in flight."""
     return record._all_gather_result is not None or record.is_unsharded
 
 
-def gathering_ranks(record: Any) -> int:
+def gathering_ranks(record: FSDPParamGroup) -> int:
     """Return how many ranks take part in a unit's all-gather."""
-    count: int = record._all_gather_process_group.size()
-    return count
+    return record._all_gather_process_group.size()
 
 
-def gather(record: Any) -> None:
+def gather(record: FSDPParamGroup) -> None:
     """All-gather a unit, and wait for it."""
     record.unshard()
     record.wait_for_unshard()
 
 
-def drop_gather_in_flight(record: Any) -> None:
+def drop_gather_in_flight(record: FSDPParamGroup) -> None:
     """Wait for an all-gather that is in flight, and free the gathered parameters."""
     if record._all_gather_result is not None:
         record.wait_for_unshard()
-        record._to_sharded()
+        record._to_sharded()  # type: ignore[no-untyped-call]
 
 
-def reset_record(record: Any) -> None:
+def reset_record(record: FSDPParamGroup) -> None:
     """Free a unit's gathered parameters and mark it idle, at any point of a pass."""
     if record._all_gather_result is not None:
         record.wait_for_unshard()
     mark_idle(record)
-    record._to_sharded()
+    record._to_sharded()  # type: ignore[no-untyped-call]
 
 
-def record_pre_forward(record: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def record_pre_forward(record: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """All-gather a unit before its forward; return inputs whose backward hook reduces the unit's gradients."""
-    inputs: tuple[Any, Any] = record.pre_forward(module, args, kwargs)
-    return inputs
+    return record.pre_forward(module, args, kwargs)
 
 
-def record_post_forward(record: Any, module: nn.Module) -> None:
+def record_post_forward(record: FSDPParamGroup, module: nn.Module) -> None:
     """Free a unit's gathered parameters as FSDP2 does after its forward."""
     record.post_forward(module, None, None)
 
 
-def reduces_gradients(record: Any) -> bool:
+def reduces_gradients(record: FSDPParamGroup) -> bool:
     """Return whether the next backward reduces a unit's gradients; else it accumulates them without communication."""
-    does: bool = record.reduce_grads
-    return does
+    return record.reduce_grads
 
 
-def gradient_dtype(record: Any) -> torch.dtype | None:
+def gradient_dtype(record: FSDPParamGroup) -> torch.dtype | None:
     """Return the dtype that reduced gradients are rounded to; None before FSDP2 has determined it."""
-    dtype: torch.dtype | None = record._orig_dtype
-    return dtype
+    return record._orig_dtype
 
 
-def set_gradient_dtype(record: Any, dtype: torch.dtype) -> None:
+def set_gradient_dtype(record: FSDPParamGroup, dtype: torch.dtype) -> None:
     """Set the dtype that reduced gradients are rounded to."""
     record._orig_dtype = dtype
 
 
-def set_gradient_dtypes_of(record: Any, parameter: Any) -> None:
+def set_gradient_dtypes_of(record: FSDPParamGroup, parameter: FSDPParam) -> None:
     """Set the dtypes in which a unit's gradients are reduced and rounded to those of one of its parameters."""
     record._orig_dtype, record._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
 
 
-def has_deferred_all_reduce(record: Any) -> bool:
+def has_deferred_all_reduce(record: FSDPParamGroup) -> bool:
     """Return whether a unit has gradients that are reduced over its shards but not yet over its replicas."""
     return record._partial_reduce_output is not None
 
 
-def drop_deferred_all_reduce(record: Any) -> None:
+def drop_deferred_all_reduce(record: FSDPParamGroup) -> None:
     """Drop the gradients that are not yet all-reduced over the replicas."""
     record._partial_reduce_output = None
 
@@ -217,65 +213,60 @@ def drop_deferred_all_reduce(record: Any) -> None:
 # --- FSDP2: a parameter ---------------------------------------------------------------------------------------------
 
 
-def name_of(parameter: Any) -> str:
+def name_of(parameter: FSDPParam) -> str:
     """Return the fqn of a parameter; FSDP2 sets it in the first pass."""
-    name: str = parameter._param_fqn
-    return name
+    return parameter._param_fqn  # type: ignore[return-value]
 
 
-def shard_of(parameter: Any) -> nn.Parameter:
+def shard_of(parameter: FSDPParam) -> nn.Parameter:
     """Return the sharded parameter, a DTensor."""
-    shard: nn.Parameter = parameter.sharded_param
-    return shard
+    return parameter.sharded_param
 
 
-def flat_shard_of(parameter: Any) -> torch.Tensor:
+def flat_shard_of(parameter: FSDPParam) -> torch.Tensor:
     """Return this rank's shard, flattened and padded to the size of the largest shard."""
-    flat: torch.Tensor = parameter._sharded_param_data
-    return flat
+    return parameter._sharded_param_data
 
 
-def set_flat_shard(parameter: Any, flat: torch.Tensor) -> None:
+def set_flat_shard(parameter: FSDPParam, flat: torch.Tensor) -> None:
     """Set a parameter's flat shard; the local tensor of the sharded parameter becomes a view of its beginning."""
     shown: Any = parameter.sharded_param
     parameter._sharded_param_data = flat
     shown._local_tensor = flat[: shown._local_tensor.numel()].view(shown._local_tensor.size())
 
 
-def take_over_shard(parameter: Any) -> None:
+def take_over_shard(parameter: FSDPParam) -> None:
     """Make FSDP2 read the sharded parameter from the module again, after it was replaced or materialised."""
-    parameter.reset_sharded_param()
+    parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
-def is_offloaded_to_cpu(parameter: Any) -> bool:
+def is_offloaded_to_cpu(parameter: FSDPParam) -> bool:
     """Return whether FSDP2 keeps the shard in host memory (``CPUOffloadPolicy``)."""
-    is_it: bool = parameter.offload_to_cpu
-    return is_it
+    return parameter.offload_to_cpu
 
 
-def unsharded_of(parameter: Any) -> torch.Tensor | None:
+def unsharded_of(parameter: FSDPParam) -> torch.Tensor | None:
     """Return the unsharded parameter; None if it was never gathered."""
     return getattr(parameter, "_unsharded_param", None)
 
 
-def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
+def accumulated_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """Return the unreduced gradient, accumulated over micro-batches without communication; None if there is none."""
-    gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
-    return gradient
+    return parameter.unsharded_accumulated_grad
 
 
-def has_unreduced_gradient(parameter: Any) -> bool:
+def has_unreduced_gradient(parameter: FSDPParam) -> bool:
     """Return whether a parameter has a gradient on this rank that is not reduced yet."""
     unsharded = unsharded_of(parameter)
     return accumulated_gradient(parameter) is not None or (unsharded is not None and unsharded.grad is not None)
 
 
-def drop_accumulated_gradient(parameter: Any) -> None:
+def drop_accumulated_gradient(parameter: FSDPParam) -> None:
     """Drop the accumulated unreduced gradient."""
     parameter.unsharded_accumulated_grad = None
 
 
-def accumulate_gradient(parameter: Any) -> None:
+def accumulate_gradient(parameter: FSDPParam) -> None:
     """Cast the unsharded parameter's gradient to ``reduce_dtype`` and make it the accumulated one, if dtypes differ."""
     parameter.to_accumulated_grad_if_needed()
 
@@ -355,8 +346,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def storage_uses(tensor: torch.Tensor) -> int:
     """Return the number of references to a tensor's storage, including those of this call."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def free_pinned_memory() -> None:
@@ -392,10 +382,7 @@ without_torch_function: Any = torch._C._disabled_torch_function_impl
 @contextmanager
 def past_modes() -> Iterator[None]:
     """Disable all modes and subclass overrides of torch's functions within the block."""
-    off: tuple[AbstractContextManager[None], ...] = (torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch())
-    with ExitStack() as stack:
-        for context in off:
-            stack.enter_context(context)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
 
