@@ -390,7 +390,7 @@ class TrainingStrategy:
         Raises:
             StepError: the first call is not in the main thread, or the strategy is closed.
         """
-        return self._preemption.said()
+        return self._preemption.requested()
 
     def global_step(self, model: nn.Module) -> int:
         """Return the number of optimizer steps of a model, including those before a resume; not collective."""

@@ -43,18 +43,17 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     if not any_rank(cause is not None):
         return
     texts: list[str | None] = [None] * world_size()
-    own = None if cause is None else _text(cause)
-    dist.all_gather_object(texts, own, group=group_in_use())
-    failed = {number: text for number, text in enumerate(texts) if text is not None}
-    first, text = next(iter(failed.items()))
-    others = f" (and on ranks {', '.join(map(str, list(failed)[1:]))})" if len(failed) > 1 else ""
-    same = len(set(failed.values())) == 1 and len(failed) == len(texts)
-    agreed = error(text if same else f"cannot {action}: failed on rank {first}{others}: {text}")
+    dist.all_gather_object(texts, None if cause is None else error_text(cause), group=group_in_use())
+    (first, text), *later = [(number, text) for number, text in enumerate(texts) if text is not None]
+    others = f" (and on ranks {', '.join(str(number) for number, _ in later)})" if later else ""
+    same_everywhere = len(set(texts)) == 1
+    agreed = error(text if same_everywhere else f"cannot {action}: failed on rank {first}{others}: {text}")
     agreed.is_agreed = True
     raise agreed from cause
 
 
-def _text(cause: Exception) -> str:
+def error_text(cause: Exception) -> str:
+    """Return the text of an error for another process: with its class, unless it is one of this package."""
     return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
 
@@ -78,9 +77,9 @@ def agree(action: str, value: object, error: type[FSDP2StrategyError], expected:
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
     digests = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(digests, own, group=group_in_use())
-    odd = [number for number, other in enumerate(digests) if not torch.equal(other, digests[0])]
-    if odd:
-        raise error(f"cannot {action}: ranks {odd} differ from rank 0, expected {expected}")
+    different = [number for number, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    if different:
+        raise error(f"cannot {action}: ranks {different} differ from rank 0, expected {expected}")
 
 
 def to_rank_0(value: T) -> list[T]:

@@ -37,21 +37,21 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
         ConfigError: on every rank, if ``op`` is unknown or the structures differ.
     """
     if op not in _REDUCTIONS:
-        raise ConfigError(f"cannot reduce: op is {op!r}, expected mean, max or sum. Use one of them.")
+        raise ConfigError(f"cannot reduce: op is {op!r}, expected mean, max or sum.")
     leaves = _leaves("reduce", data)
-    alike: dict[tuple[torch.dtype, torch.device], list[Path]] = defaultdict(list)
+    by_type: dict[tuple[torch.dtype, torch.device], list[Path]] = defaultdict(list)
     for path, value in leaves.items():
         tensor = _tensor(value)
         dtype = torch.float32 if op == "mean" and not _is_floating(tensor) else tensor.dtype
-        alike[dtype, _travel_device(value)].append(path)
+        by_type[dtype, _communication_device(value)].append(path)
     reduced: dict[Path, Any] = {}
-    for (dtype, device), paths in alike.items():
+    for (dtype, device), paths in by_type.items():
         sent = [_tensor(leaves[path]).to(device, dtype).reshape(-1) for path in paths]
         flat = torch.cat(sent)
         dist.all_reduce(flat, op=_REDUCTIONS[op], group=group_in_use())
         flat = flat / world_size() if op == "mean" else flat
         for path, part in zip(paths, torch.split(flat, [len(s) for s in sent]), strict=True):
-            reduced[path] = _as_given(leaves[path], part, op)
+            reduced[path] = _restore_type(leaves[path], part, op)
     return _rebuilt(data, reduced.__getitem__)
 
 
@@ -74,7 +74,7 @@ def all_gather(data: Any) -> Any:
         value = leaves[path]
         tensor = _tensor(value)
         tensor = tensor.reshape(1) if not tensor.ndim else tensor
-        sent = tensor.to(_travel_device(value)).contiguous()
+        sent = tensor.to(_communication_device(value)).contiguous()
         parts = [torch.empty_like(sent) for _ in range(world_size())]
         dist.all_gather(parts, sent, group=group_in_use())
         return torch.cat(parts).to(tensor.device)
@@ -98,16 +98,12 @@ def _leaves(action: str, data: Any) -> dict[Path, Any]:
         elif isinstance(value, torch.Tensor | int | float):
             leaves[path] = value
         else:
-            wrong.append(f"{'/'.join(map(str, path)) or 'the data'} is a {type(value).__name__}")
+            wrong.append(f"{'/'.join(map(str, path)) or 'data'} is a {type(value).__name__}")
 
     collect(data, ())
-    described = [(path, tuple(_tensor(v).shape), _tensor(v).dtype) for path, v in leaves.items()]
-    agree(
-        action,
-        (described, wrong),
-        ConfigError,
-        "the same keys, shapes and dtypes everywhere. Fill in what a rank does not have.",
-    )
+    layout = [(path, tuple(_tensor(v).shape), _tensor(v).dtype) for path, v in leaves.items()]
+    expected = "the same keys, shapes and dtypes on every rank. Fill in values that a rank does not have."
+    agree(action, (layout, wrong), ConfigError, expected)
     if wrong:
         raise ConfigError(f"cannot {action}: {wrong[0]}, expected numbers, tensors and dicts of them. Convert it.")
     return leaves
@@ -129,13 +125,13 @@ def _is_floating(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _travel_device(value: Any) -> torch.device:
+def _communication_device(value: Any) -> torch.device:
     """Return the device on which a value is communicated: its own, if the group has a backend for it."""
     on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
     return control_device() if on_host else current_device()
 
 
-def _as_given(value: Any, flat: torch.Tensor, op: Op) -> Any:
+def _restore_type(value: Any, flat: torch.Tensor, op: Op) -> Any:
     if isinstance(value, torch.Tensor):
         return flat.reshape(value.shape).to(value.device)
     number = float(flat.item())

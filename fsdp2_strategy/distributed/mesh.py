@@ -22,10 +22,9 @@ from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules
 from fsdp2_strategy.errors import MeshError
 
 # One mesh for each group and shape: the threads and file descriptors of a mesh's process groups outlive the mesh.
-_meshes: dict[tuple[str, int, dist.ProcessGroup | None], DeviceMesh] = {}
-_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
-_default_groups: list[dist.ProcessGroup | None] = []
-"""The default group that the cached meshes and groups were made under; empty if there are none."""
+# The first element of each key is the default group at that time.
+_meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int], DeviceMesh] = {}
+_groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
@@ -45,13 +44,13 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
         MeshError: there is no process group, or the shard size does not divide the world size.
     """
     if not dist.is_initialized():
-        raise MeshError("cannot build a mesh: no process group exists. Construct FSDPV2Strategy, or start one, first.")
+        raise MeshError("cannot build a mesh: there is no process group. Construct FSDPV2Strategy first, or start one.")
     size = world_size()
     shard_size = check_shard_size(shard_size, size)
     device_type = device_type or current_device().type
     group = group_in_use()
-    _forget_those_of_another_default_group()
-    key = (device_type, shard_size, group)
+    _forget_outdated()
+    key = (dist.group.WORLD, group, device_type, shard_size)
     if key not in _meshes:
         shape = (size // shard_size, shard_size) if shard_size < size else (size,)
         axes = ("replicate", "shard")[-len(shape) :]
@@ -73,17 +72,17 @@ def group_of(ranks: list[int]) -> dist.ProcessGroup:
 
     The first call is collective over ``ranks``; other ranks need not call it.
     """
-    _forget_those_of_another_default_group()
-    key = (group_in_use(), tuple(ranks))
+    _forget_outdated()
+    key = (dist.group.WORLD, group_in_use(), tuple(ranks))
     if key not in _groups:
         _groups[key] = group_among(ranks, timeout=group_timeout())
     return _groups[key]
 
 
-def _forget_those_of_another_default_group() -> None:
-    if any(group is not dist.group.WORLD for group in _default_groups):
+def _forget_outdated() -> None:
+    """Clear the caches if they were filled under another default group."""
+    if any(key[0] is not dist.group.WORLD for key in (*_meshes, *_groups)):
         forget_meshes()
-    _default_groups[:] = [dist.group.WORLD]
 
 
 def check_shard_size(shard_size: int, world_size: int) -> int:
@@ -94,8 +93,8 @@ def check_shard_size(shard_size: int, world_size: int) -> int:
     """
     if shard_size == -1:
         return world_size
-    whole = isinstance(shard_size, int) and not isinstance(shard_size, bool)
-    if not whole or shard_size < 1 or world_size % shard_size:
+    is_integer = isinstance(shard_size, int) and not isinstance(shard_size, bool)
+    if not is_integer or shard_size < 1 or world_size % shard_size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise MeshError(
             f"cannot build a mesh: shard_size is {shard_size!r}, expected a divisor of the world size {world_size}. "
@@ -125,5 +124,4 @@ def forget_meshes() -> None:
     """
     _meshes.clear()
     _groups.clear()
-    _default_groups.clear()
     forget_sharding_rules()

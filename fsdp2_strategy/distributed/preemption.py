@@ -23,47 +23,51 @@ from fsdp2_strategy.errors import StepError
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
-class _Watch:
+class _SignalState:
     """The SIGTERM handler of this process, shared by all `Preemption` objects."""
 
     def __init__(self) -> None:
         self.users = 0
-        self.signalled = self.told = False
+        self.received = False  # by this rank
+        self.agreed = False  # received by any rank, and known to all
         self._process = 0
-        self._before: _Handler = None
+        self._previous: _Handler = None
 
-    def begin(self) -> None:
+    def add_user(self) -> None:
         if not self.users:
-            self._before = signal.signal(signal.SIGTERM, self._hear)
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
             self._process = os.getpid()
         self.users += 1
 
-    def end(self) -> None:
+    def remove_user(self) -> None:
         self.users -= 1
-        in_main_thread = threading.current_thread() is threading.main_thread()
         if not self.users:
-            self.signalled = self.told = False
-            if in_main_thread and signal.getsignal(signal.SIGTERM) == self._hear:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+            self.received = self.agreed = False
+            if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._on_signal:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._process and self.users:
-            self.signalled = True
+            self.received = True
         else:  # a forked child, or no `Preemption` is open any more: use the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
-_watch = _Watch()
+_state = _SignalState()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class Preemption:
     """Whether this run received SIGTERM."""
 
     def __init__(self) -> None:
-        self._watching = self._ended = False
+        self._is_open = self._is_closed = False
 
-    def said(self) -> bool:
+    def requested(self) -> bool:
         """Return whether any rank has received SIGTERM since the first call; collective, the same on every rank.
 
         The first call installs a handler; SIGTERM no longer ends this process. Repeated signals have no further effect:
@@ -73,23 +77,23 @@ class Preemption:
             StepError: `close` was called, or the first call is not in the main thread, where Python requires signal
                 handlers to be installed.
         """
-        if self._ended:
-            raise StepError("cannot ask whether to stop: the strategy is closed, expected an open one. Ask before.")
-        if not self._watching:
-            if threading.current_thread() is not threading.main_thread():
+        if self._is_closed:
+            raise StepError("cannot check for SIGTERM: the strategy is closed. Call preempted() before close().")
+        if not self._is_open:
+            if not _is_main_thread():
                 raise StepError(
-                    "cannot watch for SIGTERM: this is not the main thread, expected it, for Python lets no other "
-                    "handle signals. Call preempted() there once, before the first step."
+                    "cannot install the handler of SIGTERM: signal handlers can only be installed from the main "
+                    "thread. Call preempted() there once, before the first step."
                 )
-            _watch.begin()
-            self._watching = True
-        if not _watch.told and any_rank(_watch.signalled):
-            _watch.told = True
-            log("told to stop: save, and leave", level=logging.WARNING)
-        return _watch.told
+            _state.add_user()
+            self._is_open = True
+        if not _state.agreed and any_rank(_state.received):
+            _state.agreed = True
+            log("received SIGTERM: save a checkpoint and exit", level=logging.WARNING)
+        return _state.agreed
 
     def close(self) -> None:
-        """Stop watching; the last open `Preemption` of the process restores the previous signal handler."""
-        if self._watching:
-            _watch.end()
-        self._watching, self._ended = False, True
+        """Stop checking for SIGTERM; the last open `Preemption` of the process restores the previous signal handler."""
+        if self._is_open:
+            _state.remove_user()
+        self._is_open, self._is_closed = False, True

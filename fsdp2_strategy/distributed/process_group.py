@@ -28,12 +28,12 @@ from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_
 from fsdp2_strategy.errors import MeshError
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
-# For each open strategy that trains on some ranks only: the default group at that time, and its own group.
-_trainers: list[tuple[Any, Any]] = []
-# Strategies that train on all ranks.
-_of_all: WeakSet[Trainers] = WeakSet()
+# Open strategies that train on some ranks only; they end with `close`.
+_partial_trainers: list[Trainers] = []
+# Strategies that train on all ranks; they end with `close`, or when they are unreachable.
+_full_trainers: WeakSet[Trainers] = WeakSet()
 # For each default group: how many groups were made of the same ranks.
-_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def start_process_group(timeout_minutes: float) -> bool:
@@ -60,7 +60,7 @@ def start_process_group(timeout_minutes: float) -> bool:
         if missing:
             raise MeshError(
                 f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
-                "Start with torchrun, or unset WORLD_SIZE for one rank."
+                "Start with torchrun, or unset WORLD_SIZE to run one rank."
             )
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store = fresh_store(store, rank, world_size, timeout)
@@ -85,7 +85,8 @@ def group_in_use() -> dist.ProcessGroup | None:
     """Return the group that this thread's collectives use; None for the default one. See [Note: group in use]."""
     if (group := _group.get()) is not None:
         return group
-    return _trainers[0][1] if _trainers and _trainers[0][0] is dist.group.WORLD else None
+    first = next(iter(_partial_trainers), None)
+    return first.group if first is not None and first.default_group is dist.group.WORLD else None
 
 
 class Trainers:
@@ -99,44 +100,47 @@ class Trainers:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        world = dist.group.WORLD
+        default = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
             raise MeshError(
-                f"cannot train: rank {dist.get_rank()} is not in process_group, expected a rank of it. Construct the "
-                "strategy on those ranks alone."
+                f"cannot train: rank {dist.get_rank()} is not in process_group, expected a member of it. Construct the "
+                "strategy on the ranks of that group only."
             )
-        _trainers[:] = [own for own in _trainers if own[0] is world]
-        wanted = ranks_of(group)
-        for _, other in _trainers:
-            if ranks_of(other) != wanted:
+        _partial_trainers[:] = [other for other in _partial_trainers if other.default_group is default]
+        ranks = ranks_of(group)
+        for other in _partial_trainers:
+            if ranks_of(other.group) != ranks:
                 raise MeshError(
-                    f"cannot train on ranks {wanted}: another strategy of this process trains on ranks "
-                    f"{ranks_of(other)}, expected the same. Close that one first."
+                    f"cannot train on ranks {ranks}: another strategy of this process trains on ranks "
+                    f"{ranks_of(other.group)}, expected the same ranks. Close that strategy first."
                 )
-        self.count = len(wanted)
-        self._world = world
-        self._own = (world, group) if group is not None and self.count < dist.get_world_size() else None
-        if self._own and any(other._world is world for other in _of_all):
+        self.count = len(ranks)
+        self.default_group: Any = default
+        self.group: dist.ProcessGroup | None = group if self.count < dist.get_world_size() else None
+        if self.group is not None and _trains_on_all(default):
             gc.collect()  # some of these strategies may be unreachable already
-            if any(other._world is world for other in _of_all):
+            if _trains_on_all(default):
                 raise MeshError(
-                    f"cannot train on ranks {wanted}: another strategy of this process trains on all ranks, expected "
-                    "the same. Close that one first."
+                    f"cannot train on ranks {ranks}: another strategy of this process trains on all ranks, expected "
+                    "the same ranks. Close that strategy first."
                 )
 
     def begin(self) -> None:
         """Make the group the group in use; not collective."""
-        if self._own is not None:
-            _trainers.append(self._own)
+        if self.group is not None:
+            _partial_trainers.append(self)
         else:
-            _of_all.add(self)
+            _full_trainers.add(self)
 
     def close(self) -> None:
         """Release the group; not collective. Repeated calls have no effect."""
-        if self._own in _trainers:
-            _trainers.remove(self._own)
-        _of_all.discard(self)
-        self._own = None
+        if self in _partial_trainers:
+            _partial_trainers.remove(self)
+        _full_trainers.discard(self)
+
+
+def _trains_on_all(default_group: Any) -> bool:
+    return any(other.default_group is default_group for other in _full_trainers)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -165,9 +169,9 @@ def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
         ranks: ranks of the default group.
         **options: options of `torch.distributed.new_group`.
     """
-    made = _made.setdefault(dist.group.WORLD, Counter())
-    name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{made[tuple(ranks)]}"
-    made[tuple(ranks)] += 1
+    counts = _group_counts.setdefault(dist.group.WORLD, Counter())
+    name = f"fsdp2_strategy/{'_'.join(map(str, ranks))}/{counts[tuple(ranks)]}"
+    counts[tuple(ranks)] += 1
     return new_named_group(ranks, name, **options)
 
 

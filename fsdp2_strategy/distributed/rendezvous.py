@@ -47,21 +47,22 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
 
 def _host(meeting: Any, world_size: int, pause: _Pause) -> str:
     """Invite all ranks, again after each change of a hello, until all have accepted; return the token."""
-    hello_keys = [f"hello/{rank}" for rank in range(1, world_size)]
-    invited: list[str] | None = None
-    token = ""
-    while True:
-        if not hello_keys or meeting.check(hello_keys):
-            hellos = [value.decode() for value in meeting.multi_get(hello_keys)] if hello_keys else []
+    others = range(1, world_size)
+    hello_keys = [f"hello/{rank}" for rank in others]
+    invited: list[str] = []
+    token = uuid.uuid4().hex
+    while others:
+        if meeting.check(hello_keys):
+            hellos = [value.decode() for value in meeting.multi_get(hello_keys)]
             if hellos != invited:
                 invited, token = hellos, uuid.uuid4().hex
                 for rank, number in enumerate(hellos, 1):
                     meeting.set(f"invitation/{rank}", f"{number} {token}")
-            accepted = [f"accepted/{token}/{rank}" for rank in range(1, world_size)]
-            if not accepted or meeting.check(accepted):
+            if meeting.check([f"accepted/{token}/{rank}" for rank in others]):
                 meeting.set(f"begun/{token}", "")
-                return token
+                break
         pause("rank 0 waits for the others")
+    return token
 
 
 def _join(meeting: Any, rank: int, number: str, pause: _Pause) -> str:
@@ -86,16 +87,19 @@ class _Pause:
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._seconds = _SHORTEST_PAUSE
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, waiting: str) -> None:
         """Sleep once.
+
+        Args:
+            waiting: who waits for whom, for the message.
 
         Raises:
             MeshError: the deadline has passed.
         """
         if time.monotonic() > self._deadline:
             raise MeshError(
-                f"cannot start the process group: {what} beyond the time-out, expected all ranks. Check that every "
-                "rank was started and reaches the store of torchrun."
+                f"cannot start the process group: {waiting} beyond the time-out, expected answers of all ranks. Check "
+                "that every rank was started and can reach the store of torchrun."
             )
         time.sleep(self._seconds)
         self._seconds = min(self._seconds * 1.2, _LONGEST_PAUSE)

@@ -167,7 +167,7 @@ class Loop:
 
     def _is_told_to_stop(self) -> bool:
         # Only the main thread can handle signals.
-        return threading.current_thread() is threading.main_thread() and self.stop.said()
+        return threading.current_thread() is threading.main_thread() and self.stop.requested()
 
     def _drop_what_is_pending(self) -> None:
         strategy = self.strategy
