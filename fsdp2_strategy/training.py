@@ -103,7 +103,7 @@ class TrainingStrategy:
             "train_batch_size": train_batch_size,
             "bf16": bf16,
         }
-        base = StrategyConfig.chosen(args, config)
+        base = StrategyConfig.resolve(args, config)
         self.config = base.replace(**{name: value for name, value in given.items() if value is not _UNSET})
         self.args = args
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
@@ -326,7 +326,7 @@ class TrainingStrategy:
             loss,
             model,
             accumulation_steps=self.accumulated_gradient,
-            grad_sync=self.config.grad_sync_in_use,
+            grad_sync=self.config.effective_grad_sync,
             num_items_in_batch=num_items_in_batch,
         )
 

@@ -121,25 +121,20 @@ CONFIGURES = [
             "same_network": True,
             "main_training_function": "main",
             "debug": False,
-            "downcast_bf16": "no",
-            "tpu_env": [],
-            "tpu_use_cluster": False,
-            "tpu_use_sudo": False,
-            "tpu_name": None,
-            "tpu_zone": None,
-            "tpu_vm": None,
-            "command_file": None,
-            "commands": None,
             "use_cpu": False,
             "enable_cpu_affinity": False,
-            "fp8_config": {},
-            "deepspeed_config": {},
-            "megatron_lm_config": {},
-            "mpirun_config": {},
             "parallelism_config": {},
         },
         {},
     ),
+]
+
+# Keys for other launchers and devices: not in the table, and refused unless they are empty or off.
+UNSUPPORTED = [
+    *("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config", "downcast_bf16"),
+    *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands"),
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version"),
+    *("transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
 ]
 
 # A key, a value that is reported, at which level, and what the report says.
@@ -160,8 +155,8 @@ REPORTED = [
     ("fsdp_state_dict_type", "FULL_STATE_DICT", logging.INFO, "all ranks"),
     ("fsdp_state_dict_type", "SHARDED_STATE_DICT", logging.INFO, "all ranks"),
     ("fsdp_state_dict_type", "LOCAL_STATE_DICT", logging.WARNING, "all ranks"),
-    ("fsdp_auto_wrap_policy", "NO_WRAP", logging.WARNING, "blocks are found"),
-    ("dynamo_use_regional_compilation", False, logging.INFO, "by itself"),
+    ("fsdp_auto_wrap_policy", "NO_WRAP", logging.WARNING, "blocks are still detected"),
+    ("dynamo_use_regional_compilation", False, logging.INFO, "separately"),
     ("dynamo_mode", "max-autotune", logging.WARNING, "default mode"),
     ("dynamo_use_fullgraph", True, logging.WARNING, "several graphs"),
     ("dynamo_use_dynamic", True, logging.WARNING, "shapes"),
@@ -171,33 +166,24 @@ REPORTED = [
 
 # A key, a value that is refused, and what the error says.
 REFUSED = [
-    ("compute_environment", "AMAZON_SAGEMAKER", "expected one of LOCAL_MACHINE. .* torchrun"),
+    ("compute_environment", "AMAZON_SAGEMAKER", "expected LOCAL_MACHINE. .* torchrun"),
     ("distributed_type", "DEEPSPEED", r"expected one of FSDP, MULTI_GPU, MULTI_CPU, NO\. Use FSDP"),
     *(("distributed_type", name, "Use FSDP") for name in ("MEGATRON_LM", "XLA", "TPU", "MULTI_NPU", "MULTI_XPU")),
     ("mixed_precision", "fp8", "expected one of NO, BF16, FP16. Use bf16"),
-    ("fp8_config", {"backend": "TE"}, "expected nothing. .* mixed_precision: bf16"),
-    ("deepspeed_config", {"zero_stage": 3}, "does what ZeRO does"),
-    ("megatron_lm_config", {"megatron_lm_tp_degree": 2}, "leave it out"),
-    ("mpirun_config", {"mpirun_hostfile": "hosts"}, "torchrun's variables"),
-    ("downcast_bf16", "yes", "Only CPUs and CUDA devices"),
-    ("tpu_use_cluster", True, "Only CPUs and CUDA devices"),
-    ("tpu_use_sudo", True, "Only CPUs and CUDA devices"),
-    *((f"tpu_{name}", ["x"], "Only CPUs and CUDA devices") for name in ("name", "zone", "vm", "env")),
-    *((name, "x", "Only CPUs and CUDA devices") for name in ("command_file", "commands")),
-    *((name, "x", "start with torchrun") for name in TOP if TOP[name].says.endswith("torchrun.") and name[0] != "c"),
+    *((name, value, "not supported: leave it out") for name in UNSUPPORTED for value in (True, "x", {"key": 1})),
     ("fsdp_activation_checkpointing_offload", True, "set it to false"),
     *((f"parallelism_config_{name}_size", 2, "set it to 1") for name in ("tp", "cp", "sp")),
     # values that accelerate does not take, either
-    ("mixed_precision", "bf32", "expected one of NO, BF16, FP16, FP8"),
+    ("mixed_precision", "bf32", "expected one of NO, BF16, FP16"),
     ("fsdp_offload_params", "maybe", "expected true or false"),
-    ("fsdp_min_num_params", "many", "expected a whole number"),
-    ("fsdp_min_num_params", 1.5, "expected a whole number"),
+    ("fsdp_min_num_params", "many", "expected an integer"),
+    ("fsdp_min_num_params", 1.5, "expected an integer"),
     ("fsdp_sharding_strategy", 6, "expected one of FULL_SHARD"),
     ("fsdp_reshard_after_forward", "SOMETIMES", "expected true, false or one of FULL_SHARD"),
-    ("fsdp_transformer_layer_cls_to_wrap", [1], "expected a text or a list of texts"),
+    ("fsdp_transformer_layer_cls_to_wrap", [1], "expected a string or a list of strings"),
     ("fsdp_ignored_modules", "(", "expected regular expressions"),
     ("fsdp_auto_wrap_policy", "WRAP", "expected one of TRANSFORMER_BASED_WRAP"),
-    ("num_processes", "two", "expected a whole number"),
+    ("num_processes", "two", "expected an integer"),
 ]
 
 
@@ -241,7 +227,7 @@ def test_what_accelerate_does_not_look_at_does_not_count(tmp_path, caplog):
     assert config == StrategyConfig(**WHOLE)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "fsdp_offload_params, fsdp_version: nothing, for distributed_type is MULTI_GPU" in record.getMessage()
+    assert "fsdp_offload_params, fsdp_version: ignored, because distributed_type is MULTI_GPU" in record.getMessage()
 
 
 def test_only_rank_0_reports_before_there_is_a_process_group(tmp_path, caplog, monkeypatch):
@@ -263,14 +249,29 @@ def test_what_cannot_be_done_is_refused_by_key_and_value_with_a_way_out(tmp_path
         assert f"fsdp.yaml: {key} is " in str(caught.value)
 
 
+@pytest.mark.parametrize("off", [None, "", [], {}, False, "no", "false"], ids=str)
+def test_keys_for_other_launchers_are_ignored_if_they_are_empty_or_off(tmp_path, caplog, off):
+    with caplog.at_level("INFO"):
+        config = StrategyConfig.from_accelerate(written(tmp_path, {**FSDP, **dict.fromkeys(UNSUPPORTED, off)}))
+    assert config == StrategyConfig(**SHARDED) and not caplog.records
+
+
+def test_a_key_in_the_wrong_section_is_refused_also_if_it_is_off(tmp_path):
+    with pytest.raises(ConfigError, match=r"fsdp_reshard_after_forward is False, .* It belongs in fsdp_config"):
+        StrategyConfig.from_accelerate(written(tmp_path, {**FSDP, "fsdp_reshard_after_forward": False}))
+    with pytest.raises(ConfigError, match="something is False, which is not supported"):
+        StrategyConfig.from_accelerate(written(tmp_path, fsdp(something=False)))
+
+
 def test_unknown_keys_are_refused_all_at_once(tmp_path):
-    content = {**fsdp(fsdp_ofload_params=True, something=1), "mixed_precison": "no", "fsdp_version": 2}
+    content = {**fsdp(fsdp_ofload_params=True, something=1), "mixed_precison": "bf16", "fsdp_version": 2}
     with pytest.raises(ConfigError) as caught:
         StrategyConfig.from_accelerate(written(tmp_path, content))
     message = str(caught.value)
-    assert "'fsdp_ofload_params'. Did you mean 'fsdp_offload_params'?" in message
-    assert "'mixed_precison'. Did you mean 'mixed_precision'?" in message
-    assert "'something'" in message and "'fsdp_version'. It belongs in fsdp_config." in message
+    assert "fsdp_ofload_params is True, which is not supported: leave it out. Did you mean 'fsdp_offload_" in message
+    assert "mixed_precison is 'bf16', which is not supported: leave it out. Did you mean 'mixed_precision'?" in message
+    assert "fsdp_something is 1" not in message and "something is 1" in message
+    assert "fsdp_version is 2, which is not supported: leave it out. It belongs in fsdp_config." in message
 
 
 @pytest.mark.parametrize(
@@ -283,8 +284,8 @@ def test_unknown_keys_are_refused_all_at_once(tmp_path):
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2}, "num_processes is -1 on 2 machines"),
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2, "num_processes": 3}, "num_processes is 3 on 2"),
         ("- 1\n", "expected a mapping"),
-        ("distributed_type: FSDP\n1: 2\n", "it has unknown keys"),
-        ("a: [", "is no YAML"),
+        ("distributed_type: FSDP\n1: 2\n", "1 is 2, which is not supported"),
+        ("a: [", "is not YAML"),
     ],
     ids=str,
 )
@@ -297,12 +298,12 @@ def test_json_is_read_by_its_suffix_and_a_missing_file_is_said(tmp_path):
     content = {**fsdp(fsdp_offload_params=True), "mixed_precision": "bf16"}
     path = written(tmp_path, json.dumps(content, indent="\t"), "default_config.json")
     assert StrategyConfig.from_accelerate(path) == StrategyConfig(cpu_offload=True)
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         StrategyConfig.from_accelerate(written(tmp_path, "{", "broken.json"))
     with pytest.raises(ConfigError, match="No such file"):
         StrategyConfig.from_accelerate(tmp_path / "missing.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is no YAML"):
+    with pytest.raises(ConfigError, match="is not YAML"):
         StrategyConfig.from_accelerate(tmp_path / "binary.yaml")
 
 
@@ -335,7 +336,7 @@ def test_a_cpu_is_not_promised_beside_an_accelerator(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert StrategyConfig.from_accelerate(path) == StrategyConfig(**SHARDED)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"use_cpu is True, .* CUDA_VISIBLE_DEVICES= to hide it"):
+    with pytest.raises(ConfigError, match=r"use_cpu is True, .* CUDA_VISIBLE_DEVICES= to hide"):
         StrategyConfig.from_accelerate(path)
 
 
@@ -361,7 +362,8 @@ def test_the_table_knows_every_key_that_accelerate_knows():
     from accelerate.commands.launch import launch_command_parser
 
     known = {*config_args.ClusterConfig.__dataclass_fields__, *config_args.SageMakerConfig.__dataclass_fields__}
-    assert known <= {*TOP, *SECTIONS}
+    assert not {*TOP, *SECTIONS} & {*UNSUPPORTED}
+    assert known <= {*TOP, *SECTIONS, *UNSUPPORTED}, "keys that accelerate has added: supported or not?"
     options = {action.dest for action in launch_command_parser()._actions}
     for prefix, keys in SECTIONS.values():
         of_section = {option for option in options if option.startswith(prefix)}
@@ -370,10 +372,11 @@ def test_the_table_knows_every_key_that_accelerate_knows():
 
 def test_the_page_shows_the_table():
     page = (Path(__file__).parent.parent / "docs" / "coming_from_accelerate.md").read_text()
+    assert not [name for name in UNSUPPORTED if f"`{name}`" not in page]
     for title, keys in {"": TOP, **{name: keys for name, (_, keys) in SECTIONS.items()}}.items():
         heading = f"### `{title}`" if title else "### The file itself"
         rows = page.split(heading, 1)[1].split("\n#", 1)[0]
-        expected = [f"| `{name}` | {key.kind} | {key.says} |" for name, key in keys.items()]
+        expected = [f"| `{name}` | {key.kind} | {key.text} |" for name, key in keys.items()]
         assert [row for row in rows.splitlines() if row.startswith("| `")] == expected, "\n".join(expected)
 
 

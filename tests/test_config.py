@@ -21,13 +21,13 @@ def test_defaults_are_valid_and_frozen():
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("seed", "42", "whole number"),
+        ("seed", "42", "an integer"),
         ("seed", -1, "at least 0"),
         ("max_norm", -1.0, "at least 0"),
         ("max_norm", "1e-3", r"write 1\.0e-3"),
         ("max_norm", float("nan"), "finite"),
         ("micro_train_batch_size", 0, "at least 1"),
-        ("train_batch_size", 1.5, "whole number"),
+        ("train_batch_size", 1.5, "an integer"),
         ("bf16", "yes", "true or false"),
         ("bf16", 1, "true or false"),
         ("grad_sync", "late", "defer_all_reduce, last, every"),
@@ -39,8 +39,8 @@ def test_defaults_are_valid_and_frozen():
         ("shard_size", 0, "-1 or auto"),
         ("shard_size", "all", "-1 or auto"),
         ("shard_size", True, "-1 or auto"),
-        ("reshard_after_forward", 0, "true, false or a whole number"),
-        ("reshard_after_forward", "yes", "true, false or a whole number"),
+        ("reshard_after_forward", 0, "true, false or an integer"),
+        ("reshard_after_forward", "yes", "true, false or an integer"),
         ("activation_checkpointing", "Block", r"activation_checkpointing: \[Block\]"),
         ("keep_fp32", True, "list of names"),
         ("timeout_minutes", 0, "more than 0"),
@@ -60,7 +60,7 @@ def test_yaml_is_read_and_unknown_keys_are_refused(tmp_path):
         max_norm=1.0, keep_fp32=("norm", "router"), train_batch_size=8
     )
     path.write_text("max_nrm: 1.0\n")
-    with pytest.raises(ConfigError, match=r"'max_nrm' is no field .* Did you mean 'max_norm'"):
+    with pytest.raises(ConfigError, match=r"'max_nrm' is not a field .* Did you mean 'max_norm'"):
         StrategyConfig.from_yaml(path)
     path.write_text("")
     assert StrategyConfig.from_yaml(path) == StrategyConfig()
@@ -68,7 +68,7 @@ def test_yaml_is_read_and_unknown_keys_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected a mapping"):
         StrategyConfig.from_yaml(path)
     path.write_text("a: [")
-    with pytest.raises(ConfigError, match="is no YAML"):
+    with pytest.raises(ConfigError, match="is not YAML"):
         StrategyConfig.from_yaml(path)
     with pytest.raises(ConfigError, match="No such file"):
         StrategyConfig.from_yaml(tmp_path / "missing.yaml")
@@ -88,7 +88,9 @@ def test_a_trainers_namespace_keeps_its_own_keys():
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused():
-    with pytest.raises(ConfigError, match=r"ignored_modules has 'vision\(', expected regular expressions: missing \)"):
+    with pytest.raises(
+        ConfigError, match=r"ignored_modules contains 'vision\(', expected regular expressions: missing \)"
+    ):
         StrategyConfig(ignored_modules=["vision("])
 
 

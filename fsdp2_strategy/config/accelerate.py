@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.config.accelerate_keys import DYNAMO, FSDP, KEYS, PARALLELISM, SECTIONS, TOP, UnreadableError, where
+from fsdp2_strategy.config import accelerate_keys as table
 from fsdp2_strategy.config.aliases import read_mapping
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.errors import ConfigError
 
-_LEAST_OF_A_SIZE_BASED_UNIT = 100_000_000  # the launcher's default
+_DEFAULT_MIN_UNIT_PARAMS = 100_000_000  # the launcher's default
 
 
 def fields_of(path: str | Path) -> dict[str, Any]:
@@ -31,144 +31,143 @@ def fields_of(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or malformed, a key is unknown, or a value is invalid or not supported.
     """
-    given = read_mapping(path)
     try:
-        values = {name: _read(name, value) for name, value in _flat(given).items() if value is not None}
-        unseen = _unseen(values)
-        seen = {name: value for name, value in values.items() if name not in unseen}
-        _refuse(seen)
-        fields = {key.sets: seen[name] for name, key in KEYS.items() if key.sets and name in seen}
-        fields |= _precision(seen) | _sharding(seen) | _units(seen) | _compilation(seen)
-    except _WrongError as error:
+        settings = {name: value for name, value in _flatten(read_mapping(path)).items() if value is not None}
+        ignored = _ignored(settings)
+        used = {name: _read(name, value) for name, value in settings.items() if name not in ignored}
+        if used.get("use_cpu") and torch.cuda.is_available():
+            raise _InvalidError(
+                f"use_cpu is True, but there is a CUDA device, expected False. {table.KEYS['use_cpu'].fix}"
+            )
+        fields = {key.sets: used[name] for name, key in table.KEYS.items() if key.sets and name in used}
+        fields |= _precision(used) | _sharding(used) | _units(used) | _compilation(used)
+    except _InvalidError as error:
         raise ConfigError(f"cannot configure from {path}: {error}") from error
-    _report(path, seen, unseen)
+    _log_differences(path, used, ignored)
     return fields
 
 
-class _WrongError(Exception):
+class _InvalidError(Exception):
     """An invalid setting; the message contains the key, the value, the expected values and a fix, but not the path."""
 
 
-def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings of the file by full key, including those of nested mappings; raise if a key is unknown."""
+def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the supported settings by full key, including those of nested mappings; raise if another key is set."""
     flat: dict[str, Any] = {}
-    unknown = []
-    for name, value in given.items():
-        prefix, known = SECTIONS.get(name, ("", TOP))
-        inner = value or {} if name in SECTIONS else {name: value}
-        if not isinstance(inner, Mapping):
-            raise _WrongError(f"{name} is {value!r}, expected a mapping. Write one 'key: value' a line below it.")
-        for given_key, one in inner.items():
+    unsupported = []
+    for name, value in content.items():
+        prefix, known = table.SECTIONS.get(name, ("", table.TOP))
+        section = value or {} if name in table.SECTIONS else {name: value}
+        if not isinstance(section, Mapping):
+            raise _InvalidError(
+                f"{name} is {value!r}, expected a mapping. Write each key as 'key: value' on its own line."
+            )
+        for given_key, setting in section.items():
             key = str(given_key)
-            whole_name = key if key.startswith(prefix) else prefix + key
-            if whole_name in known:
-                flat[whole_name] = one
-            else:
-                unknown.append(f"{key!r}.{where(whole_name)}")
-    if unknown:
-        raise _WrongError(
-            "it has unknown keys, expected those of accelerate, as docs/coming_from_accelerate.md lists them. Correct "
-            f"or remove {' '.join(unknown)}"
-        )
+            full_key = key if key.startswith(prefix) else prefix + key
+            if full_key in known:
+                flat[full_key] = setting
+            elif name in table.SECTIONS or full_key in table.KEYS or not table.is_off(setting):
+                unsupported.append(
+                    f"{key} is {setting!r}, which is not supported: leave it out.{table.hint_for(full_key)}"
+                )
+    if unsupported:
+        raise _InvalidError(f"{' '.join(unsupported)} docs/coming_from_accelerate.md lists the supported keys.")
     return flat
 
 
 def _read(name: str, value: object) -> Any:
+    key = table.KEYS[name]
     try:
-        return KEYS[name].read(value)
-    except UnreadableError as error:
-        raise _WrongError(f"{name} is {value!r}, expected {error}. Write one of these, or leave it out.") from error
+        return key.read(value)
+    except table.UnreadableError as error:
+        fix = key.text if key.kind == "refused" else key.fix or "Correct it, or leave it out."
+        raise _InvalidError(f"{name} is {value!r}, expected {error}. {fix}") from error
 
 
-def _unseen(values: Mapping[str, Any]) -> set[str]:
+def _ignored(settings: Mapping[str, Any]) -> set[str]:
     """Return the given keys that accelerate ignores."""
-    if "distributed_type" not in values:
-        raise _WrongError("distributed_type is missing, expected it, as accelerate does. Write distributed_type: FSDP.")
-    idle = {*FSDP, *PARALLELISM} if values["distributed_type"] != "FSDP" else set()
-    if values.get("dynamo_backend", "NO") == "NO":
-        idle |= {*DYNAMO}
-    return idle & {*values}
+    if "distributed_type" not in settings:
+        raise _InvalidError("distributed_type is missing, expected one, as in accelerate. Add distributed_type: FSDP.")
+    without_effect: set[str] = set()
+    if _read("distributed_type", settings["distributed_type"]) != "FSDP":
+        without_effect |= {*table.FSDP, *table.PARALLELISM}
+    if _read("dynamo_backend", settings.get("dynamo_backend", "NO")) == "NO":
+        without_effect |= {*table.DYNAMO}
+    return without_effect & {*settings}
 
 
-def _refuse(seen: Mapping[str, Any]) -> None:
-    for name, value in seen.items():
-        key = KEYS[name]
-        if key.only is not None and value not in key.only:
-            can_be_had = [str(one) for one in key.only if one is not None]
-            expected = f"one of {', '.join(can_be_had)}" if can_be_had else "nothing"
-            raise _WrongError(f"{name} is {value!r}, expected {expected}. {key.way_out or key.says}")
-    if seen.get("use_cpu") and torch.cuda.is_available():
-        raise _WrongError(f"use_cpu is True, expected False beside a CUDA device. {KEYS['use_cpu'].way_out}")
+def _precision(used: Mapping[str, Any]) -> dict[str, Any]:
+    precision = used.get("mixed_precision", "FP16" if used.get("fp16") else "NO")
+    return {"bf16": precision == "BF16", "fp16": precision == "FP16"}
 
 
-def _precision(seen: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = seen.get("mixed_precision", "FP16" if seen.get("fp16") else "NO")
-    return {"bf16": wanted == "BF16", "fp16": wanted == "FP16"}
-
-
-def _sharding(seen: Mapping[str, Any]) -> dict[str, Any]:
-    if seen["distributed_type"] != "FSDP":
+def _sharding(used: Mapping[str, Any]) -> dict[str, Any]:
+    if used["distributed_type"] != "FSDP":
         return {"shard_size": 1, "reshard_after_forward": False}
-    of_fsdp1 = seen.get("fsdp_sharding_strategy")
-    reshard = seen.get("fsdp_reshard_after_forward", of_fsdp1 or True)
-    strategy = reshard if isinstance(reshard, str) else of_fsdp1
-    if of_fsdp1 not in (None, strategy):
-        raise _WrongError(
-            f"fsdp_reshard_after_forward is {reshard} and fsdp_sharding_strategy is {of_fsdp1}, expected one strategy. "
-            "Leave one of them out."
+    fsdp1_strategy = used.get("fsdp_sharding_strategy")
+    reshard = used.get("fsdp_reshard_after_forward", fsdp1_strategy or True)
+    strategy = reshard if isinstance(reshard, str) else fsdp1_strategy
+    if fsdp1_strategy not in (None, strategy):
+        raise _InvalidError(
+            f"fsdp_reshard_after_forward is {reshard} and fsdp_sharding_strategy is {fsdp1_strategy}, expected one "
+            "strategy. Leave one of them out."
         )
     reshards = reshard if isinstance(reshard, bool) else reshard in ("FULL_SHARD", "HYBRID_SHARD")
-    return {"shard_size": _shard_size(seen, strategy), "reshard_after_forward": reshards}
+    return {"shard_size": _shard_size(used, strategy), "reshard_after_forward": reshards}
 
 
-def _shard_size(seen: Mapping[str, Any], strategy: str | None) -> int:
-    size = seen.get("parallelism_config_dp_shard_size", 1)
-    replicas = seen.get("parallelism_config_dp_replicate_size", 1)
+def _shard_size(used: Mapping[str, Any], strategy: str | None) -> int:
+    size = used.get("parallelism_config_dp_shard_size", 1)
+    replicas = used.get("parallelism_config_dp_replicate_size", 1)
     if size > 1:
         return int(size)
     if replicas > 1:
-        raise _WrongError(
+        raise _InvalidError(
             f"parallelism_config_dp_replicate_size is {replicas} and parallelism_config_dp_shard_size is {size}, "
-            "expected a larger one. Write it, or distributed_type: MULTI_GPU for whole models on every rank."
+            "expected a shard size of more than 1. Increase it, or use distributed_type: MULTI_GPU to replicate the "
+            "model on every rank."
         )
     if strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
-        return _ranks_of_a_machine(seen)
+        return _ranks_of_a_machine(used)
     return 1 if strategy == "NO_SHARD" else -1
 
 
-def _ranks_of_a_machine(seen: Mapping[str, Any]) -> int:
-    machines, processes = seen.get("num_machines", 1), seen.get("num_processes", -1)
+def _ranks_of_a_machine(used: Mapping[str, Any]) -> int:
+    machines, processes = used.get("num_machines", 1), used.get("num_processes", -1)
     if machines == 1:
         return -1
     if processes < 1 or processes % machines:
-        raise _WrongError(
-            f"num_processes is {processes} on {machines} machines, expected a multiple: HYBRID_SHARD splits over the "
-            "ranks of one machine. Write num_processes, or parallelism_config_dp_shard_size."
+        raise _InvalidError(
+            f"num_processes is {processes} on {machines} machines, expected a multiple of the machines, because "
+            "HYBRID_SHARD shards over the ranks of one machine. Set num_processes, or parallelism_config_dp_shard_size."
         )
     return int(processes // machines)
 
 
-def _units(seen: Mapping[str, Any]) -> dict[str, Any]:
-    policy = seen.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+def _units(used: Mapping[str, Any]) -> dict[str, Any]:
+    policy = used.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     if policy == "SIZE_BASED_WRAP":
-        least = seen.get("fsdp_min_num_params", _LEAST_OF_A_SIZE_BASED_UNIT)
-        return {"min_unit_params": least or None}
-    named = seen.get("fsdp_transformer_layer_cls_to_wrap", ())
+        return {"min_unit_params": used.get("fsdp_min_num_params", _DEFAULT_MIN_UNIT_PARAMS) or None}
+    named = used.get("fsdp_transformer_layer_cls_to_wrap", ())
     return {"block_class_names": named if policy == "TRANSFORMER_BASED_WRAP" else ()}
 
 
-def _compilation(seen: Mapping[str, Any]) -> dict[str, Any]:
-    backend = seen.get("dynamo_backend", "NO")
+def _compilation(used: Mapping[str, Any]) -> dict[str, Any]:
+    backend = used.get("dynamo_backend", "NO")
     return {"compile_blocks": {"NO": False, "INDUCTOR": True}.get(backend, backend.lower())}
 
 
-def _report(path: str | Path, seen: Mapping[str, Any], unseen: set[str]) -> None:
-    told = {name: value for name, value in seen.items() if value in (*KEYS[name].noted, *KEYS[name].warned)}
-    lines = [f"{name} ({value}): {KEYS[name].says}" for name, value in told.items()]
-    level = logging.WARNING if any(value in KEYS[name].warned for name, value in told.items()) else logging.INFO
-    if asleep := sorted(unseen & {*FSDP, *PARALLELISM}):
-        level = logging.WARNING
-        lines.append(f"{', '.join(asleep)}: nothing, for distributed_type is {seen['distributed_type']}, not FSDP")
+def _log_differences(path: str | Path, used: Mapping[str, Any], ignored: set[str]) -> None:
+    """Log the keys with another name or effect here; as a warning if a result is not the requested one."""
+    warnings = [name for name, value in used.items() if value in table.KEYS[name].warning_values]
+    logged = [name for name, value in used.items() if name in warnings or value in table.KEYS[name].info_values]
+    lines = [f"{name} ({used[name]}): {table.KEYS[name].text}" for name in logged]
+    if without_fsdp := sorted(ignored & {*table.FSDP, *table.PARALLELISM}):
+        warnings += without_fsdp
+        reason = f"distributed_type is {used['distributed_type']}, not FSDP"
+        lines.append(f"{', '.join(without_fsdp)}: ignored, because {reason}")
     if lines:
         show_log()
-        log("what stands for keys of %s:\n  %s", path, "\n  ".join(lines), level=level)
+        level = logging.WARNING if warnings else logging.INFO
+        log("settings of %s, and what replaces them:\n  %s", path, "\n  ".join(lines), level=level)

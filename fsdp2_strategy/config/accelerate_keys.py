@@ -1,18 +1,19 @@
-"""Define the meaning of every key of accelerate's configuration file.
+"""Define the supported keys of accelerate's configuration file.
 
-Input: nothing. Output: one table, for `accelerate`; the documentation contains it.
+Input: nothing. Output: one table, for `accelerate`; docs/coming_from_accelerate.md contains it.
 
-[Note: keys] A key is of one of four kinds. It configures the strategy; or the launcher has already applied it; or it is
-replaced by another setting or mechanism, which is logged; or it is refused, if its value needs an unsupported feature.
+[Note: keys] A key of the table is of one of four kinds. It configures the strategy; or the launcher has already applied
+it; or it is replaced by another setting or mechanism, which is logged; or it is refused, if its value needs an
+unsupported feature. The file's other keys, those of DeepSpeed, Megatron, fp8, MPI, TPUs and SageMaker, are ignored if
+their value is empty or off, and refused otherwise.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from fsdp2_strategy.errors import did_you_mean
 
 Kind = Literal["configures", "launcher", "replaced", "refused"]
 
@@ -35,18 +36,26 @@ def flag(value: object) -> bool:
     return word in _TRUE
 
 
-def whole(value: object) -> int:
+def off(value: object) -> bool:
+    """Parse false; raise if the value is true."""
+    if flag(value):
+        raise UnreadableError("false")
+    return False
+
+
+def is_off(value: object) -> bool:
+    """Return whether a value is empty or false."""
+    return not value or str(value).lower() in _FALSE
+
+
+def integer(value: object) -> int:
     """Parse an integer; YAML reads ``1e8`` as a string."""
-    try:
-        return int(str(value))
-    except ValueError:
-        pass
     try:
         number = float(str(value))
     except ValueError:
-        raise UnreadableError("a whole number") from None
+        raise UnreadableError("an integer") from None
     if not number.is_integer():
-        raise UnreadableError("a whole number")
+        raise UnreadableError("an integer")
     return int(number)
 
 
@@ -58,7 +67,7 @@ def choice(*choices: str, numbered: bool = False) -> Callable[[object], str]:
         if numbered and word.isdecimal() and 1 <= int(word) <= len(choices):
             return choices[int(word) - 1]
         if word not in choices:
-            raise UnreadableError("one of " + ", ".join(choices))
+            raise UnreadableError(f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}")
         return word
 
     return read
@@ -88,238 +97,198 @@ def expressions(value: object) -> tuple[str, ...]:
 def _texts(value: object) -> Sequence[str]:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return value
-    raise UnreadableError("a text or a list of texts")
+    raise UnreadableError("a string or a list of strings")
 
 
-def anything(value: object) -> object:
-    """Return a value unchanged; None if it is empty or false."""
-    return value or None
+def unchanged(value: object) -> object:
+    """Return a value that is not parsed."""
+    return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Key:
     """The meaning of a key; see [Note: keys]."""
 
     kind: Kind
-    says: str = ""
+    text: str = ""
     """What the key configures, what replaces it, or what to do if it is refused."""
-    read: Callable[[object], Any] = anything
+    read: Callable[[object], Any] = unchanged
     """Parses the value in the file; raises `UnreadableError`."""
     sets: str | None = None
     """The field of StrategyConfig that is set to the parsed value."""
-    noted: tuple[object, ...] = ()
+    info_values: tuple[object, ...] = ()
     """Values that are logged as information: the result is the requested one."""
-    warned: tuple[object, ...] = ()
+    warning_values: tuple[object, ...] = ()
     """Values that are logged as a warning: the result is not the requested one."""
-    only: tuple[object, ...] | None = None
-    """The accepted values; None for all. Other values are refused."""
-    way_out: str = ""
-    """What to do about a refused value; by default ``says``."""
+    fix: str = ""
+    """What to do about a value that ``read`` does not accept; for refused keys ``text``."""
 
-
-def _refused(says: str, only: object = None, read: Callable[[object], Any] = anything) -> Key:
-    return Key(kind="refused", says=says, read=read, only=(only,))
-
-
-_TPU = "Only CPUs and CUDA devices are known here: leave it out."
-_SAGEMAKER = "Only LOCAL_MACHINE is known here: leave it out, and start with torchrun."
-_ONE = "Nothing but the data is parallel here: set it to 1."
 
 _BACKEND = Key(
-    kind="configures",
-    says="`compile_blocks`: NO is false, INDUCTOR is true, others go by their names",
-    read=choice(
+    "configures",
+    "`compile_blocks`: NO is false, INDUCTOR is true, other backends are passed by name",
+    choice(
         *("NO", "INDUCTOR", "EAGER", "AOT_EAGER", "CUDAGRAPHS", "TENSORRT", "ONNXRT", "TVM", "AOT_TS_NVFUSER"),
         *("NVPRIMS_NVFUSER", "OFI", "FX2TRT", "TORCHXLA_TRACE_ONCE", "AOT_TORCHXLA_TRACE_ONCE", "HPU_BACKEND"),
         "NEURON",
     ),
 )
+_PREFETCH = Key(
+    "replaced",
+    "nothing; FSDP2 gathers one unit ahead in backward, like BACKWARD_PRE (`prefetch_depth` for more)",
+    choice("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True),
+    info_values=("BACKWARD_PRE",),
+    warning_values=("BACKWARD_POST", "NO_PREFETCH"),
+)
+_SIZE = Key("refused", "Only data parallelism is supported: set it to 1.", choice("1"))
+_WITH_SIZE = Key("launcher", "nothing, because the sizes are 1")
 
 TOP: Mapping[str, Key] = {
-    "compute_environment": _refused(_SAGEMAKER, "LOCAL_MACHINE", choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
+    "compute_environment": Key(
+        "refused", "Only LOCAL_MACHINE is supported: leave it out, and start with torchrun.", choice("LOCAL_MACHINE")
+    ),
     "distributed_type": Key(
-        kind="configures",
-        says="FSDP shards as `fsdp_config` says; MULTI_GPU, MULTI_CPU and NO are `shard_size=1`; others are refused",
-        read=choice(
-            *("FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", "MULTI_NPU"),
-            *("MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"),
-            *("DATA_PARALLEL", "MODEL_PARALLEL"),
-        ),
-        only=("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"),
-        way_out="Use FSDP, which splits weights, gradients and optimizer state over CPUs or CUDA devices.",
+        "configures",
+        "FSDP shards as `fsdp_config` describes; MULTI_GPU, MULTI_CPU and NO set `shard_size=1`; others are refused",
+        choice("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"),
+        fix="Use FSDP, which shards weights, gradients and optimizer state over CPUs or CUDA devices.",
     ),
     "mixed_precision": Key(
-        kind="configures",
-        says="`bf16` or `fp16`; with no, or without the key, neither; fp8 is refused",
-        read=choice("NO", "BF16", "FP16", "FP8"),
-        only=("NO", "BF16", "FP16"),
-        way_out="Use bf16.",
+        "configures",
+        "`bf16` or `fp16`; neither if it is no or left out; fp8 is refused",
+        choice("NO", "BF16", "FP16"),
+        fix="Use bf16.",
     ),
-    "fp16": Key(kind="configures", says="`fp16`, where there is no `mixed_precision`", read=flag),
+    "fp16": Key("configures", "`fp16`, if `mixed_precision` is left out", flag),
     "dynamo_backend": _BACKEND,
-    "num_processes": Key(kind="launcher", says="with HYBRID_SHARD on several machines also `shard_size`", read=whole),
-    "num_machines": Key(kind="launcher", says="with HYBRID_SHARD also `shard_size`", read=whole),
-    "machine_rank": Key(kind="launcher"),
-    "gpu_ids": Key(kind="launcher"),
-    "main_process_ip": Key(kind="launcher"),
-    "main_process_port": Key(kind="launcher"),
-    "rdzv_backend": Key(kind="launcher"),
-    "same_network": Key(kind="launcher"),
-    "main_training_function": Key(kind="launcher"),
+    "num_processes": Key("launcher", "with HYBRID_SHARD on several machines, also determines `shard_size`", integer),
+    "num_machines": Key("launcher", "with HYBRID_SHARD, also determines `shard_size`", integer),
+    **dict.fromkeys(
+        ("machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+        Key("launcher"),
+    ),
+    "main_training_function": Key("launcher"),
     "use_cpu": Key(
-        kind="launcher",
-        says="true is refused where there is a CUDA device, which would be used all the same",
-        read=flag,
-        way_out="Start with CUDA_VISIBLE_DEVICES= to hide it, or set it to false.",
+        "launcher",
+        "true is refused if there is a CUDA device, because the device would be used anyway",
+        flag,
+        fix="Set CUDA_VISIBLE_DEVICES= to hide the device, or set use_cpu to false.",
     ),
     "debug": Key(
-        kind="replaced",
-        says="`debug_divergence_seconds=60` names the rank that runs another unit than the others, or stays away",
-        read=flag,
-        warned=(True,),
+        "replaced",
+        "`debug_divergence_seconds=60` names a rank that runs another unit than the others, or does not reach it",
+        flag,
+        warning_values=(True,),
     ),
     "enable_cpu_affinity": Key(
-        kind="replaced",
-        says="`torchrun --numa-binding node` binds each process to the cores beside its device",
-        read=flag,
-        warned=(True,),
+        "replaced",
+        "`torchrun --numa-binding node` binds each process to the cores next to its device",
+        flag,
+        warning_values=(True,),
     ),
-    "fp8_config": _refused("Nothing is computed in 8 bits here: leave it out, and use mixed_precision: bf16."),
-    "deepspeed_config": _refused("Leave it out: distributed_type: FSDP with fsdp_config does what ZeRO does."),
-    "megatron_lm_config": _refused("Nothing but the data is parallel here: leave it out."),
-    "mpirun_config": _refused("Ranks come from torchrun's variables, not from mpirun's: leave it out."),
-    "downcast_bf16": _refused(_TPU, only=False, read=flag),
-    "tpu_use_cluster": _refused(_TPU, only=False, read=flag),
-    "tpu_use_sudo": _refused(_TPU, only=False, read=flag),
-    **{name: _refused(_TPU) for name in ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "command_file", "commands")},
-    **{
-        name: _refused(_SAGEMAKER)
-        for name in (
-            *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"),
-            *("pytorch_version", "transformers_version", "py_version"),
-            *("sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
-        )
-    },
 }
 
 FSDP: Mapping[str, Key] = {
-    "fsdp_version": Key(
-        kind="replaced", says="what shards is FSDP2, whichever it says", read=whole, noted=(1,), only=(1, 2)
-    ),
+    "fsdp_version": Key("replaced", "nothing; both versions use FSDP2", choice("1", "2"), info_values=("1",)),
     "fsdp_reshard_after_forward": Key(
-        kind="configures",
-        says="`reshard_after_forward`; the name of a strategy like `fsdp_sharding_strategy`",
-        read=resharding,
+        "configures",
+        "`reshard_after_forward`; the name of a strategy has the same meaning as in `fsdp_sharding_strategy`",
+        resharding,
     ),
     "fsdp_sharding_strategy": Key(
-        kind="replaced",
-        says="`reshard_after_forward` (true for FULL_SHARD and HYBRID_SHARD) and `shard_size` (the ranks of a machine "
-        "for HYBRID, 1 for NO_SHARD), which are set from it",
-        read=choice(*STRATEGIES, numbered=True),
-        noted=STRATEGIES,
+        "replaced",
+        "`reshard_after_forward` (true for FULL_SHARD and HYBRID_SHARD) and `shard_size` (the ranks of a machine for "
+        "HYBRID_SHARD and HYBRID_SHARD_ZERO2, 1 for NO_SHARD), which are set from it",
+        choice(*STRATEGIES, numbered=True),
+        info_values=STRATEGIES,
     ),
-    "fsdp_offload_params": Key(kind="configures", says="`cpu_offload`", read=flag, sets="cpu_offload"),
+    "fsdp_offload_params": Key("configures", "`cpu_offload`", flag, "cpu_offload"),
     "fsdp_auto_wrap_policy": Key(
-        kind="configures",
-        says="which of the next two counts; with NO_WRAP blocks are found and sharded all the same, for without any "
-        "the whole model would be gathered at once",
-        read=choice("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-        warned=("NO_WRAP",),
+        "configures",
+        "selects one of the next two keys; with NO_WRAP, blocks are still detected and sharded, because otherwise the "
+        "whole model would be gathered at once",
+        choice("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        warning_values=("NO_WRAP",),
     ),
-    "fsdp_transformer_layer_cls_to_wrap": Key(
-        kind="configures", says="`block_class_names`, with TRANSFORMER_BASED_WRAP", read=names
-    ),
+    "fsdp_transformer_layer_cls_to_wrap": Key("configures", "`block_class_names`, with TRANSFORMER_BASED_WRAP", names),
     "fsdp_min_num_params": Key(
-        kind="configures",
-        says="`min_unit_params`, with SIZE_BASED_WRAP: 100,000,000 without the key; with 0 blocks are found",
-        read=whole,
+        "configures",
+        "`min_unit_params`, with SIZE_BASED_WRAP: 100,000,000 if it is left out; with 0, blocks are detected",
+        integer,
     ),
-    "fsdp_activation_checkpointing": Key(
-        kind="configures", says="`activation_checkpointing`", read=flag, sets="activation_checkpointing"
+    "fsdp_activation_checkpointing": Key("configures", "`activation_checkpointing`", flag, "activation_checkpointing"),
+    "fsdp_activation_checkpointing_offload": Key(
+        "refused", "Activations stay on the device: set it to false. `cpu_offload` saves device memory.", off
     ),
-    "fsdp_activation_checkpointing_offload": _refused(
-        "Activations stay on the device: set it to false. `cpu_offload` makes room.", only=False, read=flag
-    ),
-    "fsdp_ignored_modules": Key(kind="configures", says="`ignored_modules`", read=expressions, sets="ignored_modules"),
+    "fsdp_ignored_modules": Key("configures", "`ignored_modules`", expressions, "ignored_modules"),
     "fsdp_use_orig_params": Key(
-        kind="replaced",
-        says="nothing; parameters are never flattened, and keep their names, groups and what is frozen of them",
-        read=flag,
-        noted=(True,),
-        warned=(False,),
+        "replaced",
+        "nothing; parameters are never flattened, so they keep their names, groups and `requires_grad`",
+        flag,
+        info_values=(True,),
+        warning_values=(False,),
     ),
     "fsdp_sync_module_states": Key(
-        kind="replaced",
-        says="nothing; all ranks build the model under one seed or from the same files, which `prepare_model` checks",
-        read=flag,
-        noted=(False,),
-        warned=(True,),
+        "replaced",
+        "nothing; all ranks build the model under one seed or from the same files, and `prepare_model` checks this",
+        flag,
+        info_values=(False,),
+        warning_values=(True,),
     ),
     "fsdp_cpu_ram_efficient_loading": Key(
-        kind="replaced",
-        says="`init_model_context(meta_init=True)` around `from_pretrained`: each rank reads its own part alone",
-        read=flag,
-        noted=(False,),
-        warned=(True,),
+        "replaced",
+        "`init_model_context(meta_init=True)` around `from_pretrained`: each rank reads only its own shards",
+        flag,
+        info_values=(False,),
+        warning_values=(True,),
     ),
-    **{
-        name: Key(
-            kind="replaced",
-            says="nothing; FSDP2 gathers one unit ahead in backward, as BACKWARD_PRE does (`prefetch_depth`: more)",
-            read=choice("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True),
-            noted=("BACKWARD_PRE",),
-            warned=("BACKWARD_POST", "NO_PREFETCH"),
-        )
-        for name in ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy")
-    },
+    "fsdp_backward_prefetch": _PREFETCH,
+    "fsdp_backward_prefetch_policy": _PREFETCH,
     "fsdp_forward_prefetch": Key(
-        kind="replaced",
-        says="`prefetch_depth=1` fixes which unit is gathered ahead, in forward, too",
-        read=flag,
-        noted=(False,),
-        warned=(True,),
+        "replaced",
+        "`prefetch_depth=1` determines which unit is gathered ahead, also in forward",
+        flag,
+        info_values=(False,),
+        warning_values=(True,),
     ),
     "fsdp_state_dict_type": Key(
-        kind="replaced",
-        says="nothing; a checkpoint is written by all ranks, each its own part, and opens as a whole",
-        read=choice("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", numbered=True),
-        noted=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
-        warned=("LOCAL_STATE_DICT",),
+        "replaced",
+        "nothing; all ranks write a checkpoint, each its own shards, and it can be opened as full tensors",
+        choice("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", numbered=True),
+        info_values=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+        warning_values=("LOCAL_STATE_DICT",),
     ),
 }
 
 DYNAMO: Mapping[str, Key] = {
     "dynamo_backend": _BACKEND,
     "dynamo_use_regional_compilation": Key(
-        kind="replaced", says="nothing; each block is compiled by itself", read=flag, noted=(False,)
+        "replaced", "nothing; each block is compiled separately", flag, info_values=(False,)
     ),
     "dynamo_mode": Key(
-        kind="replaced",
-        says="nothing; blocks are compiled in the default mode",
-        read=choice("DEFAULT", "REDUCE-OVERHEAD", "MAX-AUTOTUNE"),
-        warned=("REDUCE-OVERHEAD", "MAX-AUTOTUNE"),
+        "replaced",
+        "nothing; blocks are compiled in the default mode",
+        choice("DEFAULT", "REDUCE-OVERHEAD", "MAX-AUTOTUNE"),
+        warning_values=("REDUCE-OVERHEAD", "MAX-AUTOTUNE"),
     ),
-    "dynamo_use_fullgraph": Key(
-        kind="replaced", says="nothing; a block may become several graphs", read=flag, warned=(True,)
-    ),
+    "dynamo_use_fullgraph": Key("replaced", "nothing; a block may become several graphs", flag, warning_values=(True,)),
     "dynamo_use_dynamic": Key(
-        kind="replaced", says="nothing; torch.compile finds out which shapes change", read=flag, warned=(True,)
+        "replaced", "nothing; torch.compile detects which shapes change", flag, warning_values=(True,)
     ),
 }
 
 PARALLELISM: Mapping[str, Key] = {
-    "parallelism_config_dp_shard_size": Key(kind="configures", says="`shard_size`, if it is more than 1", read=whole),
+    "parallelism_config_dp_shard_size": Key("configures", "`shard_size`, if it is more than 1", integer),
     "parallelism_config_dp_replicate_size": Key(
-        kind="configures", says="nothing; there are as many replicas as ranks / `shard_size`", read=whole
+        "configures", "nothing; the number of replicas is the number of ranks / `shard_size`", integer
     ),
-    **{f"parallelism_config_{name}_size": _refused(_ONE, only=1, read=whole) for name in ("tp", "cp", "sp")},
-    **{
-        f"parallelism_config_{name}": Key(kind="launcher", says="nothing, where the sizes are 1")
-        for name in (
-            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
-            "sp_attn_implementation",
-        )
-    },
+    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")), _SIZE),
+    "parallelism_config_cp_backend": _WITH_SIZE,
+    "parallelism_config_cp_comm_strategy": _WITH_SIZE,
+    "parallelism_config_sp_backend": _WITH_SIZE,
+    "parallelism_config_sp_seq_length": _WITH_SIZE,
+    "parallelism_config_sp_seq_length_is_variable": _WITH_SIZE,
+    "parallelism_config_sp_attn_implementation": _WITH_SIZE,
 }
 
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
@@ -332,9 +301,11 @@ SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
 KEYS: Mapping[str, Key] = {**TOP, **FSDP, **DYNAMO, **PARALLELISM}
 
 
-def where(name: str) -> str:
-    """Return a hint for an unknown key: the section that it belongs in, or a similar name."""
+def hint_for(name: str) -> str:
+    """Return a hint for a key that is not supported: the section that it belongs in, or a similar name."""
     for section, (_, keys) in SECTIONS.items():
         if name in keys:
             return f" It belongs in {section}."
-    return did_you_mean(name, [*KEYS, *SECTIONS])
+    # A high cutoff: at 0.6, the default, fsdp_config would be suggested for fp8_config.
+    similar = difflib.get_close_matches(name, [*KEYS, *SECTIONS], n=1, cutoff=0.9)
+    return f" Did you mean {similar[0]!r}?" if similar else ""

@@ -1,4 +1,4 @@
-"""Read settings from a trainer's namespace or a file, and rename foreign arguments to fields of `StrategyConfig`.
+"""Read settings from a trainer's namespace or a file, as fields of `StrategyConfig`.
 
 Input: a namespace, a mapping or a YAML or JSON file. Output: a plain dict, for `strategy_config`.
 """
@@ -14,17 +14,12 @@ import yaml
 
 from fsdp2_strategy.errors import ConfigError
 
-# Argument name of trainers -> field of StrategyConfig.
-FOREIGN_NAMES = {
-    "fsdp_cpu_offload": "cpu_offload",
-}
-
 
 def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
     """Return the values in a trainer's namespace or mapping that belong to ``fields``; ignore all other names.
 
-    A value of ``None`` is ignored, because argparse stores it for an option that is not given. The name of the field
-    takes precedence over a foreign name for it.
+    A value of ``None`` is ignored, because argparse stores it for an option that is not given. Trainers may use
+    ``fsdp_cpu_offload`` for ``cpu_offload``; the name of the field takes precedence.
 
     Raises:
         ConfigError: ``args`` is neither a namespace nor a mapping.
@@ -32,12 +27,12 @@ def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise ConfigError(
             f"cannot configure: args is a {type(args).__name__}, expected a namespace, a mapping or a StrategyConfig. "
-            "Pass what argparse returned."
+            "Pass the result of argparse."
         )
     given = args if isinstance(args, Mapping) else vars(args)
-    translated = {ours: given[theirs] for theirs, ours in FOREIGN_NAMES.items() if theirs in given}
-    own = {name: given[name] for name in fields if name in given}
-    return {name: value for name, value in {**translated, **own}.items() if value is not None}
+    values = {"cpu_offload": given.get("fsdp_cpu_offload")}
+    values |= {name: given[name] for name in fields if given.get(name) is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def read_mapping(path: str | Path) -> Mapping[str, Any]:
@@ -52,12 +47,12 @@ def read_mapping(path: str | Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration: {path}: {error.strerror}. Check the path.") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid JSON, or not UTF-8
-        raise ConfigError(f"cannot read the configuration: {path} is no {kind}: {error}") from error
+        raise ConfigError(f"cannot read the configuration: {path} is not {kind}: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"cannot read the configuration: {path} holds a {type(content).__name__}, expected a mapping. "
-            "Write one 'field: value' a line."
+            f"cannot read the configuration: {path} contains a {type(content).__name__}, expected a mapping. "
+            "Write each field as 'field: value' on its own line."
         )
     return content

@@ -122,28 +122,26 @@ class StrategyConfig:
         if not isinstance(self.compile_blocks, str):
             expected = "true, false or the name of a torch.compile backend"
             _check("compile_blocks", self.compile_blocks, isinstance(self.compile_blocks, bool), expected)
-        for name, least in (("seed", 0), ("micro_train_batch_size", 1)):
+        _check("seed", self.seed, _is_int(self.seed, 0), "an integer of at least 0")
+        micro, size, reshard = self.micro_train_batch_size, self.shard_size, self.reshard_after_forward
+        _check("micro_train_batch_size", micro, _is_int(micro, 1), "an integer of at least 1")
+        for name in ("train_batch_size", "min_unit_params", "prefetch_depth"):
             value = getattr(self, name)
-            _check(name, value, _is_int(value) and value >= least, f"a whole number of at least {least}")
-        for name, least in (("train_batch_size", 1), ("min_unit_params", 1), ("prefetch_depth", 1)):
-            value = getattr(self, name)
-            fits = value is None or (_is_int(value) and value >= least)
-            _check(name, value, fits, f"a whole number of at least {least}, or nothing")
+            _check(name, value, value is None or _is_int(value, 1), "an integer of at least 1, or None")
         _check_expressions("ignored_modules", self.ignored_modules)
-        size, reshard = self.shard_size, self.reshard_after_forward
-        fits = size == "auto" or (_is_int(size) and (size == -1 or size >= 1))
-        _check("shard_size", size, fits, "a whole number of at least 1, -1 or auto")
-        fits = isinstance(reshard, bool) or (_is_int(reshard) and reshard >= 1)
-        _check("reshard_after_forward", reshard, fits, "true, false or a whole number of at least 1")
+        is_valid = size == "auto" or (_is_int(size, -1) and size != 0)
+        _check("shard_size", size, is_valid, "an integer of at least 1, -1 or auto")
+        is_valid = isinstance(reshard, bool) or _is_int(reshard, 1)
+        _check("reshard_after_forward", reshard, is_valid, "true, false or an integer of at least 1")
         modes = get_args(GradSync)
         fix = did_you_mean(str(self.grad_sync), modes).strip()
         _check("grad_sync", self.grad_sync, self.grad_sync in modes, "one of " + ", ".join(modes), fix)
         policies = (None, *get_args(MixedData))
-        expected = "one of root, dummy, replicate, or nothing"
+        expected = "one of root, dummy, replicate, or None"
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
-        _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 clips nothing.")
+        _check("max_norm", self.max_norm, self.max_norm >= 0, "at least 0", "0 disables clipping.")
         seconds = self.debug_divergence_seconds
-        _check("debug_divergence_seconds", seconds, seconds >= 0, "at least 0", "0 compares nothing.")
+        _check("debug_divergence_seconds", seconds, seconds >= 0, "at least 0", "0 disables the comparison.")
         _check("timeout_minutes", self.timeout_minutes, self.timeout_minutes > 0, "more than 0")
 
     @classmethod
@@ -157,7 +155,7 @@ class StrategyConfig:
         for key in mapping:
             if key not in fields:
                 raise ConfigError(
-                    f"cannot configure: {key!r} is no field of StrategyConfig, expected one of "
+                    f"cannot configure: {key!r} is not a field of StrategyConfig, expected one of "
                     f"{', '.join(fields)}.{did_you_mean(str(key), fields)}"
                 )
         return cls(**mapping)
@@ -197,7 +195,7 @@ class StrategyConfig:
         return args if isinstance(args, cls) else cls(**known_values(args, _fields()))
 
     @classmethod
-    def chosen(cls, args: object, config: StrategyConfig | None) -> StrategyConfig:
+    def resolve(cls, args: object, config: StrategyConfig | None) -> StrategyConfig:
         """Return ``config`` if it is given, else a configuration made from ``args``, else the defaults.
 
         Raises:
@@ -210,7 +208,7 @@ class StrategyConfig:
             )
         if config is not None and isinstance(args, StrategyConfig):
             raise ConfigError(
-                "cannot configure: args and config are both a StrategyConfig, expected one. Drop one of them."
+                "cannot configure: args and config are both a StrategyConfig, expected one. Remove one of them."
             )
         if config is not None:
             return config
@@ -223,19 +221,19 @@ class StrategyConfig:
             ConfigError: ``train_batch_size`` is not a multiple of micro batch size x ``world_size``.
         """
         micro, total = self.micro_train_batch_size, self.train_batch_size
-        at_once = micro * world_size
         if total is None:
             return 1
-        if total % at_once:
-            below = max(total // at_once, 1) * at_once
+        step = micro * world_size
+        if total % step:
+            lower = max(total // step, 1) * step
             raise ConfigError(
                 f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
-                f"ranks = {micro} x {world_size} = {at_once}. Use {below} or {below + at_once}."
+                f"ranks = {micro} x {world_size} = {step}. Use {lower} or {lower + step}."
             )
-        return total // at_once
+        return total // step
 
     @property
-    def grad_sync_in_use(self) -> GradSync:
+    def effective_grad_sync(self) -> GradSync:
         """``grad_sync``; "every" replaces "defer_all_reduce" if that would accumulate gradients in half precision."""
         half = (self.bf16 or self.fp16) and not self.reduce_in_full_precision
         return "every" if half and self.grad_sync == "defer_all_reduce" else self.grad_sync
@@ -260,19 +258,19 @@ def _fields() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(StrategyConfig)}
 
 
-def _check(field: str, value: object, fits: bool, expected: str, fix: str = "") -> None:
-    if not fits:
+def _check(field: str, value: object, is_valid: bool, expected: str, fix: str = "") -> None:
+    if not is_valid:
         fix = fix or f"Set {field} to {expected}, or leave it out for its default {_fields()[field]!r}."
         raise ConfigError(f"cannot configure: {field} is {value!r}, expected {expected}. {fix}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_int(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _real(field: str, value: object) -> float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    fix = "YAML reads 1e-3 as text: write 1.0e-3." if isinstance(value, str) else ""
+    fix = "YAML reads 1e-3 as a string: write 1.0e-3." if isinstance(value, str) else ""
     _check(field, value, math.isfinite(number), "a finite number", fix)
     return float(number)
 
@@ -283,13 +281,13 @@ def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
             re.compile(expression)
         except re.error as error:
             raise ConfigError(
-                f"cannot configure: {field} has {expression!r}, expected regular expressions: {error}. Escape what is "
-                "meant as it stands."
+                f"cannot configure: {field} contains {expression!r}, expected regular expressions: {error}. Escape the "
+                "characters that are meant literally."
             ) from error
 
 
 def _names(field: str, value: object) -> tuple[str, ...]:
-    listed = isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
     fix = f"Write {field}: [{value}]." if isinstance(value, str) else ""
-    _check(field, value, listed, "a list of names", fix)
+    _check(field, value, is_list, "a list of names", fix)
     return tuple(value)  # type: ignore[arg-type]
