@@ -29,7 +29,7 @@ def fields_of(path: str | Path) -> dict[str, Any]:
     """Return the fields of StrategyConfig that accelerate's file sets; log on rank 0 what works differently here.
 
     Raises:
-        ConfigError: the file is missing or malformed, a key is unknown, or a value is invalid or not supported.
+        ConfigError: the file is missing or malformed, or a key or value is invalid or not supported.
     """
     try:
         settings = {name: value for name, value in _flatten(read_mapping(path)).items() if value is not None}
@@ -40,7 +40,11 @@ def fields_of(path: str | Path) -> dict[str, Any]:
                 f"use_cpu is True, but there is a CUDA device, expected False. {table.KEYS['use_cpu'].fix}"
             )
         fields = {key.sets: used[name] for name, key in table.KEYS.items() if key.sets and name in used}
-        fields |= _precision(used) | _sharding(used) | _units(used) | _compilation(used)
+        precision = used.get("mixed_precision", "FP16" if used.get("fp16") else "NO")
+        backend = used.get("dynamo_backend", "NO")
+        fields |= {"bf16": precision == "BF16", "fp16": precision == "FP16"}
+        fields |= {"compile_blocks": {"NO": False, "INDUCTOR": True}.get(backend, backend.lower())}
+        fields |= _sharding(used) | _units(used)
     except _InvalidError as error:
         raise ConfigError(f"cannot configure from {path}: {error}") from error
     _log_differences(path, used, ignored)
@@ -97,11 +101,6 @@ def _ignored(settings: Mapping[str, Any]) -> set[str]:
     return without_effect & {*settings}
 
 
-def _precision(used: Mapping[str, Any]) -> dict[str, Any]:
-    precision = used.get("mixed_precision", "FP16" if used.get("fp16") else "NO")
-    return {"bf16": precision == "BF16", "fp16": precision == "FP16"}
-
-
 def _sharding(used: Mapping[str, Any]) -> dict[str, Any]:
     if used["distributed_type"] != "FSDP":
         return {"shard_size": 1, "reshard_after_forward": False}
@@ -151,11 +150,6 @@ def _units(used: Mapping[str, Any]) -> dict[str, Any]:
         return {"min_unit_params": used.get("fsdp_min_num_params", _DEFAULT_MIN_UNIT_PARAMS) or None}
     named = used.get("fsdp_transformer_layer_cls_to_wrap", ())
     return {"block_class_names": named if policy == "TRANSFORMER_BASED_WRAP" else ()}
-
-
-def _compilation(used: Mapping[str, Any]) -> dict[str, Any]:
-    backend = used.get("dynamo_backend", "NO")
-    return {"compile_blocks": {"NO": False, "INDUCTOR": True}.get(backend, backend.lower())}
 
 
 def _log_differences(path: str | Path, used: Mapping[str, Any], ignored: set[str]) -> None:

@@ -36,7 +36,7 @@ def flag(value: object) -> bool:
     return word in _TRUE
 
 
-def off(value: object) -> bool:
+def only_false(value: object) -> bool:
     """Parse false; raise if the value is true."""
     if flag(value):
         raise UnreadableError("false")
@@ -218,7 +218,7 @@ FSDP: Mapping[str, Key] = {
     ),
     "fsdp_activation_checkpointing": Key("configures", "`activation_checkpointing`", flag, "activation_checkpointing"),
     "fsdp_activation_checkpointing_offload": Key(
-        "refused", "Activations stay on the device: set it to false. `cpu_offload` saves device memory.", off
+        "refused", "Activations stay on the device: set it to false. `cpu_offload` saves device memory.", only_false
     ),
     "fsdp_ignored_modules": Key("configures", "`ignored_modules`", expressions, "ignored_modules"),
     "fsdp_use_orig_params": Key(

@@ -177,7 +177,7 @@ class StrategyConfig:
         docs/coming_from_accelerate.md lists all keys.
 
         Raises:
-            ConfigError: the file is missing or malformed, a key is unknown, or a value is invalid or not supported.
+            ConfigError: the file is missing or malformed, or a key or value is invalid or not supported.
 
         Example:
             >>> config = StrategyConfig.from_accelerate("docs/examples/fsdp.yaml")  # doctest: +SKIP

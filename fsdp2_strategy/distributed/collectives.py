@@ -42,7 +42,8 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
     by_type: dict[tuple[torch.dtype, torch.device], list[Path]] = defaultdict(list)
     for path, value in leaves.items():
         tensor = _tensor(value)
-        dtype = torch.float32 if op == "mean" and not _is_floating(tensor) else tensor.dtype
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        dtype = torch.float32 if op == "mean" and is_integer else tensor.dtype
         by_type[dtype, _communication_device(value)].append(path)
     reduced: dict[Path, Any] = {}
     for (dtype, device), paths in by_type.items():
@@ -119,10 +120,6 @@ def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return torch.tensor(value, dtype=torch.float64)  # one rank may have 0 where another has 0.5
-
-
-def _is_floating(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _communication_device(value: Any) -> torch.device:
