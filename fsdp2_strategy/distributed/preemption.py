@@ -89,7 +89,7 @@ class Preemption:
             self._is_open = True
         if not _state.agreed and any_rank(_state.received):
             _state.agreed = True
-            log("received SIGTERM: save a checkpoint and exit", level=logging.WARNING)
+            log("a rank received SIGTERM: save a checkpoint and exit", level=logging.WARNING)
         return _state.agreed
 
     def close(self) -> None:
