@@ -56,7 +56,7 @@ def reshard(model: nn.Module) -> None:
                 drop_gather_in_flight(record)
 
 
-def settle(model: nn.Module) -> None:
+def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, also after a forward or backward pass that raised; not collective.
 
     After a pass that raised, FSDP2 still has units in their forward state: they would stay unsharded, and FSDP2 would
