@@ -7,11 +7,10 @@ for each model its optimizer, schedule, averages and accumulation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -168,18 +167,14 @@ class TrainingStrategy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- models --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+    def init_model_context(self, meta_init: bool = False) -> AbstractContextManager[None]:
         """Build models within this context; with ``meta_init`` on the meta device (`init_on_meta`); not collective."""
-        with init_on_meta() if meta_init else nullcontext():
-            yield
+        return init_on_meta() if meta_init else nullcontext()
 
     def prepare_model(
         self,

@@ -99,12 +99,7 @@ def accumulation_of(model: nn.Module) -> Accumulation:
 
 
 def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
-    """Reset the accumulation state of a model; not collective.
-
-    Args:
-        model: the model, or its wrapper.
-        scale: loss scale of float16 training.
-    """
+    """Reset the accumulation state of a model or wrapper, with a loss scale for float16 training; not collective."""
     return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
 
 
