@@ -111,7 +111,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
     stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     foreign = [p for p in stale if id(p) not in names]
     if foreign or (stale and optimizer.state):
-        problem = f"has {len(foreign)} parameters of another model" if foreign else "already has state"
+        problem = f"has {len(foreign)} parameters of another model" if foreign else "has state already"
         raise OptimizerError(
             f"cannot keep this optimizer: it {problem}, expected a new one over the model's parameters. Create it with "
             "create_optimizer, after prepare_model."
