@@ -135,7 +135,7 @@ class _MovedModules(MetaPathFinder, Loader):
         new = _new_path(old)
         assert new is not None
         sys.modules[old] = import_module(new)
-        message = f"{old} is {new} now; the old path goes with the next release"
+        message = f"{old} was renamed to {new}; the next release removes the old path"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
 
 
@@ -149,7 +149,7 @@ def _new_path(fullname: str) -> str | None:
     return None
 
 
-def keep_old_paths() -> None:
+def install_old_paths() -> None:
     """Install the finder of `MOVED` before Python's own, which would import submodules a second time."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())

@@ -193,12 +193,13 @@ class FSDPV2Strategy(TrainingStrategy):
         if optimizer is not None:
             if self.config.use_mp_opt and not is_mp_optimizer(optimizer):
                 raise OptimizerError(
-                    f"cannot keep this {type(optimizer).__name__}: with use_mp_opt the model is bf16 alone, expected "
-                    "an optimizer that keeps fp32 masters. Create it with create_optimizer, after prepare_model."
+                    f"cannot keep this {type(optimizer).__name__}: with use_mp_opt the model has bf16 parameters only, "
+                    "expected an optimizer that keeps fp32 master weights. Create it with create_optimizer, after "
+                    "prepare_model."
                 )
             rebind_optimizer(optimizer, names, model)
-            run = self._run(model)
-            run.optimizer, run.scheduler = optimizer, rest[0] if rest else run.scheduler
+            state = self._run(model)
+            state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.scheduler
         return type(given)((model, optimizer, *rest))
 
     def prepare_models_and_optimizers(
@@ -230,12 +231,12 @@ class FSDPV2Strategy(TrainingStrategy):
             MeshError, ShardError, OptimizerError: see `prepare_model`, `create_optimizer` and `create_scheduler`.
         """
         actor.is_actor = True  # type: ignore[assignment]
-        of_actor = self._prepare_trained(actor, "actor_learning_rate", args, max_steps)
-        of_critic = self._prepare_trained(critic, "critic_learning_rate", args, max_steps)
+        actor_triple = self._prepare_trained(actor, "actor_learning_rate", args, max_steps)
+        critic_triple = self._prepare_trained(critic, "critic_learning_rate", args, max_steps)
         if not self._option("remote_rm_url", args):
             for model in _each(reward_models):
                 self.prepare_model(model, shard_size="auto")
-        return of_actor, of_critic, reward_models, self.prepare_model(initial_model)
+        return actor_triple, critic_triple, reward_models, self.prepare_model(initial_model)
 
     def prepare_reward_model(
         self, reward_model: nn.Module, args: object = None, max_steps: int = int(1e8)
@@ -245,10 +246,10 @@ class FSDPV2Strategy(TrainingStrategy):
         prepared = self._prepare_trained(reward_model, "actor_learning_rate", args, max_steps)
         return prepared
 
-    def _prepare_trained(self, model: nn.Module | None, rate: str, args: object, max_steps: int) -> Any:
+    def _prepare_trained(self, model: nn.Module | None, lr_name: str, args: object, max_steps: int) -> Any:
         if model is None:
             return None, None, None
-        lr = self._option(rate, args)
+        lr = self._option(lr_name, args)
         model = self.prepare_model(model, is_training=True)
         betas = tuple(self._option("adam_betas", args))
         optimizer = self.create_optimizer(model, lr=lr, betas=betas, weight_decay=self._option("l2", args))
@@ -340,11 +341,11 @@ class FSDPV2Strategy(TrainingStrategy):
         Raises:
             ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
         """
-        ema, run = self._ema(model, model_ema, device), self._run(model)
-        steps, is_stepped_here = run.accumulation.steps, run.accumulation.checked is not None
-        if is_stepped_here and run.averaged_steps.get(ema, run.loaded_steps) == steps:
+        ema, state = self._ema(model, model_ema, device), self._run(model)
+        steps, is_stepped_here = state.accumulation.steps, state.accumulation.checked_optimizer is not None
+        if is_stepped_here and state.averaged_steps.get(ema, state.loaded_steps) == steps:
             return
-        run.averaged_steps[ema] = steps
+        state.averaged_steps[ema] = steps
         ema.update(model, beta)
         if ema is not model_ema:
             ema.copy_to(model_ema)  # type: ignore[arg-type]

@@ -7,11 +7,10 @@ for each model its optimizer, schedule, averages and accumulation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -37,7 +36,7 @@ from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
 from fsdp2_strategy.model.materialize import is_unreal
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.offload import forget_slabs
+from fsdp2_strategy.model.offload import free_host_buffers
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
@@ -67,7 +66,7 @@ _UNSET: Any = _Unset()
 
 
 @dataclass
-class _Run:
+class _TrainingState:
     """The training state of one model."""
 
     accumulation: Accumulation
@@ -111,7 +110,7 @@ class TrainingStrategy:
         self.world_size = self._trainers.count
         self.accumulated_gradient = self.config.accumulation_steps(self.world_size)
         self._trainers.begin()
-        self._runs: WeakKeyDictionary[nn.Module, _Run] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
         show_log()
@@ -152,12 +151,12 @@ class TrainingStrategy:
         Raises:
             CheckpointError: on every rank, if an asynchronous save has failed. The strategy is closed nevertheless.
         """
-        self._runs.clear()
+        self._states.clear()
         try:
             end_saving()
         finally:
             self._preemption.close()
-            forget_slabs()
+            free_host_buffers()
             self._trainers.close()
             if self._owns_process_group and dist.is_initialized():
                 forget_meshes()
@@ -168,18 +167,14 @@ class TrainingStrategy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- models --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+    def init_model_context(self, meta_init: bool = False) -> AbstractContextManager[None]:
         """Build models within this context; with ``meta_init`` on the meta device (`init_on_meta`); not collective."""
-        with init_on_meta() if meta_init else nullcontext():
-            yield
+        return init_on_meta() if meta_init else nullcontext()
 
     def prepare_model(
         self,
@@ -209,7 +204,7 @@ class TrainingStrategy:
             MeshError, ShardError: on every rank; see `build_mesh` and `shard_model`.
             CheckpointError: on every rank; see `load_weights`.
         """
-        if model is None or not _is_ours_to_shard(model):
+        if model is None or not _should_shard(model):
             return model
         config = self.config
         shard_size = config.shard_size if shard_size is _UNSET else shard_size
@@ -257,43 +252,33 @@ class TrainingStrategy:
     ) -> Optimizer:
         """Build the optimizer of a prepared model, and use it for this model's checkpoints; not collective.
 
-        Args:
-            model: the model, or its wrapper.
-            lr: learning rate; like the next three arguments, by default that of the optimizer class.
-            betas: Adam's decay rates.
-            eps: Adam's denominator term.
-            weight_decay: decay of all parameters but biases and norms.
-            **kwargs: no_decay, optimizer_cls, param_groups, masters (by default ``use_mp_opt``) and options of the
-                class; see `build_optimizer`.
-
-        Raises:
-            OptimizerError: see `build_optimizer`.
+        Arguments and errors are those of `build_optimizer`. ``masters`` is ``use_mp_opt`` by default.
         """
-        kwargs = {"masters": self.config.use_mp_opt, **kwargs}
-        optimizer = build_optimizer(model, lr, betas, eps, weight_decay, **kwargs)
+        masters = kwargs.pop("masters", self.config.use_mp_opt)
+        optimizer = build_optimizer(model, lr, betas, eps, weight_decay, masters=masters, **kwargs)
         self._run(model).optimizer = optimizer
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
         """Build a schedule, and use it for checkpoints with its optimizer; not collective; see `build_scheduler`."""
         scheduler = build_scheduler(optimizer, name, **kwargs)
-        for run in self._runs.values():
-            if run.optimizer is optimizer:
-                run.scheduler = scheduler
+        for state in self._states.values():
+            if state.optimizer is optimizer:
+                state.scheduler = scheduler
         return scheduler
 
     def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
         """Return the averages of the second model, created on first use, and store them with the first model."""
-        run = self._run(model)
+        state = self._run(model)
         if isinstance(model_ema, EMA):
-            run.ema = model_ema
+            state.ema = model_ema
             return model_ema
-        kept = self._run(model_ema)
-        if kept.ema is None:
-            trained = [name for name, p in named_parameters(self.unwrap_model(model)).items() if p.requires_grad]
-            kept.ema = EMA(model_ema, names=trained, device="cpu" if torch.device(device).type == "cpu" else None)
-        run.ema = kept.ema
-        return kept.ema
+        averaged = self._run(model_ema)
+        if averaged.ema is None:
+            trained = [name for name, p in named_parameters(unwrap_model(model)).items() if p.requires_grad]
+            averaged.ema = EMA(model_ema, names=trained, device="cpu" if torch.device(device).type == "cpu" else None)
+        state.ema = averaged.ema
+        return averaged.ema
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -310,16 +295,8 @@ class TrainingStrategy:
 
         It divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given. The caller must not.
 
-        Args:
-            loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
-            model: the model that computed the loss, or its wrapper.
-            optimizer: ignored; accepted for compatibility.
-            num_items_in_batch: number of items (for example tokens) in all micro-batches of all ranks in this step; the
-                gradient is that of (sum of all losses) / num_items_in_batch.
-            **kwargs: ignored; trainers may pass other arguments.
-
-        Raises:
-            StepError: ``num_items_in_batch`` is not positive.
+        Arguments and errors are those of `optim.step.backward`. ``optimizer`` and ``kwargs`` are ignored; trainers may
+        pass them.
         """
         self._run(model)
         backward(
@@ -343,21 +320,10 @@ class TrainingStrategy:
         After the last micro-batch it clips the gradients to ``max_norm``, steps optimizer and schedule, and clears the
         gradients. If the norm is not finite, all ranks skip the optimizer and the schedule, and clear the gradients.
 
-        Args:
-            optimizer: the model's optimizer.
-            model: the model, or its wrapper.
-            scheduler: learning-rate schedule, stepped with the optimizer.
-            name: name of the model in log and error messages.
-            **kwargs: ignored; trainers may pass other arguments.
-
-        Returns:
-            Whether the optimizer stepped, and the gradient norm.
-
-        Raises:
-            StepError: ``backward`` was not called since the last step, or the optimizer belongs to another model.
-            OffloadError: the model or the optimizer is offloaded.
+        Arguments, result and errors are those of `optim.step.optimizer_step`. ``kwargs`` are ignored; trainers may pass
+        them.
         """
-        run = self._run(model)
+        state = self._run(model)
         result = optimizer_step(
             optimizer,
             model,
@@ -367,7 +333,7 @@ class TrainingStrategy:
             name=name,
         )
         if result.stepped or result.skipped:
-            run.optimizer, run.scheduler = optimizer, scheduler or run.scheduler
+            state.optimizer, state.scheduler = optimizer, scheduler or state.scheduler
         return result
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
@@ -423,52 +389,34 @@ class TrainingStrategy:
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
+        All arguments that are not listed here, the result and the errors are those of `save_checkpoint`.
+
         Args:
             model: a prepared model, or its wrapper.
             save_dir: directory of the run's checkpoints, on a file system that all ranks share.
             tag: name of this checkpoint; by default ``global_step<step>``, or the layout's name for the step.
             max_num: checkpoints to keep, at least 1; None for no limit.
-            max_mem: total GB (10^9 bytes) of all checkpoints in ``save_dir``; None for no limit.
-            client_state: any JSON content; rank 0's is saved.
-            save_latest: make the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
-            dataloader: a ResumableLoader, or another loader with ``state_dict``; see `save_checkpoint`.
-            tokenizer: tokenizer or processor to save in the model's folder; by default the tokenizer files are copied
-                from the folder that the model was loaded from, if it is known.
             ema: averages, or the second model of `moving_average`; by default those last used with this model.
-            protect: exclude it from rotation.
-            metric: quality of the checkpoint; rotation never deletes the best one that has a metric.
-            higher_is_better: whether a higher ``metric`` is better.
-            async_save: return after this rank's shards are copied to host memory; write, commit and rotate in the
-                background.
-            only_trainable: omit frozen weights; see `save_checkpoint`.
-            meta: JSON content of ``meta.json``, for other programs.
-            layout: LeRobot's layout, for checkpoints that its tools can load; by default our own layout.
-
-        Returns:
-            The checkpoint's directory; an asynchronous save creates it when it commits.
-
-        Raises:
-            CheckpointError: on every rank; see `save_checkpoint`.
         """
-        run = self._run(model)
-        if pending := run.accumulation.micro_batches % self.accumulated_gradient:
-            message = "saving between steps: the gradients of %d micro-batches are not part of a checkpoint"
+        state = self._run(model)
+        if pending := state.accumulation.micro_batches % self.accumulated_gradient:
+            message = "saving between two steps: the gradients of %d micro-batches are not saved"
             log(message, pending, level=logging.WARNING)
-        averages = self._ema(model, ema) if ema is not None else run.ema
+        averages = self._ema(model, ema) if ema is not None else state.ema
         path = save_checkpoint(
             model,
             save_dir,
             tag,
-            step=run.accumulation.steps,
-            optimizer=optimizer or run.optimizer,
-            scheduler=scheduler or run.scheduler,
+            step=state.accumulation.steps,
+            optimizer=optimizer or state.optimizer,
+            scheduler=scheduler or state.scheduler,
             client_state=dict(client_state or {}),
             dataloader=dataloader,
             tokenizer=tokenizer,
             ema=averages.averages if averages else None,
-            loss_scale=asdict(run.accumulation.scale) if run.accumulation.scale else None,
+            loss_scale=asdict(state.accumulation.scale) if state.accumulation.scale else None,
             seed=self.config.seed,
             max_num=max_num,
             max_mem=max_mem,
@@ -512,6 +460,8 @@ class TrainingStrategy:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, or the one named by ``tag``, or a single checkpoint; collective.
 
+        All arguments that are not listed here, and the errors, are those of `load_checkpoint`.
+
         Args:
             model: a prepared model, or its wrapper.
             load_dir: directory of a run's checkpoints, or one checkpoint, or LeRobot's link ``last``.
@@ -520,29 +470,21 @@ class TrainingStrategy:
             load_module_strict: raise if the checkpoint and the model have different names.
             load_optimizer_states: restore the optimizer's state, if there is an optimizer.
             load_lr_scheduler_states: restore the schedule's state, if there is a schedule.
-            tag: name of the checkpoint in ``load_dir``; by default the newest.
-            dataloader: restore its position; the loader must not have started.
             ema: restore these averages, or those of the second model of `moving_average`.
             load_module: load the model's parameters and buffers; if false, load all other state only.
-            verify: verify the checksums of the bytes that are read.
-            fallback: if the checkpoint is corrupted, load the newest intact one that is older, and log a warning.
-            trust: allow checkpoints of other systems (``.distcp``, ``.pt``, ``.bin``): unpickling them can run code.
             **kwargs: ignored; trainers may pass other arguments.
 
         Returns:
             The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.
-
-        Raises:
-            CheckpointError: on every rank; see `load_checkpoint`.
         """
-        run = self._run(model)
+        state = self._run(model)
         averages = self._ema(model, ema) if ema is not None else None
         loaded = load_checkpoint(
             model,
             load_dir,
             tag=tag,
-            optimizer=(optimizer or run.optimizer) if load_optimizer_states else None,
-            scheduler=(scheduler or run.scheduler) if load_lr_scheduler_states else None,
+            optimizer=(optimizer or state.optimizer) if load_optimizer_states else None,
+            scheduler=(scheduler or state.scheduler) if load_lr_scheduler_states else None,
             ema=averages.averages if averages else None,
             dataloader=dataloader,
             load_model=load_module,
@@ -553,10 +495,10 @@ class TrainingStrategy:
         )
         if loaded is None:
             return None, {}
-        own = run.accumulation
-        own.micro_batches, own.steps, own.checked = 0, loaded.step, None
-        run.loaded_steps = loaded.step
-        run.averaged_steps.clear()
+        own = state.accumulation
+        own.micro_batches, own.steps, own.checked_optimizer = 0, loaded.step, None
+        state.loaded_steps = loaded.step
+        state.averaged_steps.clear()
         if own.scale is not None and loaded.loss_scale:
             own.scale = LossScale(**loaded.loss_scale)
         if averages is not None and isinstance(ema, nn.Module):
@@ -569,19 +511,19 @@ class TrainingStrategy:
 
     # --- state of each model ---------------------------------------------------------------------------------------
 
-    def _run(self, model: nn.Module) -> _Run:
+    def _run(self, model: nn.Module) -> _TrainingState:
         if not isinstance(model, nn.Module):
             raise StepError(
                 f"cannot use this model: it is a {type(model).__name__}, expected the nn.Module that prepare_model "
                 "returned. Check the order of the arguments."
             )
         root = unwrap_model(model)
-        if root not in self._runs:
-            self._runs[root] = _Run(begin_accumulation(root, LossScale() if self.config.fp16 else None))
-        return self._runs[root]
+        if root not in self._states:
+            self._states[root] = _TrainingState(begin_accumulation(root, LossScale() if self.config.fp16 else None))
+        return self._states[root]
 
 
-def _is_ours_to_shard(model: object) -> bool:
+def _should_shard(model: object) -> bool:
     """Return whether to call `shard_model`; false for wrappers of an engine or of sharded models."""
     if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False

@@ -71,7 +71,7 @@ def test_an_old_path_gives_the_module_of_the_new_path(old):
     with warnings.catch_warnings(action="ignore"):
         importlib.import_module(path.rpartition(".")[0])  # which may have moved, too
     sys.modules.pop(path, None)
-    with pytest.warns(DeprecationWarning, match=f"{path} is fsdp2_strategy.{MOVED[old]} now"):
+    with pytest.warns(DeprecationWarning, match=f"{path} was renamed to fsdp2_strategy.{MOVED[old]}; "):
         module = importlib.import_module(path)
     assert module is sys.modules[f"fsdp2_strategy.{MOVED[old]}"]
     assert module.__spec__.name == module.__name__ == f"fsdp2_strategy.{MOVED[old]}"

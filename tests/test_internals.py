@@ -21,7 +21,7 @@ from fsdp2_strategy.distributed import torch_internals
 from fsdp2_strategy.hf import library_internals
 from fsdp2_strategy.model import unit_hooks
 from fsdp2_strategy.model.fsdp_state import parameter_groups
-from fsdp2_strategy.model.offload import forget_slabs
+from fsdp2_strategy.model.offload import free_host_buffers
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 INTERFACES = {Path(torch_internals.__file__), Path(library_internals.__file__)}
@@ -227,10 +227,10 @@ def test_optimizers_of_the_process_are_watched_while_a_model_is_offloaded_and_no
     strategy.prepare_model(model, is_training=True)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     gc.collect()  # models of other tests that are still away
-    forget_slabs()
+    free_host_buffers()
     before = dict(torchs._global_optimizer_pre_hooks)
     offload(model)
-    with pytest.raises(OffloadError, match="the model that this optimizer steps is in host memory"):
+    with pytest.raises(OffloadError, match="the parameters of this SGD are in host memory"):
         plain.step()
     reload(model)
     plain.step()
@@ -305,16 +305,16 @@ def test_a_feature_that_is_taken_off_leaves_the_others():
     record = Record()
     unit_hooks.hang(record, "gather", "divergence", tell("divergence"))
     unit_hooks.hang(record, "gather", "offload", tell("offload"))
-    unit_hooks.take_off(record, "gather", "offload")
+    unit_hooks.remove_hook(record, "gather", "offload")
     record.unshard()
     assert record.did == ["divergence", "gathered"]
-    unit_hooks.take_off(record, "gather", "divergence")
+    unit_hooks.remove_hook(record, "gather", "divergence")
     assert "unshard" not in vars(record)
-    unit_hooks.take_off(record, "gather", "divergence")  # harmless
+    unit_hooks.remove_hook(record, "gather", "divergence")  # harmless
 
 
 def test_a_feature_whose_place_is_not_declared_is_refused():
-    with pytest.raises(KeyError, match="not declared"):
+    with pytest.raises(KeyError, match="does not contain"):
         unit_hooks.hang(Record(), "gather", "something new", tell("something new"))
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from fsdp2_strategy import EMA, OffloadError, load_weights, offload, reload
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.model.offload import CopyQueue, is_offloaded
-from fsdp2_strategy.model.placeholders import _away, values_of
+from fsdp2_strategy.model.placeholders import _offloaded, values_of
 
 
 def resident():
@@ -92,7 +92,7 @@ def test_what_is_away_holds_no_memory_on_the_device_and_is_never_garbage():
     reload(optimizer)
     assert_same(full_state(model, optimizer), expected)
     assert strategy.optimizer_step(optimizer, model, scheduler).stepped
-    assert not _away
+    assert not _offloaded
 
 
 @pytest.mark.ranks(2)
@@ -102,10 +102,10 @@ def test_a_model_that_dies_while_it_is_away_leaves_nothing():
     train(strategy, model, optimizer, scheduler, range(1))
     offload(model)
     offload(optimizer)
-    assert _away
+    assert _offloaded
     del model, optimizer, scheduler, strategy
     gc.collect()
-    assert not _away
+    assert not _offloaded
 
 
 @pytest.mark.ranks(2)
@@ -153,13 +153,13 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch):
     for countdown in (0, 5):
         with monkeypatch.context() as patched:
             patched.setattr(CopyQueue, "copy", failing(countdown, CopyQueue.copy))
-            with pytest.raises(OffloadError, match="everything is where it was"):
+            with pytest.raises(OffloadError, match="Nothing was offloaded"):
                 offload(optimizer)
         assert not is_offloaded(optimizer)
         assert_same(full_state(model, optimizer), expected)
     with monkeypatch.context() as patched:
         patched.setattr(CopyQueue, "copy", failing(5, CopyQueue.copy))
-        with pytest.raises(OffloadError, match="everything is where it was"):
+        with pytest.raises(OffloadError, match="Nothing was offloaded"):
             offload(model)
     assert not is_offloaded(model)
     offload(model)

@@ -215,9 +215,9 @@ def test_a_model_that_is_gone_is_forgotten():
     strategy = strategy_for()
     model = strategy.prepare_model(build("mlp"), is_training=True)
     strategy.create_optimizer(model, lr=0.1)
-    assert len(strategy._runs) == 1
+    assert len(strategy._states) == 1
     import gc
 
     del model
     gc.collect()
-    assert len(strategy._runs) == 0
+    assert len(strategy._states) == 0

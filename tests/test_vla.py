@@ -183,7 +183,7 @@ def test_a_frozen_backbone_does_not_move_and_a_resumed_run_does_not_freeze_again
 
 def test_schedules_that_cannot_be_are_refused():
     optimizer = build_optimizer(TinyVLA(), lr=1.0)
-    with pytest.raises(OptimizerError, match="no group whose name begins with 'backbone'"):
+    with pytest.raises(OptimizerError, match="expected one that begins with 'backbone'"):
         build_scheduler(optimizer, "backbone-freeze-warmup", llm_freeze_step=3)
     with pytest.raises(OptimizerError, match="a number of steps"):
         build_scheduler(optimizer_of(TinyVLA()), "backbone-freeze-warmup")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.model.state import Slot, model_state
 
-_MARK = Slot[tuple[str, Any]]("unusable")
+_FAILED_LOAD = Slot[tuple[str, Any]]("failed load")
 """The error of the failed load, and the handle of the hook that raises."""
 
 
@@ -30,12 +30,12 @@ def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
         handle: Any = subject.register_forward_pre_hook(refuse, prepend=True)
     else:
         handle = subject.register_step_pre_hook(refuse)
-    model_state(subject).set(_MARK, (why, handle))
+    model_state(subject).set(_FAILED_LOAD, (why, handle))
 
 
 def mark_usable(subject: nn.Module | Optimizer) -> None:
     """Remove the mark, if any; not collective."""
-    if mark := model_state(subject).pop(_MARK):
+    if mark := model_state(subject).pop(_FAILED_LOAD):
         mark[1].remove()
 
 
@@ -45,7 +45,7 @@ def check_usable(subject: nn.Module | Optimizer) -> None:
     Raises:
         CheckpointError: a load failed and left inconsistent values.
     """
-    if mark := model_state(subject).get(_MARK):
+    if mark := model_state(subject).get(_FAILED_LOAD):
         raise CheckpointError(_message(subject, mark[0]))
 
 
@@ -64,6 +64,6 @@ def unusable_unless_done(subjects: Sequence[nn.Module | Optimizer]) -> Iterator[
 
 def _message(subject: nn.Module | Optimizer, why: str) -> str:
     return (
-        f"cannot use this {type(subject).__name__}: a load failed midway and left a mix of values ({why}). Load a "
-        "checkpoint that is whole."
+        f"cannot use this {type(subject).__name__}: a load failed midway and left inconsistent values ({why}). Load an "
+        "intact checkpoint."
     )

@@ -28,7 +28,7 @@ from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import local_box
 from fsdp2_strategy.model.state import Slot, model_state
 
-_AS_BUILT = Slot[dict[str, torch.Tensor]]("sums of what was frozen as it was built")
+_INITIAL_SUMS = Slot[dict[str, torch.Tensor]]("initial sums of the frozen parameters")
 """Local sums of frozen parameters by name, from when the model was sharded and loaded."""
 
 # Odd 64-bit hash constants as signed integers: 2^64 / golden ratio, and a multiplier of splitmix64.
@@ -66,8 +66,8 @@ def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None)
         tensors: tensors by name, sharded or not.
         elements: elements per block, by default ``sizes.FINGERPRINT_ELEMENTS``. The sums depend on it.
     """
-    of_place = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
-    sums = [_sums(t, of_place).to(control_device()) for t in tensors.values()]
+    offset_weights = _weights(torch.arange(elements or sizes.FINGERPRINT_ELEMENTS))
+    sums = [_sums(t, offset_weights).to(control_device()) for t in tensors.values()]
     return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=control_device())
 
 
@@ -76,7 +76,7 @@ def remember_as_built(model: nn.Module) -> None:
     parameters = named_parameters(model)
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     if 0 < len(frozen) < len(parameters) and not any(p.is_meta for p in frozen.values()):
-        model_state(model).set(_AS_BUILT, dict(zip(frozen, local_sums(frozen), strict=True)))
+        model_state(model).set(_INITIAL_SUMS, dict(zip(frozen, local_sums(frozen), strict=True)))
 
 
 def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
@@ -84,7 +84,7 @@ def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Ten
 
     ``local`` holds their present `local_sums`. Tensors without a stored sum count as changed.
     """
-    before = model_state(model).get(_AS_BUILT) or {}
+    before = model_state(model).get(_INITIAL_SUMS) or {}
     names = list(names)
     differs = [name not in before or not torch.equal(before[name], own) for name, own in zip(names, local, strict=True)]
     flags = torch.tensor(differs, dtype=torch.int64, device=control_device())
@@ -101,7 +101,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
     return {name: Fingerprint(str(t.dtype), *pair) for (name, t), pair in zip(tensors.items(), digits, strict=True)}
 
 
-def _counts_here(tensor: torch.Tensor) -> bool:
+def _is_first_replica(tensor: torch.Tensor) -> bool:
     """Return whether this rank adds its elements; of several replicas only the first does."""
     if not isinstance(tensor, DTensor):
         return is_rank_0()
@@ -110,31 +110,31 @@ def _counts_here(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _sums(tensor: torch.Tensor, of_place: torch.Tensor) -> torch.Tensor:
+def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
     """Return the two sums of one tensor over this rank's elements."""
     values = values_of(tensor)
     totals = torch.zeros(2, dtype=torch.int64, device=values.device)
-    if not values.numel() or not _counts_here(tensor):
+    if not values.numel() or not _is_first_replica(tensor):
         return totals
     rounded = values.is_floating_point() and values.dtype != torch.bfloat16
-    of_place = of_place.to(values.device)
+    offset_weights = offset_weights.to(values.device)
     for begin, run in _runs(values, tuple(tensor.shape), local_box(tensor)):
-        for first, last in _cuts(begin, begin + len(run), len(of_place)):
+        for first, last in _split_at_blocks(begin, begin + len(run), len(offset_weights)):
             part = run[first - begin : last - begin]
-            totals[0] += _weighted(_bits(part), first, of_place)
+            totals[0] += _weighted(_bits(part), first, offset_weights)
             if rounded:
-                totals[1] += _weighted(_bits(part.to(torch.bfloat16)), first, of_place)
+                totals[1] += _weighted(_bits(part.to(torch.bfloat16)), first, offset_weights)
     return totals if rounded else totals[:1].expand(2)
 
 
-def _weighted(integers: torch.Tensor, first: int, of_place: torch.Tensor) -> torch.Tensor:
+def _weighted(integers: torch.Tensor, first: int, offset_weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of integers from position ``first`` on: a part of one block, or whole blocks."""
-    size = len(of_place)
-    block, place = divmod(first, size)
-    if place or len(integers) % size:
-        sums = integers.mul_(of_place[place : place + len(integers)]).sum().reshape(1)
+    size = len(offset_weights)
+    block, offset = divmod(first, size)
+    if offset or len(integers) % size:
+        sums = integers.mul_(offset_weights[offset : offset + len(integers)]).sum().reshape(1)
     else:
-        sums = integers.view(-1, size).mul_(of_place).sum(dim=1)
+        sums = integers.view(-1, size).mul_(offset_weights).sum(dim=1)
     return sums.mul_(_weights(torch.arange(block, block + len(sums), device=sums.device))).sum()
 
 
@@ -147,14 +147,14 @@ def _runs(
     values: torch.Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the runs of a shard that are contiguous in the full tensor, flat, each with its offset there."""
-    cut = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
+    split_dim = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    for index in itertools.product(*(range(length) for _, length in box[:cut])):
-        at = [i + begin for i, (begin, _) in zip(index, box[:cut], strict=True)] + [box[cut][0] if box else 0]
-        yield sum(i * strides[dim] for dim, i in enumerate(at) if box), values[index].reshape(-1)
+    begin = sum(offset * stride for (offset, _), stride in zip(box, strides, strict=True))
+    for index in itertools.product(*(range(length) for _, length in box[:split_dim])):
+        yield begin + sum(i * stride for i, stride in zip(index, strides, strict=False)), values[index].reshape(-1)
 
 
-def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+def _split_at_blocks(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """Split a range of positions at block boundaries into partial blocks and groups of whole blocks."""
     while begin < end:
         whole = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)

@@ -31,8 +31,8 @@ def has_unsharded_parameters(model: nn.Module) -> bool:
     """Return whether any parameter of ``model`` is outside all sharded modules; not collective."""
     if isinstance(model, FSDPModule):
         return False
-    own = any(True for _ in model.parameters(recurse=False))
-    return own or any(has_unsharded_parameters(child) for child in model.children())
+    own = next(model.parameters(recurse=False), None)
+    return own is not None or any(has_unsharded_parameters(child) for child in model.children())
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
@@ -56,7 +56,7 @@ def reshard(model: nn.Module) -> None:
                 drop_gather_in_flight(record)
 
 
-def settle(model: nn.Module) -> None:
+def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, also after a forward or backward pass that raised; not collective.
 
     After a pass that raised, FSDP2 still has units in their forward state: they would stay unsharded, and FSDP2 would

@@ -6,49 +6,41 @@ after new weights were loaded into the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+
+from fsdp2_strategy.model.placeholders import values_of
 
 MASTER = "master"
 """Key of the fp32 master weights in the optimizer's state of a parameter."""
 
-
-class KeepsMasters(Protocol):
-    """An optimizer that keeps fp32 master weights in its state."""
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """The optimizer's state of each parameter."""
-
-    def refresh_masters(self, own: Collection[int] | None = None) -> None:
-        """Copy the parameters into their master weights; ``own``: the ``id`` of each parameter, None for all."""
+_optimizers: WeakSet[Optimizer] = WeakSet()
 
 
-_alive: WeakSet[Any] = WeakSet()
-
-
-def register_masters(optimizer: KeepsMasters) -> None:
+def register_masters(optimizer: Optimizer) -> None:
     """Register an optimizer for `masters_of` and `refresh_masters_of`, by a weak reference."""
-    _alive.add(optimizer)
+    _optimizers.add(optimizer)
 
 
 def masters_of(model: nn.Module) -> dict[int, torch.Tensor]:
     """Return the fp32 master weights of a model's parameters, by the ``id`` of the parameter; not collective."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return {
-        id(parameter): state[MASTER]
-        for optimizer in list(_alive)
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in own and MASTER in state
-    }
+    return {id(parameter): master for parameter, master in _parameters_with_masters(model)}
 
 
+@torch.no_grad()
 def refresh_masters_of(model: nn.Module) -> None:
     """Copy a model's parameters into their master weights, after new weights were loaded; not collective."""
+    for parameter, master in _parameters_with_masters(model):
+        values_of(master).copy_(values_of(parameter))
+
+
+def _parameters_with_masters(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in list(_alive):
-        optimizer.refresh_masters(own)
+    for optimizer in list(_optimizers):
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in own and MASTER in state:
+                yield parameter, state[MASTER]

@@ -5,7 +5,9 @@ Input: a model with parameters or buffers on meta. Output: the model on a device
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +25,9 @@ from fsdp2_strategy.distributed.torch_internals import (
 )
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
-from fsdp2_strategy.model.placeholders import is_away, is_computed
+from fsdp2_strategy.model.placeholders import is_computed, is_offloaded_tensor
 
-_empty: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
+_uninitialised: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 """Tensors that were allocated but not filled yet; keyed by identity, not by value."""
 
 
@@ -39,20 +41,20 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     offloaded = {
         id(shard_of(p)) for record in parameter_groups(model) for p in parameters_of(record) if is_offloaded_to_cpu(p)
     }
-    new: dict[int, torch.Tensor] = {}
+    allocated: dict[int, Any] = {}
 
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in new:
-            new[id(tensor)] = _with_memory(tensor, torch.device("cpu") if id(tensor) in offloaded else device)
-            _empty[new[id(tensor)]] = True
-            if sharded and isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
-                average_gradient(new[id(tensor)])  # type: ignore[arg-type]
-        return new[id(tensor)]
+    def allocate(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in allocated:
+            new = _empty_like(tensor, torch.device("cpu") if id(tensor) in offloaded else device)
+            _uninitialised[new] = True
+            if sharded and isinstance(new, nn.Parameter) and not isinstance(tensor, DTensor):
+                average_gradient(new)
+            allocated[id(tensor)] = new
+        return allocated[id(tensor)]
 
     for module in model.modules():
-        on_meta = {name: t for name, t in _own_tensors(module) if t.is_meta}
-        for name, tensor in on_meta.items():
-            (module._parameters if name in module._parameters else module._buffers)[name] = real(tensor)  # type: ignore[assignment]
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: allocate(t) for name, t in tensors.items() if t is not None and t.is_meta})
     for record in parameter_groups(model):
         for parameter in parameters_of(record):
             if flat_shard_of(parameter).is_meta:
@@ -61,28 +63,23 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is uninitialised: on meta and not a placeholder, or allocated but not filled."""
-    stands_for_none = tensor.is_meta and not is_away(tensor) and not is_computed(tensor)
-    return stands_for_none or (len(_empty) > 0 and tensor in _empty)
+    if tensor.is_meta and not is_offloaded_tensor(tensor) and not is_computed(tensor):
+        return True
+    return tensor in _uninitialised
 
 
 def is_unreal(model: nn.Module) -> bool:
     """Return whether any parameter or buffer of the model is uninitialised; not collective."""
-    return any(lacks_values(tensor) for module in model.modules() for _, tensor in _own_tensors(module))
+    return any(map(lacks_values, chain(model.parameters(), model.buffers())))
 
 
 def has_values_now(model: nn.Module) -> None:
     """Record that all parameters and buffers of the model are initialised; not collective."""
-    for module in model.modules():
-        for _, tensor in _own_tensors(module):
-            _empty.pop(tensor, None)
+    for tensor in chain(model.parameters(), model.buffers()):
+        _uninitialised.pop(tensor, None)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-
-
-def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     local = local_of(tensor)
     if local.is_contiguous():
         new = torch.empty(local.shape, dtype=local.dtype, device=device)

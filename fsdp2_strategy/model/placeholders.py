@@ -22,10 +22,10 @@ from fsdp2_strategy.distributed.torch_internals import dtensor_like, local_of, s
 from fsdp2_strategy.model.shards import sharded_like
 
 # Host values of offloaded tensors, by the storage address of the placeholder.
-_away: dict[int, torch.Tensor] = {}
+_offloaded: dict[int, torch.Tensor] = {}
 
 
-def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def placeholder_for(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor like ``like`` as a placeholder for values in host memory; see [Note: offloaded values].
 
     Args:
@@ -34,8 +34,8 @@ def stand_in(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
     key = storage_address(meta)
-    _away[key] = values
-    finalize(meta, _away.pop, key, None)
+    _offloaded[key] = values
+    finalize(meta, _offloaded.pop, key, None)
     return meta
 
 
@@ -67,7 +67,7 @@ def is_computed(tensor: torch.Tensor) -> bool:
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor: on its device, in host memory if offloaded, or computed; not collective."""
     local = local_of(tensor)
-    if local.is_meta and (values := _away.get(storage_address(local))) is not None:
+    if local.is_meta and (values := _offloaded.get(storage_address(local))) is not None:
         offset = values.storage_offset() + local.storage_offset()
         return values.as_strided(local.size(), local.stride(), offset)
     if local.is_meta and (compute := _computed.get(storage_address(local))) is not None:
@@ -75,15 +75,15 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def is_away(tensor: torch.Tensor) -> bool:
+def is_offloaded_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a placeholder for offloaded values; not collective."""
     local = local_of(tensor)
-    return local.is_meta and storage_address(local) in _away
+    return local.is_meta and storage_address(local) in _offloaded
 
 
-def anything_is_away() -> bool:
+def any_offloaded() -> bool:
     """Return whether any tensor of this process is offloaded; not collective."""
-    return bool(_away)
+    return bool(_offloaded)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:

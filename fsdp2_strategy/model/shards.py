@@ -17,9 +17,7 @@ from fsdp2_strategy.errors import ShardError
 
 def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is sharded like ``source``, from this rank's shard on any device; not collective."""
-    if not isinstance(source, DTensor):
-        return local
-    return dtensor_like(source, local)
+    return dtensor_like(source, local) if isinstance(source, DTensor) else local
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -39,16 +37,20 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
                 box[placement.dim] = (begin + offset, min(chunk, length - offset))
             elif not placement.is_replicate():
                 raise ShardError(
-                    f"cannot say which part of a tensor this rank holds: its placements are {tensor.placements}, "
-                    "expected shards and replicas. Use a mesh from build_mesh."
+                    f"cannot find this rank's part of a tensor: its placements are {tensor.placements}, expected "
+                    "shards and replicas. Use a mesh from build_mesh."
                 )
     return tuple(box)
 
 
+def shard_size_of(tensor: torch.Tensor) -> int:
+    """Return the number of ranks that a tensor is sharded over; 1 if it is not a DTensor; not collective."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())
+
+
 def shard_count(model: nn.Module) -> int:
-    """Return the number of shards of a model's first sharded parameter; 1 if none is sharded; not collective."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-            return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
-    return 1
+    """Return the shard size of a model's first sharded parameter; 1 if none is sharded; not collective."""
+    return next((shard_size_of(p) for p in model.parameters() if isinstance(p, DTensor)), 1)

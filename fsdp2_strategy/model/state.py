@@ -32,7 +32,7 @@ class Slot(Generic[T]):
 
     def __init__(self, name: str) -> None:
         if name in self.names:
-            raise ValueError(f"cannot register the slot {name!r}: there is one of that name, expected another name")
+            raise ValueError(f"cannot define the slot {name!r}: the name is already used, expected another name")
         self.names.add(name)
         self.name = name
 
@@ -56,6 +56,11 @@ class ModelState:
         self._values[slot] = value
         return value
 
+    def setdefault(self, slot: Slot[T], default: T) -> T:
+        """Return the value of a slot; if it is not set, set it to ``default``."""
+        value: T = self._values.setdefault(slot, default)
+        return value
+
     def pop(self, slot: Slot[T]) -> T | None:
         """Remove the value of a slot, and return it; None if it is not set."""
         value: T | None = self._values.pop(slot, None)
@@ -70,10 +75,7 @@ _states: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
 
 def model_state(subject: object) -> ModelState:
     """Return the state of a model, an optimizer or an ``FSDPParamGroup``, created on first use; not collective."""
-    state = _states.get(subject)
-    if state is None:
-        state = _states[subject] = ModelState()
-    return state
+    return _states.setdefault(subject, ModelState())
 
 
 CARRIED = "_fsdp2_strategy_carried"

@@ -27,7 +27,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 """The features that may hook each call of a unit, outermost first."""
 
-_AROUND = Slot[dict[str, dict[str, Around]]]("what hangs on the calls of a unit")
+_HOOKS = Slot[dict[str, dict[str, Around]]]("hooks on the calls of a unit")
 """Hooks by call and feature. A hook must not reference its ``FSDPParamGroup``: it receives it as an argument."""
 
 
@@ -44,29 +44,27 @@ def hang(record: Any, call: str, feature: str, around: Around) -> None:
         KeyError: `ORDER` does not list the feature for the call.
     """
     if feature not in ORDER[call]:
-        raise KeyError(f"{feature} is not declared in the order of {call}")
-    _hung_on(record, call)[feature] = around
+        raise KeyError(f"cannot register a hook: ORDER[{call!r}] does not contain {feature!r}. Add it there.")
+    _hooks_of(record, call)[feature] = around
     _install(record, call)
 
 
-def take_off(record: Any, call: str, feature: str) -> None:
-    """Remove the hook of a feature from a call of a unit; not collective."""
-    if _hung_on(record, call).pop(feature, None) is not None:
-        _install(record, call)
+def remove_hook(record: Any, call: str, feature: str) -> None:
+    """Remove the hook of a feature from a call of a unit, if any; not collective."""
+    _hooks_of(record, call).pop(feature, None)
+    _install(record, call)
 
 
-def _hung_on(record: Any, call: str) -> dict[str, Around]:
-    state = model_state(record)
-    around = state.get(_AROUND)
-    return (state.set(_AROUND, {}) if around is None else around).setdefault(call, {})
+def _hooks_of(record: Any, call: str) -> dict[str, Around]:
+    return model_state(record).setdefault(_HOOKS, {}).setdefault(call, {})
 
 
 def _install(record: Any, call: str) -> None:
-    hung = _hung_on(record, call)
+    hooks = _hooks_of(record, call)
     chain = None
     for feature in reversed(ORDER[call]):
-        if feature in hung:
-            chain = functools.partial(hung[feature], record, chain or original_call(record, call))
+        if feature in hooks:
+            chain = functools.partial(hooks[feature], record, chain or original_call(record, call))
     replace_call(record, call, chain)
 
 

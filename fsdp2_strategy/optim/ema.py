@@ -43,15 +43,15 @@ class EMA:
         device: torch.device | str | None = None,
     ) -> None:
         if not 0 <= decay <= 1:
-            raise ConfigError(f"cannot average: decay is {decay!r}, expected a number from 0 to 1. 0.999 is usual.")
+            raise ConfigError(f"cannot average: decay is {decay!r}, expected a number from 0 to 1, for example 0.999.")
         self.decay = decay
         root = unwrap_model(model)
         reshard(root)
         sources = _sources(root)
         self.averages: dict[str, torch.Tensor] = {
-            name: _fp32_copy(sources[name], device)
-            for name, parameter in named_parameters(root).items()
-            if (parameter.requires_grad if names is None else name in names) and parameter.is_floating_point()
+            name: sharded_like(p, values_of(sources[name]).to(device=device, dtype=torch.float32, copy=True))
+            for name, p in named_parameters(root).items()
+            if (p.requires_grad if names is None else name in names) and p.is_floating_point()
         }
         """The averages by parameter name, in fp32, sharded like the parameters."""
 
@@ -70,17 +70,12 @@ class EMA:
         """
         root = unwrap_model(model)
         reshard(root)
+        self._check_parameters(root)
         sources = _sources(root)
         weight = 1 - (self.decay if decay is None else decay)
         for name, average in self.averages.items():
-            if name not in sources or sources[name].shape != average.shape:
-                found = list(sources[name].shape) if name in sources else "not there"
-                raise ShardError(
-                    f"cannot average {type(root).__name__}: {name} is {found}, expected {list(average.shape)}. Average "
-                    "the model that the averages began with."
-                )
             target = values_of(average)
-            target.lerp_(_part_for(average, sources[name]).to(target), weight)
+            target.lerp_(_local_values_for(average, sources[name]).to(target), weight)
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -93,7 +88,7 @@ class EMA:
         parameters = {name: p for name, p in named_parameters(root).items() if name in self.averages}
         own = {name: values_of(p).clone() for name, p in parameters.items()}
         try:
-            self._put(root)
+            self._copy_averages(root)
             yield model
         finally:
             reshard(root)
@@ -107,23 +102,31 @@ class EMA:
         Master weights in optimizers are then refreshed from the parameters.
 
         Raises:
-            ShardError: the model lacks an averaged parameter.
+            ShardError: the model lacks an averaged parameter, or has it in another shape.
         """
         root = unwrap_model(model)
         reshard(root)
-        self._put(root)
+        self._copy_averages(root)
         refresh_masters_of(root)
 
     @torch.no_grad()
-    def _put(self, root: nn.Module) -> None:
+    def _copy_averages(self, root: nn.Module) -> None:
+        self._check_parameters(root)
         parameters = named_parameters(root)
-        if lost := [name for name in self.averages if name not in parameters]:
-            raise ShardError(
-                f"cannot use these averages in {type(root).__name__}: it has no {lost[0]}, expected the parameters "
-                "that are averaged. Use the model that the averages began with."
-            )
         for name, average in self.averages.items():
-            values_of(parameters[name]).copy_(_part_for(parameters[name], average))
+            values_of(parameters[name]).copy_(_local_values_for(parameters[name], average))
+
+    def _check_parameters(self, root: nn.Module) -> None:
+        """Raise ShardError unless a model has all averaged parameters, in the shapes of the averages."""
+        parameters = named_parameters(root)
+        for name, average in self.averages.items():
+            shape = list(parameters[name].shape) if name in parameters else None
+            if shape != list(average.shape):
+                raise ShardError(
+                    f"cannot use these averages with {type(root).__name__}: {name} is "
+                    f"{f'of shape {shape}' if shape is not None else 'missing'}, expected shape {list(average.shape)}. "
+                    "Use a model with the parameters that were averaged."
+                )
 
 
 def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,13 +135,9 @@ def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
     return {name: masters.get(id(p), p) for name, p in named_parameters(root).items()}
 
 
-def _fp32_copy(source: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    return sharded_like(source, values_of(source).to(device=device, dtype=torch.float32, copy=True))
-
-
-def _part_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _local_values_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return the part of ``source`` that corresponds to this rank's shard of ``target``."""
-    if _lies_as(target, source):
+    if _same_sharding(target, source):
         return values_of(source)
     part = whole_of(source)
     for dim, (begin, length) in enumerate(local_box(target)):
@@ -146,7 +145,7 @@ def _part_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _lies_as(target: torch.Tensor, source: torch.Tensor) -> bool:
-    if not (isinstance(target, DTensor) and isinstance(source, DTensor)):
-        return not (isinstance(target, DTensor) or isinstance(source, DTensor))
+def _same_sharding(target: torch.Tensor, source: torch.Tensor) -> bool:
+    if not isinstance(target, DTensor) or not isinstance(source, DTensor):
+        return not isinstance(target, DTensor) and not isinstance(source, DTensor)
     return target.device_mesh == source.device_mesh and target.placements == source.placements

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
+from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, *BATCH_NORMS)
 
 # Optimizers with operations that DTensor does not support.
-_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Rprop)
+_NO_DTENSOR = (torch.optim.Adafactor, torch.optim.Rprop)
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -80,16 +81,17 @@ def build_optimizer(
     if not trainable:
         raise OptimizerError(
             f"cannot build an optimizer: no parameter of {type(model).__name__} is trainable, expected at least one. "
-            "Set requires_grad before."
+            "Set requires_grad first."
         )
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     options = {name: value for name, value in options.items() if value is not None} | kwargs
     exempt = _exempt(model, trainable, no_decay)
     groups: list[dict[str, Any]] = []
-    for part in _parts(trainable, param_groups or ()):
-        groups += _pure_groups(part, trainable, exempt)
+    for group in _resolve_groups(trainable, param_groups or ()):
+        groups += _split_group(group, trainable, exempt)
     optimizer = _construct(optimizer_cls, groups, options)
-    _report(optimizer, masters=masters)
+    _log_groups(optimizer)
+    _check_dtypes(trainable.values(), masters=masters)
     return FSDPadaptOptimizer(optimizer) if masters else optimizer
 
 
@@ -109,74 +111,63 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
     stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     foreign = [p for p in stale if id(p) not in names]
     if foreign or (stale and optimizer.state):
-        what = f"holds {len(foreign)} parameters of another model" if foreign else "has state already"
+        problem = f"has {len(foreign)} parameters of another model" if foreign else "has state already"
         raise OptimizerError(
-            f"cannot keep this optimizer: it {what}, expected a fresh one over the model's parameters. Create it with "
+            f"cannot keep this optimizer: it {problem}, expected a new one over the model's parameters. Create it with "
             "create_optimizer, after prepare_model."
         )
     for group in optimizer.param_groups if stale else ():
         group["params"] = [p if id(p) in own else now[names[id(p)]] for p in group["params"]]
 
 
-def shard_size_of(parameter: torch.Tensor) -> int:
-    """Return the number of ranks that a parameter is sharded over; 1 for a plain tensor."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh, placements = parameter.device_mesh, parameter.placements
-    size = 1
-    for axis, placement in enumerate(placements):
-        size *= mesh.size(axis) if placement.is_shard() else 1
-    return size
-
-
-def _parts(trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _resolve_groups(
+    trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Resolve the user's groups to parameter names, and add a group for the remaining parameters."""
     name_of = {id(p): name for name, p in trainable.items()}
     taken: dict[str, int] = {}
-    parts = []
+    groups = []
     for i, given in enumerate(param_groups):
-        part = dict(given)
-        listed = part.pop("params", ())
+        group = dict(given)
+        listed = group.pop("params", ())
         listed = [listed] if isinstance(listed, str | torch.Tensor) else list(listed)
         patterns = [entry for entry in listed if isinstance(entry, str)]
         foreign = [p for p in listed if not isinstance(p, str) and id(p) not in name_of and p.requires_grad]
         picked = {name_of[id(p)] for p in listed if not isinstance(p, str) and id(p) in name_of}
         picked |= {name for name in trainable if matches(name, patterns)}
-        label = part.get("name", i)
+        label = group.get("name", i)
         if foreign or not picked:
-            subject = (
-                f"holds {len(foreign)} parameters of another model" if foreign else f"({listed}) takes no parameter"
-            )
+            problem = f"has {len(foreign)} parameters of another model" if foreign else f"({listed}) matches none"
             raise OptimizerError(
-                f"cannot build an optimizer: group {label!r} {subject}, expected trainable ones of this model, after "
-                f"prepare_model. They are named like {next(iter(trainable))!r}."
+                f"cannot build an optimizer: parameter group {label!r} {problem}, expected trainable parameters of "
+                f"this model, after prepare_model. Their names are like {next(iter(trainable))!r}."
             )
         if twice := picked & taken.keys():
             first = min(twice)
             raise OptimizerError(
-                f"cannot build an optimizer: {first} is in the groups {taken[first]!r} and {label!r}, expected one. "
-                "Narrow a pattern."
+                f"cannot build an optimizer: {first} is in the groups {taken[first]!r} and {label!r}, expected one "
+                "group. Make a pattern more specific."
             )
         taken |= dict.fromkeys(picked, label)
-        parts.append({**part, "params": [name for name in trainable if name in picked]})
+        groups.append({**group, "params": [name for name in trainable if name in picked]})
     rest = [name for name in trainable if name not in taken]
-    return [*parts, {"params": rest}] if rest else parts
+    return [*groups, {"params": rest}] if rest else groups
 
 
-def _pure_groups(part: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
+def _split_group(group: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
     """Split a group by weight decay, dtype and mesh, because a fused or foreach kernel needs uniform parameters."""
-    own_decay = "weight_decay" in part
     split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
-    for name in part["params"]:
+    for name in group["params"]:
         parameter = trainable[name]
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        split[name in exempt and not own_decay, parameter.dtype, mesh].append(parameter)
+        split[name in exempt and "weight_decay" not in group, parameter.dtype, mesh].append(parameter)
     groups = []
-    for (free, _, _), parameters in split.items():
-        group = {**part, "params": parameters}
-        suffix = "no_decay" if free else "decay"
-        group["name"] = suffix if "name" not in part else f"{part['name']}_{suffix}" if free else part["name"]
-        groups.append(group | ({"weight_decay": 0.0} if free else {}))
+    for (no_decay, _, _), parameters in split.items():
+        if no_decay:
+            name = f"{group['name']}_no_decay" if "name" in group else "no_decay"
+            groups.append({**group, "params": parameters, "name": name, "weight_decay": 0.0})
+        else:
+            groups.append({**group, "params": parameters, "name": group.get("name", "decay")})
     return groups
 
 
@@ -200,37 +191,40 @@ def _construct(
         return optimizer_cls(groups, **options)
     is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
     parameters = [p for group in groups for p in group["params"]]
-    if optimizer_cls in _WHOLE_MATRICES and any(isinstance(p, DTensor) for p in parameters):
+    if optimizer_cls in _NO_DTENSOR and any(isinstance(p, DTensor) for p in parameters):
         raise OptimizerError(
-            f"cannot build an optimizer: {optimizer_cls.__name__} does not work on shards, expected one that does. "
-            "Use AdamW, Adam, SGD, Adagrad or RMSprop."
+            f"cannot build an optimizer: {optimizer_cls.__name__} does not support sharded parameters, expected one "
+            "that does. Use AdamW, Adam, SGD, Adagrad or RMSprop."
         )
     # Of torch's fused kernels, only Adam's supports DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
 
 
-def _report(optimizer: Optimizer, *, masters: bool) -> None:
-    """Log the groups; without ``masters``, warn if all parameters are half precision, and raise if only some are."""
+def _log_groups(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         first = group["params"][0]
         count = sum(p.numel() for p in group["params"])
-        detail = f"lr {group.get('lr')}, weight decay {group.get('weight_decay')}, {first.dtype}, "
-        log("group %s: %d parameters, %ssplit over %d", group["name"], count, detail, shard_size_of(first))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        message = "parameter group %s: %d parameters, lr %s, weight decay %s, %s, shard size %d"
+        settings = group.get("lr"), group.get("weight_decay"), first.dtype, shard_size_of(first)
+        log(message, group["name"], count, *settings)
+
+
+def _check_dtypes(parameters: Collection[nn.Parameter], *, masters: bool) -> None:
+    """Without ``masters``, raise if only some parameters are half precision, and warn if all are."""
     total, half = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dtype.itemsize < 4)
     if masters:
-        log("the optimizer keeps fp32 masters of %d of %d parameters", half, total)
-        return
-    if half and half < total:
+        log("the optimizer keeps fp32 master weights of %d of %d parameters", half, total)
+    elif 0 < half < total:
         raise OptimizerError(
-            f"cannot train {half} parameters: they are stored in half precision beside fp32 masters, expected masters "
-            "for all. Make them trainable before prepare_model(is_training=True); freeze them after it if need be."
+            f"cannot train {half} parameters: they are stored in half precision while the others have fp32 master "
+            "weights, expected master weights for all. Make them trainable before prepare_model(is_training=True); "
+            "freeze them afterwards if needed."
         )
-    if half:
+    elif half:
         log(
-            "%d trainable parameters are stored in half precision: small updates round away. Make them trainable "
-            "before prepare_model(is_training=True), which gives them fp32 masters.",
+            "%d trainable parameters are stored in half precision: small updates are lost in rounding. Make them "
+            "trainable before prepare_model(is_training=True), which then keeps fp32 master weights for them.",
             half,
             level=logging.WARNING,
         )

@@ -11,7 +11,7 @@ pass are bitwise equal to those of a model that stores its master weights itself
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -50,8 +50,8 @@ class FSDPadaptOptimizer(Optimizer):
         inner = optimizer if isinstance(optimizer, Optimizer) else optimizer_cls(optimizer, **kwargs)
         if is_driven_by_schedule(inner):
             raise OptimizerError(
-                f"cannot put masters around this {type(inner).__name__}: a schedule drives it already, and would drive "
-                "the inner one alone. Make the schedule afterwards, over the FSDPadaptOptimizer."
+                f"cannot keep master weights for this {type(inner).__name__}: a learning-rate schedule was already "
+                "built over it, expected none. Build the schedule afterwards, over the FSDPadaptOptimizer."
             )
         state = dict(inner.state)
         groups = inner.param_groups
@@ -67,7 +67,7 @@ class FSDPadaptOptimizer(Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if _is_half(parameter):
-                self.state[parameter][MASTER] = _parameter(_cast(parameter.detach(), torch.float32))
+                self.state[parameter][MASTER] = _master_of(parameter)
         self.inner.param_groups.append({**self.param_groups[-1], "params": []})
 
     @overload
@@ -85,7 +85,7 @@ class FSDPadaptOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [(parameter, self._lend(parameter)) for parameter in self._parameters()]
+        stepped = [(p, self._move_to_inner(p)) for group in self.param_groups for p in group["params"]]
         for own, group in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({**own, "params": [self.state[p].get(MASTER, p) for p in own["params"]]})
         self.inner.step()
@@ -99,32 +99,16 @@ class FSDPadaptOptimizer(Optimizer):
                 master.grad = None
         return loss
 
-    def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that is stepped for a parameter; hand its gradient and state to the inner optimizer."""
+    def _move_to_inner(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Move a parameter's gradient and state to the inner optimizer, and return the tensor that is stepped."""
         state = self.state[parameter]
         master: torch.Tensor = state.get(MASTER, parameter)
         if _is_half(parameter):
             if not isinstance(master, nn.Parameter) or master is parameter:  # a load replaced or dropped it
-                master = state[MASTER] = _parameter(_cast(master.detach(), torch.float32))
-            gradient = parameter.grad
-            master.grad = None if gradient is None else _cast(gradient, torch.float32)
+                master = state[MASTER] = _master_of(master)
+            master.grad = None if parameter.grad is None else _fp32(parameter.grad)
         self.inner.state[master] = {key: value for key, value in state.items() if key != MASTER}
         return master
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-    @torch.no_grad()
-    def refresh_masters(self, own: Collection[int] | None = None) -> None:
-        """Copy the parameters into their master weights, after new weights were loaded; not collective.
-
-        Args:
-            own: the ``id`` of each parameter to refresh; by default all.
-        """
-        for parameter in self._parameters():
-            if MASTER in self.state[parameter] and (own is None or id(parameter) in own):
-                values_of(self.state[parameter][MASTER]).copy_(values_of(parameter))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the ``state_dict`` of an optimizer with the same groups; master weights stay in fp32.
@@ -135,8 +119,8 @@ class FSDPadaptOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
-                "cannot load the optimizer: its groups hold other numbers of parameters than the saved ones, expected "
-                "the same. Build it over the same parameters."
+                "cannot load the optimizer: its groups have other numbers of parameters than the saved groups, "
+                "expected the same numbers. Build it over the same parameters."
             )
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: copy.deepcopy(value) for key, value in given.items() if key != "params"})
@@ -153,10 +137,10 @@ def _is_half(parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point() and parameter.element_size() < 4
 
 
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=True)
+def _master_of(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(_fp32(tensor.detach()), requires_grad=True)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor and keep its sharding."""
-    return tensor if tensor.dtype == dtype else sharded_like(tensor, values_of(tensor).to(dtype))
+def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast a tensor to fp32 and keep its sharding."""
+    return tensor if tensor.dtype == torch.float32 else sharded_like(tensor, values_of(tensor).float())

@@ -22,11 +22,10 @@ _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "warmup_constant": ("constant_with_warmup", {}),
 }
 
-
 BACKBONE_FREEZE = "backbone-freeze-warmup"
 
 # Schedules whose `step` needs a metric.
-_DRIVEN_BY_METRICS = ("reduce_lr_on_plateau", "greedy")
+_NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
 
 
 def build_scheduler(
@@ -88,7 +87,7 @@ def check_schedule_name(name: str) -> None:
     Raises:
         OptimizerError: the name is unknown. The error lists the known names.
     """
-    known = [kind.value for kind in SchedulerType if kind.value not in _DRIVEN_BY_METRICS]
+    known = [kind.value for kind in SchedulerType if kind.value not in _NEED_METRICS]
     known += [*_ALIASES, BACKBONE_FREEZE]
     if name not in known:
         raise OptimizerError(
@@ -110,19 +109,20 @@ def get_constant_schedule_with_freeze_warmup(
     return LambdaLR(optimizer, partial(_zero_before, num_warmup_steps), last_epoch)
 
 
-def _freeze_backbone(optimizer: Optimizer, llm_freeze_step: int | None = None, **unknown: Any) -> LambdaLR:
-    names = [str(group.get("name", "")) for group in optimizer.param_groups]
-    if unknown or not isinstance(llm_freeze_step, int) or llm_freeze_step < 0:
+def _freeze_backbone(optimizer: Optimizer, **options: Any) -> LambdaLR:
+    freeze_steps = options.get("llm_freeze_step")
+    if options.keys() != {"llm_freeze_step"} or not isinstance(freeze_steps, int) or freeze_steps < 0:
         raise OptimizerError(
-            f"cannot build a schedule: {BACKBONE_FREEZE!r} got llm_freeze_step {llm_freeze_step!r} and "
-            f"{sorted(unknown) or 'nothing else'}, expected llm_freeze_step, a number of steps, alone."
+            f"cannot build a schedule: the options of {BACKBONE_FREEZE!r} are {options}, expected only "
+            "llm_freeze_step, a number of steps. Pass it to create_scheduler."
         )
+    names = [str(group.get("name", "")) for group in optimizer.param_groups]
     if not any(name.startswith("backbone") for name in names) and not all(name.startswith("other") for name in names):
         raise OptimizerError(
-            f"cannot build a schedule: {BACKBONE_FREEZE!r} finds no group whose name begins with 'backbone' among "
-            f"{names}, expected one. Build the optimizer from vla_parameter_groups."
+            f"cannot build a schedule: the names of the parameter groups are {names}, expected one that begins with "
+            f"'backbone', which {BACKBONE_FREEZE!r} freezes. Build the optimizer with vla_parameter_groups."
         )
-    frozen_for = [llm_freeze_step if name.startswith("backbone") else 0 for name in names]
+    frozen_for = [freeze_steps if name.startswith("backbone") else 0 for name in names]
     return LambdaLR(optimizer, [partial(_zero_before, steps) for steps in frozen_for])
 
 

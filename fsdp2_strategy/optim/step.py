@@ -28,10 +28,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.config.strategy_config import GradSync
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
+from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of
+from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.vision_encoders import may_be_uneven
@@ -82,9 +84,9 @@ class Accumulation:
     """Optimizer steps taken."""
     scale: LossScale | None = None
     """Loss scale of float16 training; None for other dtypes."""
-    checked: ref[Optimizer] | None = None
-    """The optimizer that last passed `check_belongs`."""
-    synced_as: bool | None = None
+    checked_optimizer: ref[Optimizer] | None = None
+    """The optimizer that last passed `_check_parameters`."""
+    last_sync: bool | None = None
     """The ``is_last`` of the last `set_gradient_sync`; None before the first (FSDP2's default equals True)."""
 
 
@@ -93,17 +95,11 @@ _ACCUMULATION = Slot[Accumulation]("accumulation")
 
 def accumulation_of(model: nn.Module) -> Accumulation:
     """Return the accumulation state of a model or wrapper, created on first use; not collective."""
-    state = model_state(unwrap_model(model))
-    return state.get(_ACCUMULATION) or state.set(_ACCUMULATION, Accumulation())
+    return model_state(unwrap_model(model)).setdefault(_ACCUMULATION, Accumulation())
 
 
 def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
-    """Reset the accumulation state of a model; not collective.
-
-    Args:
-        model: the model, or its wrapper.
-        scale: loss scale of float16 training.
-    """
+    """Reset the accumulation state of a model or wrapper, with a loss scale for float16 training; not collective."""
     return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
 
 
@@ -129,12 +125,11 @@ def backward(
         StepError: ``num_items_in_batch`` is not positive.
     """
     own = accumulation_of(model)
-    factor = loss_scale(accumulation_steps=accumulation_steps, num_items_in_batch=num_items_in_batch)
-    factor *= own.scale.value if own.scale else 1.0
+    factor = _loss_factor(accumulation_steps, num_items_in_batch) * (own.scale.value if own.scale else 1.0)
     is_last = (own.micro_batches + 1) % accumulation_steps == 0
-    if is_last != (own.synced_as is not False):
+    if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
-        own.synced_as = is_last
+        own.last_sync = is_last
     (loss * factor).backward()  # type: ignore[no-untyped-call]
     own.micro_batches += 1
 
@@ -169,13 +164,13 @@ def optimizer_step(
         OffloadError: the model or the optimizer is offloaded.
     """
     own = accumulation_of(model)
-    if own.checked is None or own.checked() is not optimizer:
-        check_belongs(optimizer, model)
-        own.checked = ref(optimizer)
+    if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
+        _check_parameters(optimizer, unwrap_model(model))
+        own.checked_optimizer = ref(optimizer)
     if not own.micro_batches:
         raise StepError(
-            f"cannot step {name!r}: no backward pass since its last step, expected strategy.backward(loss, model, "
-            "optimizer). Call it instead of loss.backward()."
+            f"cannot step {name!r}: no backward pass since its last step, expected at least one. Call "
+            "strategy.backward(loss, model, optimizer) instead of loss.backward()."
         )
     if own.micro_batches % accumulation_steps:
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
@@ -183,37 +178,33 @@ def optimizer_step(
     own.micro_batches = 0
     own.steps += stepped
     if not stepped:
-        message = "%s: step %d is skipped on all ranks: the gradient norm is %s"
+        message = "%s: all ranks skip step %d, because the gradient norm is %s"
         log(message, name, own.steps + 1, norm, level=logging.WARNING)
     return StepResult(step=own.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
 
 
-def loss_scale(*, accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
-    """Return the factor for the loss of a micro-batch; not collective. See [Note: gradient scale].
-
-    Raises:
-        StepError: ``num_items_in_batch`` is not positive.
-    """
+def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
+    """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
     if num_items_in_batch is None:
         return 1 / accumulation_steps
     num_items_in_batch = float(num_items_in_batch)
     if not num_items_in_batch > 0:
         raise StepError(
-            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items of all "
-            "ranks and micro-batches of this step, at least 1. Sum it over the ranks first."
+            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items in all "
+            "micro-batches of all ranks in this step, at least 1. Sum it over the ranks first."
         )
     return world_size() / num_items_in_batch
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
     """Set what each unit communicates in the next backward pass; not collective."""
-    if mode == "defer_all_reduce" and may_be_uneven(unwrap_model(model)):
+    root = unwrap_model(model)
+    if mode == "defer_all_reduce" and may_be_uneven(root):
         mode = "every"  # FSDP2 sums deferred gradients in one flat buffer, so their parameters must not vary
-    units = [module for module in unwrap_model(model).modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        if mode == "last":
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule) and mode == "last":
             unit.set_requires_gradient_sync(is_last, recurse=False)
-        else:
+        elif isinstance(unit, FSDPModule):
             unit.set_requires_all_reduce(is_last or mode == "every", recurse=False)
 
 
@@ -251,23 +242,19 @@ def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
         # Local tensors avoid the dispatch through DTensor.
-        torch._foreach_mul_([_local(grad) for grad in grads], factor)
+        torch._foreach_mul_([local_of(grad) for grad in grads], factor)
     return norm
 
 
-def check_belongs(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise if an optimizer holds parameters that are not the model's; not collective.
-
-    Raises:
-        StepError: the optimizer belongs to another model, or was created before the model was sharded.
-    """
-    reshard(unwrap_model(model))
-    own = {id(parameter) for parameter in unwrap_model(model).parameters()}
+def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
+    """Raise StepError if the optimizer is another model's, or was created before the model was sharded."""
+    reshard(root)
+    own = {id(parameter) for parameter in root.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise StepError(
-            f"cannot step: the optimizer has {len(foreign)} parameters that are not in "
-            f"{type(unwrap_model(model)).__name__}, expected its own. Create it after prepare_model, for this model."
+            f"cannot step: the optimizer has {len(foreign)} parameters that are not in {type(root).__name__}, expected "
+            "only parameters of this model. Create it for this model, after prepare_model."
         )
 
 
@@ -290,9 +277,10 @@ def take_step(
     Returns:
         Whether the optimizer stepped, and the norm before clipping; both are equal on all ranks.
     """
-    for subject in (unwrap_model(model), optimizer):
-        check_resident(subject, "step")
-    reshard(unwrap_model(model))
+    root = unwrap_model(model)
+    check_resident(root, "step")
+    check_resident(optimizer, "step")
+    reshard(root)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     norm = _clip(parameters, max_norm, scale.value if scale else 1.0)
     finite = math.isfinite(norm)
@@ -309,12 +297,14 @@ def take_step(
 @torch.no_grad()
 def _sum_of_squares(grads: list[torch.Tensor]) -> float:
     """Return the sum of squares of all gradients; collective, with one host synchronisation."""
-    alike: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+    grouped: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
-        local = _local(grad)
-        alike[local.device, local.dtype, _copies(grad)].append(local)
-    total = torch.zeros((), dtype=torch.float64, device=_reduction_device(grads))
-    for (_, dtype, copies), locals_ in alike.items():
+        local = local_of(grad)
+        grouped[local.device, local.dtype, _copies(grad)].append(local)
+    on_accelerator = any(grad.device.type != "cpu" for grad in grads)
+    device = current_device() if on_accelerator else control_device()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (_, dtype, copies), locals_ in grouped.items():
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
         total += (squares / copies).to(total.device, non_blocking=True)
@@ -323,18 +313,8 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> float:
 
 
 def _copies(grad: torch.Tensor) -> int:
-    """Return how many ranks hold the same values as this rank."""
+    """Return the number of ranks that hold the same values, this one included."""
     if not isinstance(grad, DTensor):
         return world_size()
-    mesh = grad.device_mesh
-    copies = (mesh.size(axis) for axis, placement in enumerate(grad.placements) if placement.is_replicate())
-    return math.prod(copies) * (world_size() // mesh.size())
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _reduction_device(grads: list[torch.Tensor]) -> torch.device:
-    on_accelerator = any(grad.device.type != "cpu" for grad in grads)
-    return current_device() if on_accelerator else control_device()
+    mesh_size = grad.device_mesh.size()
+    return mesh_size // shard_size_of(grad) * (world_size() // mesh_size)
