@@ -217,16 +217,16 @@ def _pack_by_size(
     """Add modules of at least ``minimum`` parameters to ``blocks``, bottom-up; return the count left to the parent."""
     if module in excluded:
         return 0
-    left = sum(p.numel() for p in module.parameters(recurse=False))
+    remaining = sum(p.numel() for p in module.parameters(recurse=False))
     if isinstance(module, _OPAQUE):
-        left = parameter_count(module)
+        remaining = parameter_count(module)
     else:
         for child_name, child in module.named_children():
-            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, minimum, excluded, blocks)
-    if name and left >= minimum and can_be_unit(module):
+            remaining += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, minimum, excluded, blocks)
+    if name and remaining >= minimum and can_be_unit(module):
         blocks[name] = module
         return 0
-    return left
+    return remaining
 
 
 def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:

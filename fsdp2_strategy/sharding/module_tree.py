@@ -27,7 +27,7 @@ class ModuleTree:
         """For each module, the chains of modules from the root down to it."""
         self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
         """The names of all modules in module order, the root first."""
-        self._walk(model, ())
+        self._add(model, ())
         self.ignored = {module: None for module in ignored if module in self.paths}
         self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
         self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
@@ -39,11 +39,11 @@ class ModuleTree:
                 self.all_names[parameter].append(clean(name))
         self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
 
-    def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
+    def _add(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
         self.paths[module].append((*above, module))
         for child in module.children() if module not in self.ignored else ():
             if not isinstance(child, FSDPModule):
-                self._walk(child, (*above, module))
+                self._add(child, (*above, module))
 
     def __contains__(self, module: nn.Module) -> bool:
         """Return whether the module is in the tree and not ignored."""

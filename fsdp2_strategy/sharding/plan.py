@@ -288,15 +288,15 @@ def _split_by_dtype(
 
     Returns the compute dtype of each unit, and for each unit that was split off, the compute dtype around it.
     """
-    wanted: dict[nn.Module, torch.dtype] = {}
+    dtypes: dict[nn.Module, torch.dtype] = {}
     for parameter, owners in tree.owners.items():
         dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
         if parameter.is_floating_point() and parameter.ndim:
             for owner in map(tree.callable_around, owners):
                 # A module cannot be split: it computes in the widest dtype of its own parameters.
-                wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
+                dtypes[owner] = max(dtypes.get(owner, dtype), dtype, key=lambda d: d.itemsize)
     owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
-    for owner in wanted:
+    for owner in dtypes:
         for unit in tree.units_around(owner, kinds):
             owners_in[unit].append(owner)
     compute: dict[nn.Module, torch.dtype] = {}
@@ -306,11 +306,11 @@ def _split_by_dtype(
         unit = waiting.pop()
         inside = owners_in[unit]
         # Modules with a wider dtype are split off, unless the unit itself has parameters of that dtype.
-        narrowest = min((wanted[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
-        compute[unit] = wanted.get(unit, narrowest)
+        narrowest = min((dtypes[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
+        compute[unit] = dtypes.get(unit, narrowest)
         for owner in inside:
-            if wanted[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
-                split = _outermost_of_one_dtype(tree, owner, unit, wanted)
+            if dtypes[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
+                split = _outermost_of_one_dtype(tree, owner, unit, dtypes)
                 kinds[split], parents[split] = "dtype", compute[unit]
                 _check_ties(tree, split, unit)
                 owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
@@ -330,18 +330,20 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
 
 
 def _outermost_of_one_dtype(
-    tree: ModuleTree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]
+    tree: ModuleTree, owner: nn.Module, unit: nn.Module, dtypes: dict[nn.Module, torch.dtype]
 ) -> nn.Module:
     """Return the outermost module within the unit that contains the owner, and no module of another dtype."""
     path = next(path for path in tree.paths[owner] if unit in path)
     for module in path[path.index(unit) + 1 :]:
-        if can_be_unit(module) and {wanted[m] for m in module.modules() if m in wanted} == {wanted[owner]}:
+        if can_be_unit(module) and {dtypes[m] for m in module.modules() if m in dtypes} == {dtypes[owner]}:
             return module
     return owner
 
 
-def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
-    """Yield ignored modules described as units; ``around`` has the compute dtype of each unit. See [Note: ignored]."""
+def _ignored_units(
+    tree: ModuleTree, precision: Precision, unit_dtypes: Mapping[nn.Module, torch.dtype]
+) -> Iterator[Unit]:
+    """Yield ignored modules described as units; ``unit_dtypes`` are the units' compute dtypes. See [Note: ignored]."""
     names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
     held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
     dtypes = {module: precision.unsharded_dtype(parameters) for module, parameters in held.items()}
@@ -353,8 +355,8 @@ def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Mo
         dtypes |= wider
     casts = precision.half is not None or precision.is_training
     for module, parameters in held.items():
-        unit = next(m for m in reversed(tree.paths[module][0]) if m in around or m is tree.model)
-        outside = around.get(unit, precision.half or dtypes[module])
+        unit = next(m for m in reversed(tree.paths[module][0]) if m in unit_dtypes or m is tree.model)
+        outside = unit_dtypes.get(unit, precision.half or dtypes[module])
         is_same = outside == dtypes[module]
         yield Unit(
             name=tree.names[module],

@@ -137,7 +137,7 @@ def shard_model(
                 ignored_modules=ignored_modules,
                 mixed_mm_data=mixed_mm_data,
             )
-            recomputed = _recomputed(plan, activation_checkpointing) if is_training else {}
+            recomputed = _modules_to_recompute(plan, activation_checkpointing) if is_training else {}
         name = type(root).__name__
         options = (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds)
         check_same_everywhere(name, (plan.signature(), options), plan.parameters())
@@ -231,11 +231,11 @@ def _cast(plan: ShardPlan) -> None:
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
 
 
-def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:
+def _modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:
     """Return the modules whose activations are recomputed: those of the given classes, or all blocks."""
-    if not isinstance(wanted, bool):
-        return modules_of_class(plan.model, wanted)
-    if not wanted:
+    if not isinstance(selected, bool):
+        return modules_of_class(plan.model, selected)
+    if not selected:
         return {}
     blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
     if not blocks:

@@ -133,7 +133,7 @@ class Epochs:
         for source in sources:
             if callable(set_epoch := getattr(source, "set_epoch", None)) and source not in positioned:
                 set_epoch(epoch)
-        with forked_rng(_hashed(self._seed, rank(), epoch)):
+        with forked_rng(_derive_seed(self._seed, rank(), epoch)):
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
@@ -209,7 +209,7 @@ class Epochs:
             generator = getattr(source, "generator", None)
             if isinstance(generator, torch.Generator) and id(generator) not in seeded:
                 seeded.add(id(generator))
-                generator.manual_seed(_hashed(_first_seeds.setdefault(source, generator.initial_seed()), epoch))
+                generator.manual_seed(_derive_seed(_first_seeds.setdefault(source, generator.initial_seed()), epoch))
 
 
 def kind_of(loader: Any) -> Kind:
@@ -239,6 +239,6 @@ def _with_state(loader: Any, state: Any) -> Loader:
     return SimpleNamespace(state_dict=lambda: state, **own)
 
 
-def _hashed(*parts: int) -> int:
-    text = "/".join(map(str, parts)).encode()
+def _derive_seed(*numbers: int) -> int:
+    text = "/".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
