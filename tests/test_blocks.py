@@ -183,15 +183,17 @@ def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
     assert capsys.readouterr().out == text + "\n"
     count = sum(p.numel() for p in model.parameters())
     assert f"parameters {count:,}" in text
-    assert "model.layers.0 … 31 (32 alike)" in text
+    assert "model.layers.0 … 31 (32 equal)" in text
     assert f"each rank  {count * 4 / 8 / 1e9:.3g} GB parameters" in text
     assert f"{count * 8 / 8 / 1e9:.3g} GB optimizer" in text
     assert "tied       model.embed_tokens.weight = lm_head.weight" in text
-    assert "unclaimed  model.embed_tokens.weight, model.norm.weight: in the root unit" in text
+    assert "root unit  model.embed_tokens.weight, model.norm.weight" in text
     assert "buffers    512 B on each rank (fp32)" in text
     assert "replicated" in explain(build("clip"), file=io.StringIO())
     only_root = explain(nn.Linear(4, 4), file=io.StringIO())
     assert "the root is the only unit" in only_root
+    model.model.layers[:16].requires_grad_(False)
+    assert "model.layers.0 … 15 (16 equal)" in explain(model, file=io.StringIO())
 
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():

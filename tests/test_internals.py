@@ -327,7 +327,7 @@ def test_a_model_that_was_offloaded_is_watched_for_divergence_as_before(monkeypa
     strategy.prepare_model(model)
     notes = []
     with monkeypatch.context() as patch:
-        patch.setattr(rank_divergence._Watch, "meet", lambda self, note: notes.append(note))
+        patch.setattr(rank_divergence._NoteExchange, "compare", lambda self, note: notes.append(note))
         ids = torch.arange(6)[None]
         model(input_ids=ids)
         first = list(notes)

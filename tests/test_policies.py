@@ -348,11 +348,11 @@ def test_neither_images_nor_labels_need_be_on_every_rank():
     [
         (
             ("FlowBlock", "GemmaDecoderLayer"),
-            "rank 0 gathers action_model.blocks.0, rank 1 is through with its forward",
+            "rank 0 gathers action_model.blocks.0, rank 1 finished its forward",
         ),
         (
             (),
-            r"rank 1 reduces the root unit without 23 gradients \(action_model.enter.weight, .*a head runs where there",
+            r"rank 1 reduces the root unit without 23 gradients \(action_model.enter.weight, .*run the head on all",
         ),
     ],
     ids=["units", "root"],

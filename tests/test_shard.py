@@ -468,7 +468,7 @@ def test_an_actor_with_a_head_of_its_own_and_its_inner_model_mean_the_same(tmp_p
 def test_preparing_for_training_what_was_prepared_for_inference_is_refused():
     strategy = strategy_for(bf16=True)
     model = strategy.prepare_model(build("llama"))
-    with pytest.raises(ShardError, match=r"was prepared for inference and holds no fp32 masters"):
+    with pytest.raises(ShardError, match=r"it is already sharded for inference, without fp32 master weights"):
         strategy.prepare_model(model, is_training=True)
     assert strategy.prepare_model(model) is model
 

@@ -260,7 +260,7 @@ def test_what_runs_short_and_what_is_ignored_is_said(tmp_path, data):
     if dist.get_rank() == 0:
         ignored, short = lines
         assert ignored.startswith("--buffer_size is ignored")
-        assert short.startswith("4 episodes do not fill the pools of all ranks, 8 together")
+        assert short.startswith("4 episodes do not fill the pools of all ranks, 8 in total")
 
 
 @pytest.mark.ranks(2)

@@ -103,12 +103,15 @@ def test_a_run_that_lacks_nothing_is_not_warned():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"global_batch_size": 30}, "batch of 30 samples does not divide by 4 ranks"),
-        ({"lanes": 6}, "6 lanes are no multiple of 4 ranks"),
-        ({"episodes": 63}, "63 episodes do not fill the pools of all ranks, 64 .* at most 7 a lane, 56 together"),
+        ({"global_batch_size": 30}, "batch of 30 samples is not a multiple of 4 ranks"),
+        ({"lanes": 6}, "6 lanes are not a multiple of 4 ranks"),
+        (
+            {"episodes": 63},
+            "63 episodes do not fill the pools of all ranks, 64 .* at most 7 .* per lane, 56 in total",
+        ),
         ({"episodes": 5}, "5 episodes do not fill the pools of all ranks, 64 .* with at most 5 lanes"),
-        ({"batches": 3}, "4 workers a rank are more than an epoch's 3 batches"),
-        ({"cores": 7}, "4 workers x 2 ranks on a host are more than its 7 cores.*at most 3 a rank"),
+        ({"batches": 3}, "4 workers per rank are more than the 3 batches of an epoch"),
+        ({"cores": 7}, "4 workers x 2 ranks on a host are more than its 7 cores.*at most 3 per rank"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -359,7 +359,7 @@ def test_what_is_gathered_within_a_bypassed_unit_is_freed_with_it():
 def test_explain_names_units_whose_forward_is_bypassed():
     model = build()
     text = explain(model, class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
-    assert "look at    the forward of 6 units (left.0, right.0, left.1, …) is bypassed" in text
+    assert "warning    the forward of 6 units (left.0, right.0, left.1, …) is bypassed" in text
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     text = explain(model, class_names=["Block"], run=lambda m: m.one_stack(batch_of(0, 0)), file=io.StringIO())
     assert "bypassed" not in text
@@ -375,11 +375,11 @@ def test_a_policy_is_registered_in_a_line():
     try:
         register_policy("own", ["Block"], entry_points=["one_stack"], bypassed=True)
         text = explain(OwnPolicy(), file=io.StringIO())
-        assert "blocks     from what is known of own: Block" in text
+        assert "blocks     from the registered policy own: Block" in text
         assert "the forward of the blocks of own is bypassed" in text
         register_policy("OwnPolicy")  # no blocks: by size
         del OwnPolicy.name
-        assert "modules of a size of at least" in explain(OwnPolicy(), file=io.StringIO())
+        assert "modules with at least" in explain(OwnPolicy(), file=io.StringIO())
     finally:
         _registered.pop("own", None), _registered.pop("OwnPolicy", None)
     with pytest.raises(ConfigError, match=r"cannot register own: blocks is 'Block', expected names in a list"):

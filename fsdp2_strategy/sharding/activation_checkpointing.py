@@ -61,50 +61,50 @@ def _recomputed(forward: Callable[..., Any], *, shares_caches: bool) -> Callable
         cache = next((v for v in (*args, *kwargs.values()) if is_cache(v) and hasattr(v, "layers")), None)
         if shares_caches and cache is not None:
             return _with_cache(forward, cache, args, kwargs)
-        args, kwargs = _replaced(is_cache, None, args, kwargs)
+        args, kwargs = _replace(is_cache, None, args, kwargs)
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
-        return _checkpoint(forward, args, kwargs)
+        return _checkpoint(forward, *args, **kwargs)
 
     return recomputed
 
 
-def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+_checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
 
 
 def _with_cache(forward: Callable[..., Any], cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Checkpoint a forward that appends to a cache, but append to the cache only once; see [Note: caches]."""
-    before = _copied(cache)
+    before = _copy_cache(cache)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[Any, ...]]]:
         added: list[tuple[Any, ...]] = []
-        own = _copied(before)
-        update = own.update
+        copied = _copy_cache(before)
+        update = copied.update
 
-        def note(*entry: Any) -> Any:
+        def record(*entry: Any) -> Any:
             added.append(entry)
             return update(*entry)
 
-        own.update = note
-        args, kwargs = _replaced(lambda value: value is cache, own, args, kwargs)
+        copied.update = record
+        args, kwargs = _replace(lambda value: value is cache, copied, args, kwargs)
         return forward(*args, **kwargs), added
 
-    output, added = _checkpoint(run, args, kwargs)
+    output, added = _checkpoint(run, *args, **kwargs)
     for entry in added:
         cache.update(*entry)
     return output
 
 
-def _copied(cache: Any) -> Any:
+def _copy_cache(cache: Any) -> Any:
     """Return a copy of a cache that shares its tensors; appending to the copy does not change the original."""
     copied = copy.copy(cache)
     copied.layers = [copy.copy(layer) for layer in cache.layers]
     return copied
 
 
-def _replaced(
-    which: Callable[[Any], bool], by: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _replace(
+    is_replaced: Callable[[Any], bool], by: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    values = {name: by if which(value) else value for name, value in kwargs.items()}
-    return tuple(by if which(value) else value for value in args), values
+    """Return a call's arguments with those values replaced."""
+    named = {name: by if is_replaced(value) else value for name, value in kwargs.items()}
+    return tuple(by if is_replaced(value) else value for value in args), named

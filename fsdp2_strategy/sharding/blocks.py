@@ -71,8 +71,9 @@ def find_blocks(
         >>> list(find_blocks(model))
         ['layers.0', 'layers.1', 'layers.2']
     """
-    blocks = choose_blocks(unwrap_model(model), class_names, min_unit_params)
-    log("blocks of %s: %d, %s", type(unwrap_model(model)).__name__, len(blocks.modules), blocks.source)
+    model = unwrap_model(model)
+    blocks = choose_blocks(model, class_names, min_unit_params)
+    log("blocks of %s: %d, %s", type(model).__name__, len(blocks.modules), blocks.source)
     return blocks.modules
 
 
@@ -122,50 +123,53 @@ def choose_blocks(
     model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
 ) -> Blocks:
     """Find blocks and their source; those that are found by class name may include ``ignored`` modules."""
-    left_out = {inner for module in ignored for inner in module.modules()}
+    excluded = {inner for module in ignored for inner in module.modules()}
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
         return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
     if min_unit_params is not None:
-        return _of_size(model, min_unit_params, left_out)
+        return _of_size(model, min_unit_params, excluded)
     policy = policy_of(model)
     known = policy.blocks if policy else None
     if policy and known and policy.declared:
-        there = [name for name in known if any(type(m).__name__ == name for m in model.modules())]
-        modules = _without_containers(modules_of_class(model, there or known))
-        return Blocks("block", f"from _fsdp_wrap_modules of {policy.name}: {', '.join(there)}", modules)
+        present = [name for name in known if any(type(m).__name__ == name for m in model.modules())]
+        modules = _without_containers(modules_of_class(model, present or known))
+        return Blocks("block", f"from _fsdp_wrap_modules of {policy.name}: {', '.join(present)}", modules)
     if known != ():
         declared = {name for m in model.modules() for name in blocks_that_stay_whole(m)}
         listed = declared.union(known or (), manual_transformer_cls_names_to_wrap) - {"Embedding"}
         modules = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
-        if modules := _without_shells(_without_containers(modules)):
-            whose = f"what is known of {policy.name}" if policy and known else "the model's own list"
+        if modules := _without_thin_wrappers(_without_containers(modules)):
+            origin = f"the registered policy {policy.name}" if policy and known else "the model's own list"
             names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
-            return Blocks("block", f"from {whose}: {names}", modules)
-        if modules := _largest_module_lists(model, left_out):
+            return Blocks("block", f"from {origin}: {names}", modules)
+        if modules := _largest_module_lists(model, excluded):
             parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
             return Blocks("block", f"the repeated layers of {parents}", modules)
-    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), left_out)
+    return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), excluded)
 
 
-def _of_size(model: nn.Module, least: int, left_out: Container[nn.Module]) -> Blocks:
+def _of_size(model: nn.Module, minimum: int, excluded: Container[nn.Module]) -> Blocks:
     modules: dict[str, nn.Module] = {}
-    _pack_by_size("", model, least, left_out, modules)
-    return Blocks("size", f"modules of a size of at least {least:,} parameters", modules)
+    _pack_by_size("", model, minimum, excluded, modules)
+    return Blocks("size", f"modules with at least {minimum:,} parameters", modules)
 
 
-def _without_shells(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _without_thin_wrappers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Drop blocks if nested blocks hold nine tenths of their parameters: the rest is too small for a unit."""
-    within = {name: [b for n, b in blocks.items() if n != name and _nested(n, name)] for name in blocks}
-    sizes = {name: sum(p.numel() for p in {p for b in inner for p in b.parameters()}) for name, inner in within.items()}
-    return {name: block for name, block in blocks.items() if sizes[name] * 10 < parameter_count(block) * 9}
+
+    def in_nested_blocks(name: str) -> int:
+        nested = [b for n, b in blocks.items() if n != name and _is_nested(n, name)]
+        return sum(p.numel() for p in {p for b in nested for p in b.parameters()})
+
+    return {name: block for name, block in blocks.items() if in_nested_blocks(name) * 10 < parameter_count(block) * 9}
 
 
 def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Replace modules that cannot be gathered as one unit by their children."""
     found = {}
     for name, module in blocks.items():
-        if has_forward(module) or _is_walked(module):
+        if has_forward(module) or _is_gathered_by_submodules(module):
             found[name] = module
         else:
             found |= _without_containers({f"{name}.{n}": m for n, m in module.named_children()})
@@ -177,7 +181,7 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def _is_walked(module: nn.Module) -> bool:
+def _is_gathered_by_submodules(module: nn.Module) -> bool:
     """Return whether submodules can gather a module without forward: [Note: bypassed units] in `bypassed_blocks`."""
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     return not is_container and not any(True for _ in module.parameters(recurse=False))
@@ -188,41 +192,41 @@ def can_be_unit(module: nn.Module) -> bool:
     return has_forward(module) and not isinstance(module, nn.Sequential)
 
 
-def _largest_module_lists(model: nn.Module, left_out: Container[nn.Module]) -> dict[str, nn.Module]:
+def _largest_module_lists(model: nn.Module, excluded: Container[nn.Module]) -> dict[str, nn.Module]:
     """Return the entries of the largest repetitive ModuleList, and of disjoint ones with a tenth of the model."""
     sizes = {
         (name, module): parameter_count(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        and module not in left_out
+        and module not in excluded
         and max(Counter(type(m) for m in module).values(), default=0) > 1
     }
     blocks: dict[str, nn.Module] = {}
     total = parameter_count(model)
     for (name, module), size in sorted(sizes.items(), key=lambda item: -item[1]):
-        apart = not any(_nested(name, other) or _nested(other, name) for other in blocks)
-        if size and apart and (not blocks or size * 10 >= total):
+        is_disjoint = not any(_is_nested(name, other) or _is_nested(other, name) for other in blocks)
+        if size and is_disjoint and (not blocks or size * 10 >= total):
             blocks |= _without_containers({f"{name}.{i}" if name else str(i): m for i, m in enumerate(module)})
     order = [clean(n) for n, _ in model.named_modules()]
     return {name: blocks[name] for name in order if name in blocks and parameter_count(blocks[name])}
 
 
 def _pack_by_size(
-    name: str, module: nn.Module, least: int, left_out: Container[nn.Module], blocks: dict[str, nn.Module]
+    name: str, module: nn.Module, minimum: int, excluded: Container[nn.Module], blocks: dict[str, nn.Module]
 ) -> int:
-    """Add modules of at least ``least`` parameters to ``blocks``, bottom-up; return the count left to the parent."""
-    if module in left_out:
+    """Add modules of at least ``minimum`` parameters to ``blocks``, bottom-up; return the count left to the parent."""
+    if module in excluded:
         return 0
-    left = sum(p.numel() for p in module.parameters(recurse=False))
+    remaining = sum(p.numel() for p in module.parameters(recurse=False))
     if isinstance(module, _OPAQUE):
-        left = parameter_count(module)
+        remaining = parameter_count(module)
     else:
         for child_name, child in module.named_children():
-            left += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, least, left_out, blocks)
-    if name and left >= least and can_be_unit(module):
+            remaining += _pack_by_size(f"{name}.{child_name}" if name else child_name, child, minimum, excluded, blocks)
+    if name and remaining >= minimum and can_be_unit(module):
         blocks[name] = module
         return 0
-    return left
+    return remaining
 
 
 def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:
@@ -233,27 +237,22 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         for method, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
-            vocabulary = _ask(module, method)
+            vocabulary = _call_or_none(module, method)
             if isinstance(vocabulary, nn.Embedding | nn.Linear):
                 found[vocabulary] = kind
     sizes = [parameter_count(block) for block in blocks.values()]
     worthwhile = statistics.median(sizes) / 4 if sizes else math.inf
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
-        if parameter_count(module) >= worthwhile and isinstance(module, nn.Embedding):
-            found.setdefault(module, "embedding")
-        elif (
-            isinstance(module, nn.Linear)
-            and module.out_features in vocabularies
-            and parameter_count(module) >= worthwhile
-        ):
-            found.setdefault(module, "head")
+        is_head = isinstance(module, nn.Linear) and module.out_features in vocabularies
+        if (is_head or isinstance(module, nn.Embedding)) and parameter_count(module) >= worthwhile:
+            found.setdefault(module, "head" if is_head else "embedding")
     # A peft layer may use the weight of its base layer without calling it, so the peft layer becomes the unit.
     adapted = {m.base_layer: m for m in model.modules() if isinstance(m._modules.get("base_layer"), nn.Module)}
     return {adapted.get(module, module): kind for module, kind in found.items()}
 
 
-def _ask(module: nn.Module, method: str) -> object:
+def _call_or_none(module: nn.Module, method: str) -> object:
     try:
         return getattr(module, method)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -265,5 +264,5 @@ def parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _nested(inner: str, outer: str) -> bool:
+def _is_nested(inner: str, outer: str) -> bool:
     return not outer or inner == outer or inner.startswith(outer + ".")

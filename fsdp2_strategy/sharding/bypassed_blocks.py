@@ -30,8 +30,7 @@ reject them. So the inputs of modules that need one dtype are cast to it, unless
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,19 +59,19 @@ from fsdp2_strategy.distributed.torch_internals import (
     state_of,
     tree_leaves,
 )
-from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
 
 _Kind = tuple[str, bool, bool]
 """The kind of a pass: its method, whether the model is in training mode, whether gradients are enabled."""
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Modules that raise if the dtype of an input differs from that of their parameters.
 _ONE_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
-class Walk:
+class BypassHooks:
     """The hooks of a model that track which units are running, and gather units whose forward is bypassed.
 
     Args:
@@ -80,7 +79,7 @@ class Walk:
         units: its units and their names; the root may be one of them.
         casts: the dtype that the inputs of a unit are cast to. If the unit is bypassed, the inputs of each module
             within it are cast instead.
-        left_alone: units that always run through their own forward.
+        never_bypassed: units that always run through their own forward.
         ignored: modules without sharded parameters, which never need a gather.
         is_bypassed: whether the model is known to bypass its blocks; if not, see [Note: observed pass].
     """
@@ -91,35 +90,35 @@ class Walk:
         units: Mapping[nn.Module, str],
         *,
         casts: Mapping[nn.Module, torch.dtype],
-        left_alone: Iterable[nn.Module] = (),
-        ignored: Iterable[nn.Module] = (),
-        is_bypassed: bool = False,
+        never_bypassed: Iterable[nn.Module],
+        ignored: Iterable[nn.Module],
+        is_bypassed: bool,
     ) -> None:
         self._root: Any = root
         self._name = type(root).__name__  # FSDP2 renames it
         self._casts = casts
-        self._in_half = any(dtype.itemsize < torch.float32.itemsize for dtype in casts.values())
+        self._has_half_precision = any(dtype.itemsize < torch.float32.itemsize for dtype in casts.values())
         self._depth = 0
+        """Number of nested calls of the root's forward and entry points."""
         self._open: list[_Unit] = []
-        self._seen: set[str] | None = set()
+        self._bypassed_names: set[str] | None = set()
         """Names of bypassed units; None once they were logged."""
-        units = {module: name for module, name in units.items() if module is not root}
-        self._units = units
-        self._places, made = _units_around(root, units, left_alone, ignored)
+        self._units = {module: name for module, name in units.items() if module is not root}
+        self._units_around, made = _find_units_around(root, self._units, never_bypassed, ignored)
         self._handles: list[RemovableHandle] = []
         """Hooks on the modules within units; empty while they are removed."""
-        self._is_needed = is_bypassed
-        self._is_through: set[_Kind] = set()
+        self._are_hooks_needed = is_bypassed
+        self._kinds_without_hooks: set[_Kind] = set()
         """Kinds of passes that were observed and need no hooks."""
-        self._kind: _Kind | None = None
+        self._observed_kind: _Kind | None = None
         """The kind of the running pass, if this pass is observed."""
-        for module, around in self._places.items():
+        for module, around in self._units_around.items():
             if not around:
-                module.register_forward_pre_hook(self._check_entered)
+                module.register_forward_pre_hook(self._check_running)
         shares_caches = len(decoders(root)) > 1
         for unit in made:
-            unit.watch(self._see_cache if shares_caches else None)
-        self._hang()
+            unit.track(self._keep_hooks if shares_caches else None)
+        self._register_hooks()
         root.register_forward_pre_hook(functools.partial(self._enter, "forward"))
         root.register_forward_hook(self._leave, always_call=True)
 
@@ -130,39 +129,40 @@ class Walk:
             methods: names of methods; those that the root lacks are skipped.
         """
         for unit in self._units:
-            unit.register_forward_pre_hook(self._begin_at_the_root, prepend=True)
+            unit.register_forward_pre_hook(self._init_root, prepend=True)
         for name in methods:
             if name != "forward" and callable(method := getattr(self._root, name, None)):
-                setattr(self._root, name, functools.wraps(method)(functools.partial(self._run, name, method)))
+                setattr(self._root, name, functools.wraps(method)(functools.partial(self._run_method, name, method)))
         forward = self._root.forward
-        call = functools.partial(self._run_forward, forward)
-        self._root.forward = functools.wraps(forward)(call)
+        self._root.forward = functools.wraps(forward)(functools.partial(self._run_forward, forward))
 
-    def _run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method of the root between FSDP2's pre- and post-forward; a nested call runs it as it is."""
         if self._depth:
             return method(*args, **kwargs)
         state = state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
+        self._enter(name)
         try:
-            with self._entered(name):
-                output = self._checked(method, *args, **kwargs)
+            output = self._call(method, *args, **kwargs)
+            self._leave(self._root, args, True)
         except BaseException:
+            self._leave(self._root, args, None)
             for each in (state, *records_of(state)):  # so that FSDP2 takes the next pass for a new one
                 mark_idle(each)
             forget_forward_root(state)
             raise
         return run_post_forward(state, self._root, args, output)
 
-    def _begin_at_the_root(self, *_: object) -> None:
+    def _init_root(self, *_: object) -> None:
         """Initialise FSDP2's root before a unit runs on its own; otherwise FSDP2 would make that unit the root."""
         choose_root(state_of(self._root))
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, even if the caller uses ``model.forward(...)``."""
-        return self._checked(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
+        return self._call(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
-    def _checked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a pass; explain the failure if it bypasses a block and the observed pass of its kind did not.
 
         Raises:
@@ -173,113 +173,99 @@ class Walk:
         except RuntimeError as error:
             if self._handles or "DTensor" not in str(error):
                 raise
-            self._is_needed = True
-            self._hang()
+            self._keep_hooks()
             raise ShardError(
-                f"cannot run {self._name}: a module met parameters that are sharded, since this pass bypasses the "
-                "forward of a block, expected the blocks that earlier passes of its kind ran. Run it again: from now "
-                "on what runs within a block gathers it. register_policy(..., bypassed=True) says so beforehand."
+                f"cannot run {self._name}: this pass bypasses the forward of a block, so its parameters are not "
+                "gathered, expected a call of the block, as in the first pass of its kind. Run it again: the "
+                "submodules of blocks gather them from now on. To avoid this error, call register_policy(..., "
+                "bypassed=True) before the model is sharded."
             ) from error
 
-    @contextmanager
-    def _entered(self, method: str) -> Iterator[None]:
-        self._enter(method)
-        output: object = None
-        try:
-            yield
-            output = True
-        finally:
-            self._leave(self._root, (), output)
+    def _keep_hooks(self) -> None:
+        """Keep the hooks for good; see [Note: observed pass]."""
+        self._are_hooks_needed = True
+        self._register_hooks()
 
     def _enter(self, method: str, *_: object) -> None:
         self._depth += 1
         kind = (method, self._root.training, torch.is_grad_enabled())
-        if self._depth == 1 and not self._is_needed and kind not in self._is_through:
-            self._kind = kind
-            self._hang()
+        if self._depth == 1 and not self._are_hooks_needed and kind not in self._kinds_without_hooks:
+            self._observed_kind = kind
+            self._register_hooks()
 
-    def _hang(self) -> None:
+    def _register_hooks(self) -> None:
         """Register the hooks on modules within units; forward hooks go before FSDP2's, which free the parameters."""
         if self._handles:
             return
-        for module, around in self._places.items():
+        for module, around in self._units_around.items():
             before = functools.partial(self._before, around)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             if around:
                 after = functools.partial(self._after, around)
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
-    def _end_look(self, *, has_ended: bool) -> None:
-        kind, self._kind = self._kind, None
-        if kind is None or self._is_needed:
-            return
-        if has_ended:
-            self._is_through.add(kind)
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _see_cache(self) -> None:
-        """Keep the hooks, because a block receives a cache; see [Note: cache outputs]."""
-        if torch.is_grad_enabled():
-            self._is_needed = True
-            self._hang()
-
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
+        """End a pass, whose output is None if it raised: close all units, and remove the hooks if they are unneeded."""
         self._depth = max(0, self._depth - 1)  # if an earlier pre-hook raises, `_enter` does not run
         if self._depth:
             return
         while self._open:
             self._open.pop(0).close()
-        if self._seen:
-            names = sorted(self._seen)
-            what = f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]
-            log("%s: the forward of %s is bypassed: what runs within gathers them", self._name, what)
-            self._seen = None
-        self._end_look(has_ended=output is not None)
+        if self._bypassed_names:
+            names = some(sorted(self._bypassed_names), "unit")
+            log("%s: the forward of %s is bypassed; their submodules gather them", self._name, names)
+            self._bypassed_names = None
+        kind, self._observed_kind = self._observed_kind, None
+        if kind is None or self._are_hooks_needed:
+            return
+        if output is not None:
+            self._kinds_without_hooks.add(kind)
+        while self._handles:
+            self._handles.pop().remove()
 
-    def _before(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
-        changed: _Call | None = None
+    def _before(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Inputs | None:
+        changed: _Inputs | None = None
         for unit in around:
             if unit.is_running or unit.is_open:
                 continue
             if is_in_backward():
-                self._is_needed = True
+                self._are_hooks_needed = True
                 unit.gather_in_backward()
-                continue
-            if not self._depth:
-                self._check_entered(module)
-                continue
-            changed = args, kwargs = self._walk_into(unit, module, args, kwargs)
+            elif self._depth:
+                changed = args, kwargs = self._open_unit(unit, module, args, kwargs)
+            else:
+                self._check_running(module)
         if module in self._units:  # FSDP2 casts the inputs of a unit
             return changed
-        if around and around[-1].is_walked:
+        if around and around[-1].was_bypassed:
             dtype = self._casts.get(around[-1].module)
         else:
-            dtype = _dtype_wanted(module) if self._in_half else None
+            dtype = _required_dtype(module) if self._has_half_precision else None
         cast = None if dtype is None else _cast(dtype, args, kwargs)
-        self._is_needed |= cast is not None
+        self._are_hooks_needed |= cast is not None
         return cast or changed
 
     def _after(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
         units = [unit for unit in around if (unit.is_open and not unit.is_running) or unit.fills_cache]
         if units and torch.is_grad_enabled():
-            output = own_outputs(module, args, output)
+            output = clone_view_outputs(module, args, output)
             for unit in units:
                 unit.gather_for_gradients_of(output)
         return output
 
-    def _walk_into(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> _Call:
-        left = {other for other in self._open if other.lane is not None and other.lane is unit.lane}
-        for other in [other for other in self._open if other in left or left.intersection(other.outer)]:
+    def _open_unit(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
+        """Open a bypassed unit, and close the open unit of the same list with all units within it."""
+        done = {other for other in self._open if other.container is not None and other.container is unit.container}
+        for other in [other for other in self._open if other in done or done.intersection(other.outer)]:
             other.close()
             self._open.remove(other)
         self._open.append(unit)
-        self._is_needed = True
-        if self._seen is not None:
-            self._seen.add(unit.name)
+        self._are_hooks_needed = True
+        if self._bypassed_names is not None:
+            self._bypassed_names.add(unit.name)
         return unit.open(module, args, kwargs)
 
-    def _check_entered(self, module: nn.Module, *_: object) -> None:
+    def _check_running(self, module: nn.Module, *_: object) -> None:
         """Raise a clear error before torch raises one about mixed tensors and DTensors.
 
         Raises:
@@ -289,42 +275,43 @@ class Walk:
             return
         name = next(name for name, m in self._root.named_modules() if m is module)
         raise ShardError(
-            f"cannot run {name} of {self._name}: its parameters are sharded, expected the model's "
-            "forward, or a method that gathers them, to be running. Call the model, or name the method that runs it "
-            "in forward_methods."
+            f"cannot run {name} of {self._name}: its parameters are sharded, expected it to be called within the "
+            "model's forward or a method that gathers them. Call the model, or add the calling method to "
+            "forward_methods."
         )
 
 
 class _Unit:
     """A unit, and whether it is running or bypassed."""
 
-    def __init__(self, module: nn.Module, name: str, lane: nn.Module | None, outer: Sequence[_Unit]) -> None:
+    def __init__(self, module: nn.Module, name: str, container: nn.Module | None, outer: Sequence[_Unit]) -> None:
         self.module, self.name = module, name
         self.outer = outer
         """The units around this one."""
-        self.lane = lane
-        """The container of this unit, if it is a list: only one unit of a list is open at a time."""
+        self.container = container
+        """The list that this unit is an entry of, if any: only one unit of a list is open at a time."""
         self.is_running = False
         self.is_open = False
-        self.is_walked = False
+        self.was_bypassed = False
         """Whether its last run bypassed its forward; a recomputation in backward must cast as that run did."""
         self.fills_cache = False
         """Whether it runs with a cache that another decoder may read; see [Note: cache outputs]."""
-        self._see_cache: Callable[[], None] | None = None
+        self._on_cache: Callable[[], None] | None = None
 
-    def watch(self, see_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
-        """Register hooks that track whether the unit runs; ``see_cache`` is called when it receives a cache."""
-        self._see_cache = see_cache
+    def track(self, on_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
+        """Register hooks that track whether the unit runs; ``on_cache`` is called when it trains with a cache."""
+        self._on_cache = on_cache
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.module.register_forward_hook(self._end, always_call=True),
         ]
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.is_running, self.is_walked = True, False
-        if self._see_cache is not None and any(map(is_cache, (*args, *kwargs.values()))):
+        self.is_running, self.was_bypassed = True, False
+        if self._on_cache is not None and any(map(is_cache, (*args, *kwargs.values()))):
             self.fills_cache = True
-            self._see_cache()
+            if torch.is_grad_enabled():
+                self._on_cache()
 
     def _end(self, *_: object) -> None:
         self.is_running = self.fills_cache = False
@@ -334,14 +321,14 @@ class _Unit:
     def _state(self) -> Any:
         return state_of(self.module)
 
-    def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Call:
+    def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
         """Gather the unit as before its forward; ``module`` is its first submodule that runs, with these inputs."""
         state = self._state
         mark_forward(state)
-        for record in records_of(state):
-            args, kwargs = record_pre_forward(record, module, args, kwargs)
+        for param_group in records_of(state):
+            args, kwargs = record_pre_forward(param_group, module, args, kwargs)
         prefetch_for_forward(state)
-        self.is_open = self.is_walked = True
+        self.is_open = self.was_bypassed = True
         return args, kwargs
 
     def close(self) -> None:
@@ -350,8 +337,8 @@ class _Unit:
             return
         self.is_open = False
         state = self._state
-        for record in records_of(state):
-            record_post_forward(record, self.module)
+        for param_group in records_of(state):
+            record_post_forward(param_group, self.module)
         mark_idle(state)
 
     def gather_for_gradients_of(self, output: Any) -> None:
@@ -365,11 +352,11 @@ class _Unit:
         state = self._state
         if not is_gathered_for_backward(state):
             pre_backward_hook(state)(None)
-        for record in records_of(state):
-            gather(record)
+        for param_group in records_of(state):
+            gather(param_group)
 
 
-def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
+def _required_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module's inputs must have, if any; see [Note: fp32 inputs]."""
     if not isinstance(module, _ONE_DTYPE):
         return None
@@ -377,7 +364,7 @@ def _dtype_wanted(module: nn.Module) -> torch.dtype | None:
     return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
 
 
-def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
     """Return the inputs with floating tensors cast to ``dtype``; None if they all have it."""
 
     def differs(value: object) -> bool:
@@ -389,11 +376,11 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return tuple(value.to(dtype) if differs(value) else value for value in args), named
 
 
-def _units_around(
-    root: nn.Module, units: Mapping[nn.Module, str], left_alone: Iterable[nn.Module], ignored: Iterable[nn.Module]
+def _find_units_around(
+    root: nn.Module, units: Mapping[nn.Module, str], never_bypassed: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
     """Return the units that enclose each module with parameters on all its paths from the root; and all units."""
-    alone, apart = set(left_alone), set(ignored)
+    closed, ignored = set(never_bypassed), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
 
@@ -403,15 +390,15 @@ def _units_around(
             if len(outer) == len(around[module]):
                 return
         around[module] = outer
-        if module in alone:
+        if module in closed:
             return
         inner = outer
         if module in units:
-            lane = parent if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) else None
-            made[module] = made.get(module) or _Unit(module, units[module], lane, outer)
+            container = parent if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) else None
+            made[module] = made.get(module) or _Unit(module, units[module], container, outer)
             inner = [*outer, made[module]]
         for child in module.children():
-            if child not in apart:
+            if child not in ignored:
                 visit(child, module, inner)
 
     visit(root, None, [])
@@ -419,7 +406,7 @@ def _units_around(
     return own, list(made.values())
 
 
-def own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
+def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
     """Copy outputs of a unit that are views, before FSDP2's own hook runs.
 
     FSDP2 registers the hooks that gather for backward on the outputs of a unit. If an output is a view and is changed
@@ -429,12 +416,12 @@ def own_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
         return output.clone() if base_of(output) is not None and output.requires_grad else output
     if isinstance(output, dict):
         for key, value in output.items():
-            if (owned := own_outputs(_module, _inputs, value)) is not value:
-                output[key] = owned
+            if (new := clone_view_outputs(_module, _inputs, value)) is not value:
+                output[key] = new
     elif isinstance(output, list | tuple):
-        owned = [own_outputs(_module, _inputs, value) for value in output]
-        if any(new is not old for new, old in zip(owned, output, strict=True)):
-            return type(output)(*owned) if hasattr(output, "_fields") else type(output)(owned)
+        values = [clone_view_outputs(_module, _inputs, value) for value in output]
+        if any(new is not old for new, old in zip(values, output, strict=True)):
+            return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     return output
 
 
@@ -443,7 +430,7 @@ def bypassed_units(
     units: Mapping[nn.Module, str],
     run: Callable[[nn.Module], object],
     *,
-    ignored: Iterable[nn.Module] = (),
+    ignored: Iterable[nn.Module],
 ) -> list[str]:
     """Run an unsharded model and return the names of the units whose submodules ran outside their forward.
 
@@ -459,9 +446,9 @@ def bypassed_units(
         found.update((unit.name, None) for unit in around if not unit.is_running)
 
     units = {module: name for module, name in units.items() if module is not root}
-    around, made = _units_around(root, units, (), ignored)
+    around, made = _find_units_around(root, units, (), ignored)
     handles = [module.register_forward_pre_hook(functools.partial(before, a)) for module, a in around.items()]
-    handles += [handle for unit in made for handle in unit.watch()]
+    handles += [handle for unit in made for handle in unit.track()]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             run(root)

@@ -19,8 +19,9 @@ from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.errors import some
+from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_blocks import bypassed_units
-from fsdp2_strategy.sharding.plan import ShardPlan, Unit, bypassed, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 
 
@@ -50,13 +51,8 @@ def explain(
         is_training: plan fp32 master weights, gradients and optimizer state; if False, weights in the compute dtype.
         shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
-        bf16: compute in bfloat16.
-        keep_fp32: name patterns of parameters that are kept in fp32.
-        reduce_in_full_precision: sum gradients over the ranks in fp32.
-        class_names: class names of the blocks; if empty, blocks are found automatically.
-        min_unit_params: make units of modules with at least this many parameters.
-        ignored_modules: regular expressions for the names of modules that are not sharded.
-        mixed_mm_data: what ranks without images do if other ranks have images.
+        bf16, keep_fp32, reduce_in_full_precision, class_names, min_unit_params, ignored_modules, mixed_mm_data: as for
+            `shard_model`.
         run: calls the model as training does, with a batch on the model's device (``lambda model: model(batch)``). The
             text then names the units whose forward this call bypasses. It runs without gradients and leaves the RNG
             state unchanged.
@@ -84,13 +80,11 @@ def explain(
         mixed_mm_data=mixed_mm_data,
     )
     if run is not None:
-        known = [note for note in plan.notes if "is bypassed" not in note]  # observed units replace the general note
         found = bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
-        plan.notes = [*known, bypassed(some(found, "unit"))] if found else known
+        plan.bypassed = some(found, "unit") if found else ""
     world_size = world_size or process_group.world_size()
     if shard_size == "auto":
-        count = sum(p.numel() for p in model.parameters())
-        shard_size = auto_shard_size(count, is_training=is_training, world_size=world_size)
+        shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
     text = _report(plan, check_shard_size(shard_size, world_size), world_size)
     if process_group.is_rank_0():
         (file or sys.stdout).write(text + "\n")
@@ -102,10 +96,9 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
     reduction = "fp32" if plan.precision.reduce_in_full_precision else half
     precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
     if plan.precision.is_training:
-        masters = "fp32 masters of what is trained"
-        what = f"training: {masters}, {precision}"
+        what = f"training: fp32 master weights of trainable parameters, {precision}"
     else:
-        what = f"inference: {half} weights, no masters" if half else "inference: weights as they are"
+        what = f"inference: {half or 'unchanged'} weights, no master weights"
     lines = [
         f"{type(plan.model).__name__} on {world_size} ranks, each parameter split over {shard_size}",
         f"precision  {what}",
@@ -113,43 +106,41 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
         "",
         f"{'unit':<44} {'kind':<10} {'stored':<10} {'compute':<9} {'parameters':>15} {'gathered':>10}",
     ]
-    held = Counter[str]()
-    for group in _alike([*plan.units, *plan.ignored]):
-        first = group[0]
-        whole = first.kind in ("tower", "ignored")
+    held_bytes = Counter[str]()
+    for _, equal in itertools.groupby([*plan.units, *plan.ignored], key=_shape):
+        first, *others = group = list(equal)
+        is_replicated = first.kind in ("vision", "ignored")
         stored = "+".join(sorted({_short(plan.stored_dtype(first, p)) for p in first.parameters.values()}))
         count = sum(p.numel() for p in first.parameters.values())
         name = first.name or "(root)"
-        if len(group) > 1:
-            name += f" … {group[-1].name.rpartition('.')[2]} ({len(group)} alike)"
+        if others:
+            name += f" … {others[-1].name.rpartition('.')[2]} ({len(group)} equal)"
         gathered = _human(count * first.compute_dtype.itemsize)
         dtype = _short(first.compute_dtype)
         lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
         for unit in group:
-            held.update(_held_bytes(plan, unit, 1 if whole else shard_size))
+            held_bytes.update(_held_bytes(plan, unit, 1 if is_replicated else shard_size))
     for name, parameter in plan.replicated.items():
         lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
-    lines += ["", *_totals(plan, held)]
+    lines += ["", *_totals(plan, held_bytes)]
     return "\n".join(lines)
 
 
-def _totals(plan: ShardPlan, held: Counter[str]) -> Iterator[str]:
-    parameters = list(plan.model.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+def _totals(plan: ShardPlan, held_bytes: Counter[str]) -> Iterator[str]:
+    trainable = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
     buffers = list(plan.model.buffers())
     dtypes = ", ".join(sorted({_short(b.dtype) for b in buffers})) or "none"
-    parts = ", ".join(f"{_human(held[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
-    yield f"parameters {sum(p.numel() for p in parameters):,}, of which {trainable:,} trainable"
+    parts = ", ".join(f"{_human(held_bytes[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
+    yield f"parameters {parameter_count(plan.model):,}, of which {trainable:,} trainable"
     yield f"buffers    {_human(sum(b.numel() * b.element_size() for b in buffers))} on each rank ({dtypes}), dtype kept"
     yield f"each rank  {parts}"
     for names in plan.ties:
         yield f"tied       {' = '.join(names)}"
-    unclaimed = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
-    if unclaimed:
-        shown = ", ".join(unclaimed[:6]) + (f" … ({len(unclaimed)})" if len(unclaimed) > 6 else "")
-        yield f"unclaimed  {shown}: in the root unit"
-    for note in plan.notes:
-        yield f"look at    {note}"
+    in_root = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
+    if in_root:
+        yield f"root unit  {', '.join(in_root[:6])}" + (f" … ({len(in_root)})" if len(in_root) > 6 else "")
+    for warning in plan.warnings():
+        yield f"warning    {warning}"
 
 
 def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
@@ -166,14 +157,10 @@ def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
     return held
 
 
-def _alike(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Group consecutive units that are equal except for their position in the model."""
-
-    def shape(unit: Unit) -> object:
-        return unit.kind, type(unit.module), unit.compute_dtype, [tuple(p.shape) for p in unit.parameters.values()]
-
-    for _, group in itertools.groupby(units, key=shape):
-        yield list(group)
+def _shape(unit: Unit) -> object:
+    """Return a value that is equal for units that differ only in their position in the model."""
+    parameters = [(p.shape, p.dtype, p.requires_grad) for p in unit.parameters.values()]
+    return unit.kind, type(unit.module), unit.compute_dtype, parameters
 
 
 def _short(dtype: torch.dtype) -> str:

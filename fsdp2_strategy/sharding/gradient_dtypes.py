@@ -1,6 +1,6 @@
 """Override the gradient dtypes that FSDP2 chooses, for units that start frozen and for masters in the optimizer.
 
-Input: FSDP2's record of a unit. Output: hooks that set the dtypes in which its gradients are reduced and kept.
+Input: the ``FSDPParamGroup`` of a unit. Output: hooks that set the dtypes in which its gradients are reduced and kept.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.model.unit_hooks import hang
 
 
-def settle_gradient_dtypes(record: Any) -> None:
+def fix_gradient_dtypes(param_group: Any) -> None:
     """Set the gradient dtypes of a unit even if none of its parameters is trainable in the first pass.
 
     FSDP2 derives them in the first pass from the parameters that are trainable then. It leaves them unset if that pass
     has adapters disabled, or belongs to a warmup with frozen weights.
     """
-    floating = [i for i, p in enumerate(parameters_of(record)) if shard_of(p).is_floating_point()]
-    trained = [i for i in floating if shard_of(parameters_of(record)[i]).requires_grad] or floating
+    floating = [i for i, p in enumerate(parameters_of(param_group)) if shard_of(p).is_floating_point()]
+    trained = [i for i in floating if shard_of(parameters_of(param_group)[i]).requires_grad] or floating
     if trained:
         around = functools.partial(_choose_dtypes_of, trained[0])
-        hang(record, "choose gradient dtypes", "units that are frozen at first", around)
+        hang(param_group, "choose gradient dtypes", "units that are frozen at first", around)
 
 
-def _choose_dtypes_of(i: int, record: Any, choose: Callable[[], None]) -> None:
+def _choose_dtypes_of(i: int, param_group: Any, choose: Callable[[], None]) -> None:
     choose()
-    if gradient_dtype(record) is None:
-        set_gradient_dtypes_of(record, parameters_of(record)[i])
+    if gradient_dtype(param_group) is None:
+        set_gradient_dtypes_of(param_group, parameters_of(param_group)[i])
 
 
-def reduce_to_fp32(record: Any) -> None:
+def reduce_to_fp32(param_group: Any) -> None:
     """Keep the gradients of half-precision shards in fp32; FSDP2 would round them to the dtype of the shards."""
-    hang(record, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
+    hang(param_group, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
 
-def _choose_fp32(record: Any, choose: Callable[[], None]) -> None:
+def _choose_fp32(param_group: Any, choose: Callable[[], None]) -> None:
     choose()
-    if gradient_dtype(record) in (torch.bfloat16, torch.float16):
-        set_gradient_dtype(record, torch.float32)
-        for parameter in parameters_of(record):
+    if gradient_dtype(param_group) in (torch.bfloat16, torch.float16):
+        set_gradient_dtype(param_group, torch.float32)
+        for parameter in parameters_of(param_group):
             shard_of(parameter).grad_dtype = torch.float32

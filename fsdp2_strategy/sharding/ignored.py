@@ -27,8 +27,8 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             what = "the model itself" if found else f"no module of {type(model).__name__}"
             within = [name for name, _ in names if name]
             raise ShardError(
-                f"cannot ignore modules: the pattern {pattern!r} matches {what}, expected a regular expression for "
-                f"whole names of modules within it. They begin with {', '.join(within[:3])}."
+                f"cannot ignore modules: the pattern {pattern!r} matches {what}, expected a regular expression that "
+                f"matches the full names of modules within it. The first names are {', '.join(within[:3])}."
                 f"{did_you_mean(pattern, within)}"
             )
     matched = dict.fromkeys(m for name, m in names if any(re.fullmatch(pattern, name) for pattern in patterns))

@@ -37,11 +37,7 @@ def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast all floating inputs of a module's forward to one dtype, as FSDP2 does for a unit."""
-
-    def cast_all(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-    module.register_forward_pre_hook(cast_all, with_kwargs=True)
+    module.register_forward_pre_hook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype), with_kwargs=True)
 
 
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -26,7 +26,8 @@ class ModuleTree:
         self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
         """For each module, the chains of modules from the root down to it."""
         self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
-        self._walk(model, ())
+        """The names of all modules in module order, the root first."""
+        self._add(model, ())
         self.ignored = {module: None for module in ignored if module in self.paths}
         self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
         self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
@@ -38,11 +39,11 @@ class ModuleTree:
                 self.all_names[parameter].append(clean(name))
         self.parameters = {names[0]: parameter for parameter, names in self.all_names.items()}
 
-    def _walk(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
+    def _add(self, module: nn.Module, above: tuple[nn.Module, ...]) -> None:
         self.paths[module].append((*above, module))
         for child in module.children() if module not in self.ignored else ():
             if not isinstance(child, FSDPModule):
-                self._walk(child, (*above, module))
+                self._add(child, (*above, module))
 
     def __contains__(self, module: nn.Module) -> bool:
         """Return whether the module is in the tree and not ignored."""
@@ -60,10 +61,6 @@ class ModuleTree:
         """Return the length of the module's longest path; it is greater than that of every module around it."""
         return max(map(len, self.paths[module]))
 
-    def in_transformers(self, module: nn.Module) -> bool:
-        """Return whether the module is within a transformers model on each of its paths."""
-        return all(self.transformers_around(module))
-
     def transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
         """Return the transformers models around a module, for each of its paths."""
         return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
@@ -80,7 +77,3 @@ class ModuleTree:
                 (unit,) = self.units_around(self.owners[parameter][0], units)
                 found[unit][name] = parameter
         return found
-
-    def order(self, units: Container[nn.Module]) -> list[nn.Module]:
-        """Return the units in module order, the root last."""
-        return [m for m in self.names if m in units and m is not self.model] + [self.model]

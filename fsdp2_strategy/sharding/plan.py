@@ -1,6 +1,6 @@
 """Decide which modules become units, and their dtypes, before memory is allocated.
 
-Input: a model (on any device, meta included) and its blocks. Output: a `ShardPlan`, which `shard` carries out and
+Input: a model (on any device, meta included) and its blocks. Output: a `ShardPlan`, which `shard` executes and
 `explain` prints.
 
 [Note: units] A unit is a module that is passed to `fully_shard`: its parameters are gathered together before its
@@ -40,7 +40,7 @@ from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
 from fsdp2_strategy.sharding.module_tree import ModuleTree
 from fsdp2_strategy.sharding.precision import Precision
-from fsdp2_strategy.sharding.vision_encoders import Tower, find_tower
+from fsdp2_strategy.sharding.vision_encoders import VisionEncoder, find_vision_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Unit:
     name: str
     """Dotted name of the module; empty for the root."""
     kind: str
-    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, ``tower``, root; or "ignored"."""
+    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, vision, root; or "ignored"."""
     module: nn.Module
     depth: int
     """Length of its longest path from the root; deeper units are sharded first."""
@@ -78,7 +78,7 @@ class ShardPlan:
     """0-d parameters, which cannot be split: every rank holds them, and their gradients are averaged."""
     ignored: list[Unit] = field(default_factory=list)
     """Modules that are not sharded, described as units; see [Note: ignored]."""
-    tower: Tower | None = None
+    vision_encoder: VisionEncoder | None = None
     """The vision encoder, if ``mixed_mm_data`` is set and the model has one."""
     mixed_mm_data: MixedData | None = None
     """What ranks without images do; see [Note: unequal ranks] in `vision_encoders`."""
@@ -86,8 +86,8 @@ class ShardPlan:
     """The model's policy, if it is known."""
     ties: list[tuple[str, ...]] = field(default_factory=list)
     """All names of each parameter that has several."""
-    notes: list[str] = field(default_factory=list)
-    """Warnings."""
+    bypassed: str = ""
+    """The units whose forward is bypassed, as text; empty if none is known to be bypassed."""
 
     @property
     def entry_points(self) -> tuple[str, ...]:
@@ -98,6 +98,29 @@ class ShardPlan:
     def names(self) -> dict[nn.Module, str]:
         """The names of the units, by module."""
         return {unit.module: unit.name for unit in self.units}
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a sentence for each property of the plan that costs memory or speed, or that may be a mistake."""
+        root = self.units[-1] if self.units[-1].kind == "root" else None
+        total = sum(p.numel() for u in self.units for p in u.parameters.values())
+        ignored = sum(p.numel() for u in self.ignored for p in u.parameters.values())
+        in_root = sum(p.numel() for p in root.parameters.values()) if root else 0
+        tied = {names[0] for names in self.ties}
+        if len(self.units) == 1:
+            yield "the root is the only unit, so the whole model is gathered at once. Pass the class names of blocks."
+        elif root and in_root * 4 > total and not tied.intersection(root.parameters):
+            yield f"the root unit stays gathered in forward and backward, with {in_root / total:.0%} of the parameters."
+        if ignored * 4 > total + ignored:
+            yield f"ignored modules hold {ignored / (total + ignored):.0%} of the parameters, in full on every rank."
+        if self.mixed_mm_data and self.vision_encoder is None:
+            yield "the model has no vision encoder, so mixed_mm_data has no effect."
+        if self.precision.is_training and not any(p.requires_grad for p in self.model.parameters()):
+            yield "no parameter is trainable."
+        if self.bypassed:
+            yield (
+                f"the forward of {self.bypassed} is bypassed; their submodules gather them, and "
+                "activation_checkpointing and compile_blocks have no effect on them."
+            )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name: sharded, replicated and ignored ones."""
@@ -139,20 +162,23 @@ def plan_units(
     tree = ModuleTree(model, ignored)
     if not tree.parameters:
         what = "no parameter that is not ignored" if tree.ignored else "no parameters"
-        raise ShardError(f"nothing to shard: {type(model).__name__} has {what}. Prepare a model that has some.")
-    _check_apart(tree)
+        raise ShardError(f"nothing to shard: {type(model).__name__} has {what}, expected at least one.")
+    _check_ties_of_ignored(tree)
     plan = ShardPlan(model=model, precision=precision, source=blocks.source, mixed_mm_data=mixed_mm_data)
     kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree}
     vocabulary = vocabulary_modules(model, blocks.modules)
     kinds |= {m: kind for m, kind in vocabulary.items() if m in tree and not tree.inside(m, kinds)}
-    tower = find_tower(model) if mixed_mm_data else None
-    if tower and mixed_mm_data != "dummy":
-        _check_ignored(tower, tree.ignored, alone=mixed_mm_data == "replicate")
-        _join_tower(tower, kinds, alone=mixed_mm_data == "replicate")
-    _settle_shared(tree, kinds)
-    compute_dtypes, parent_dtypes = _settle_dtypes(tree, kinds, precision)
-    if tower and mixed_mm_data != "dummy":
-        _check_tower(tower, kinds)
+    encoder = find_vision_encoder(model) if mixed_mm_data else None
+    if encoder and mixed_mm_data != "dummy":
+        _check_ignored(encoder, tree.ignored, is_replicated=mixed_mm_data == "replicate")
+        for module in encoder.runs_for_images():  # they belong to the root unit, or the encoder is one unit
+            kinds.pop(module, None)
+        if mixed_mm_data == "replicate":
+            kinds[encoder.module] = "vision"
+    _unify_shared(tree, kinds)
+    compute_dtypes, parent_dtypes = _split_by_dtype(tree, kinds, precision)
+    if encoder and mixed_mm_data != "dummy":
+        _check_vision_encoder(encoder, kinds)
     claimed = tree.parameters_by_unit(kinds)
     mixed = len({compute_dtypes[module] for module in claimed}) > 1
     plan.units = [
@@ -165,73 +191,68 @@ def plan_units(
             compute_dtype=compute_dtypes[module],
             parent_dtype=parent_dtypes.get(module),
             cast_inputs="all" if mixed else inputs_to_cast(tree, module, kinds[module]),
-            stays_gathered=kinds[module] == "embedding" and not tree.in_transformers(module),
+            stays_gathered=kinds[module] == "embedding" and not all(tree.transformers_around(module)),
         )
-        for module in tree.order(kinds)
+        for module in [*list(tree.names)[1:], model]
         if module in claimed
     ]
     plan.ignored = list(_ignored_units(tree, precision, {module: compute_dtypes[module] for module in claimed}))
-    plan.tower = tower
+    plan.vision_encoder = encoder
     plan.policy = policy_of(model)
     plan.replicated = {n: p for n, p in tree.parameters.items() if not p.ndim}
     plan.ties = [tuple(names) for names in tree.all_names.values() if len(names) > 1]
-    plan.notes = list(_doubts(plan))
+    if plan.policy and plan.policy.bypassed:
+        plan.bypassed = f"the blocks of {plan.policy.name}"
+    elif without_forward := [u.name for u in plan.units if u.kind != "root" and not has_forward(u.module)]:
+        plan.bypassed = some(without_forward, "unit")
     _check_patterns(tree, precision.keep_fp32, [name for unit in plan.ignored for name in unit.parameters])
     return plan
 
 
-def _check_apart(tree: ModuleTree) -> None:
+def _check_ties_of_ignored(tree: ModuleTree) -> None:
     for module in tree.ignored:
         for parameter in module.parameters():
             if parameter in tree.owners:
                 other = tree.names[tree.owners[parameter][0]] or "the root"
                 raise ShardError(
                     f"cannot ignore {tree.names[module]}: {' = '.join(tree.all_names[parameter])} is tied, and "
-                    f"{other}, which uses it, too, is not ignored, expected all or none. Ignore what has any of its "
-                    "names."
+                    f"{other}, which also uses it, is not ignored, expected all or none of them. Ignore all modules "
+                    "that use it."
                 )
 
 
-def _check_ignored(tower: Tower, ignored: Collection[nn.Module], *, alone: bool) -> None:
-    for module in set(tower.runs_for_images()).intersection(ignored):
+def _check_ignored(encoder: VisionEncoder, ignored: Collection[nn.Module], *, is_replicated: bool) -> None:
+    for module in set(encoder.runs_for_images()).intersection(ignored):
         if any(p.requires_grad for p in module.parameters()):
             raise ShardError(
-                f"cannot train {type(module).__name__} where ranks may be without images: it is ignored, so that ranks "
-                "with images would wait for the others' gradients, expected it to be frozen or sharded. Use "
-                "mixed_mm_data='dummy', or leave it out of ignored_modules."
+                f"cannot train {type(module).__name__} if only some ranks have images: it is ignored, so ranks with "
+                "images would wait for the gradients of ranks without, expected it to be frozen or sharded. Use "
+                "mixed_mm_data='dummy', or remove it from ignored_modules."
             )
-        if alone and tower.module in module.modules():
+        if is_replicated and encoder.module in module.modules():
             raise ShardError(
-                f"cannot replicate {tower.name}: it is ignored, and so whole on every rank anyway, expected one of "
-                "both. Use mixed_mm_data='root'."
+                f"cannot replicate {encoder.name}: it is ignored, and every rank holds the full parameters of ignored "
+                "modules already, expected it to be either ignored or replicated. Use mixed_mm_data='root'."
             )
 
 
-def _join_tower(tower: Tower, kinds: dict[nn.Module, str], *, alone: bool) -> None:
-    """Move all modules that run for images to the root unit, or make the vision encoder one unit; change ``kinds``."""
-    for module in tower.runs_for_images():
-        kinds.pop(module, None)
-    if alone:
-        kinds[tower.module] = "tower"
-
-
-def _check_tower(tower: Tower, kinds: dict[nn.Module, str]) -> None:
-    for module in tower.runs_for_images():
-        if kinds.get(module, "tower") != "tower":
+def _check_vision_encoder(encoder: VisionEncoder, kinds: dict[nn.Module, str]) -> None:
+    for module in encoder.runs_for_images():
+        if kinds.get(module, "vision") != "vision":
             raise ShardError(
-                f"cannot keep {tower.name} and what follows it in one piece: {type(module).__name__} is a unit of its "
-                f"own ({kinds[module]}), which ranks without images would not run, expected none. Use "
-                "mixed_mm_data='dummy', or leave keep_fp32 out of it."
+                f"cannot keep {encoder.name} and its projector in one unit: {type(module).__name__} is a separate unit "
+                f"({kinds[module]}) that ranks without images would not run, expected no separate unit. Use "
+                "mixed_mm_data='dummy', or change keep_fp32 so that it matches none or all of them."
             )
         single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
         if single:
             raise ShardError(
-                f"cannot train {single[0]} of {type(module).__name__} where ranks may be without images: it has no "
-                "dimension, expected at least one. Use mixed_mm_data='dummy', or a shape of [1]."
+                f"cannot train {single[0]} of {type(module).__name__} if only some ranks have images: it has 0 "
+                "dimensions, expected at least 1. Use mixed_mm_data='dummy', or give it the shape [1]."
             )
 
 
-def _settle_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
+def _unify_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
     """Open units until each shared parameter belongs to one unit (invariant 1); change ``kinds``."""
     kinds[tree.model] = "root"
     for parameter in tree.owners:
@@ -256,28 +277,26 @@ def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | N
     """Return the outermost module that has several paths and contains all owners, if it can be a unit."""
     if len(owners) != 1 or len(tree.paths[owners[0]]) == 1:
         return None
-    for module in tree.paths[owners[0]][0]:
-        if len(tree.paths[module]) > 1:
-            return module if can_be_unit(module) else None
-    return None
+    module = next(m for m in tree.paths[owners[0]][0] if len(tree.paths[m]) > 1)
+    return module if can_be_unit(module) else None
 
 
-def _settle_dtypes(
+def _split_by_dtype(
     tree: ModuleTree, kinds: dict[nn.Module, str], precision: Precision
 ) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
     """Split units until each computes in one dtype (invariant 2); change ``kinds``.
 
     Returns the compute dtype of each unit, and for each unit that was split off, the compute dtype around it.
     """
-    wanted: dict[nn.Module, torch.dtype] = {}
+    dtypes: dict[nn.Module, torch.dtype] = {}
     for parameter, owners in tree.owners.items():
         dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
         if parameter.is_floating_point() and parameter.ndim:
             for owner in map(tree.callable_around, owners):
                 # A module cannot be split: it computes in the widest dtype of its own parameters.
-                wanted[owner] = max(wanted.get(owner, dtype), dtype, key=lambda d: d.itemsize)
+                dtypes[owner] = max(dtypes.get(owner, dtype), dtype, key=lambda d: d.itemsize)
     owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
-    for owner in wanted:
+    for owner in dtypes:
         for unit in tree.units_around(owner, kinds):
             owners_in[unit].append(owner)
     compute: dict[nn.Module, torch.dtype] = {}
@@ -287,11 +306,11 @@ def _settle_dtypes(
         unit = waiting.pop()
         inside = owners_in[unit]
         # Modules with a wider dtype are split off, unless the unit itself has parameters of that dtype.
-        narrowest = min((wanted[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
-        compute[unit] = wanted.get(unit, narrowest)
+        narrowest = min((dtypes[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
+        compute[unit] = dtypes.get(unit, narrowest)
         for owner in inside:
-            if wanted[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
-                split = _widest_pure(tree, owner, unit, wanted)
+            if dtypes[owner] != compute[unit] and unit in tree.units_around(owner, kinds):
+                split = _outermost_of_one_dtype(tree, owner, unit, dtypes)
                 kinds[split], parents[split] = "dtype", compute[unit]
                 _check_ties(tree, split, unit)
                 owners_in[split] = [o for o in inside if split in tree.units_around(o, kinds)]
@@ -304,28 +323,30 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
     for parameter in split.parameters():
         if not within.issuperset(tree.owners[parameter]):
             raise ShardError(
-                f"cannot keep {' = '.join(tree.all_names[parameter])} in fp32: it is tied, and only a part of "
-                f"{tree.names[unit] or 'the root'} that uses it would be a unit of its own, expected all of it. Leave "
-                "it out of keep_fp32."
+                f"cannot keep {' = '.join(tree.all_names[parameter])} in fp32: it is tied, and only some of the "
+                f"modules in {tree.names[unit] or 'the root'} that use it would be in an fp32 unit, expected all of "
+                "them. Remove it from keep_fp32."
             )
 
 
-def _widest_pure(
-    tree: ModuleTree, owner: nn.Module, unit: nn.Module, wanted: dict[nn.Module, torch.dtype]
+def _outermost_of_one_dtype(
+    tree: ModuleTree, owner: nn.Module, unit: nn.Module, dtypes: dict[nn.Module, torch.dtype]
 ) -> nn.Module:
     """Return the outermost module within the unit that contains the owner, and no module of another dtype."""
     path = next(path for path in tree.paths[owner] if unit in path)
     for module in path[path.index(unit) + 1 :]:
-        if can_be_unit(module) and {wanted[m] for m in module.modules() if m in wanted} == {wanted[owner]}:
+        if can_be_unit(module) and {dtypes[m] for m in module.modules() if m in dtypes} == {dtypes[owner]}:
             return module
     return owner
 
 
-def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Module, torch.dtype]) -> Iterator[Unit]:
-    """Yield ignored modules described as units; ``around`` has the compute dtype of each unit. See [Note: ignored]."""
+def _ignored_units(
+    tree: ModuleTree, precision: Precision, unit_dtypes: Mapping[nn.Module, torch.dtype]
+) -> Iterator[Unit]:
+    """Yield ignored modules described as units; ``unit_dtypes`` are the units' compute dtypes. See [Note: ignored]."""
     names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
     held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
-    dtypes = {module: precision.whole_dtype(parameters) for module, parameters in held.items()}
+    dtypes = {module: precision.unsharded_dtype(parameters) for module, parameters in held.items()}
     while wider := {  # modules that share a parameter have the same dtype
         module: dtypes[other]
         for module, other in itertools.permutations(held, 2)
@@ -334,9 +355,9 @@ def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Mo
         dtypes |= wider
     casts = precision.half is not None or precision.is_training
     for module, parameters in held.items():
-        unit = next(m for m in reversed(tree.paths[module][0]) if m in around or m is tree.model)
-        outside = around.get(unit, precision.half or dtypes[module])
-        pure = outside == dtypes[module]
+        unit = next(m for m in reversed(tree.paths[module][0]) if m in unit_dtypes or m is tree.model)
+        outside = unit_dtypes.get(unit, precision.half or dtypes[module])
+        is_same = outside == dtypes[module]
         yield Unit(
             name=tree.names[module],
             kind="ignored",
@@ -344,8 +365,8 @@ def _ignored_units(tree: ModuleTree, precision: Precision, around: Mapping[nn.Mo
             depth=tree.depth(module),
             parameters=parameters,
             compute_dtype=dtypes[module],
-            parent_dtype=None if pure else outside,
-            cast_inputs="none" if not casts else inputs_to_cast(tree, module, "ignored") if pure else "all",
+            parent_dtype=None if is_same else outside,
+            cast_inputs="none" if not casts else inputs_to_cast(tree, module, "ignored") if is_same else "all",
         )
 
 
@@ -355,36 +376,6 @@ def _check_patterns(tree: ModuleTree, patterns: Sequence[str], ignored: Sequence
         if not any(matches(name, (pattern,)) for name in names):
             raise ShardError(
                 f"cannot keep in fp32: the pattern {pattern!r} matches no parameter of {type(tree.model).__name__}. "
-                f"Its parameters begin with {', '.join(itertools.islice(tree.parameters, 3))}."
+                f"Its first parameters are {', '.join(itertools.islice(tree.parameters, 3))}."
                 f"{did_you_mean(pattern, names)}"
             )
-
-
-def _doubts(plan: ShardPlan) -> Iterator[str]:
-    root = plan.units[-1] if plan.units[-1].kind == "root" else None
-    total = sum(p.numel() for u in plan.units for p in u.parameters.values())
-    ignored = sum(p.numel() for u in plan.ignored for p in u.parameters.values())
-    in_root = sum(p.numel() for p in root.parameters.values()) if root else 0
-    tied = {names[0] for names in plan.ties}
-    if len(plan.units) == 1:
-        yield "the root is the only unit: the whole model is gathered at once. Name its blocks by class."
-    elif root and in_root * 4 > total and not tied.intersection(root.parameters):
-        yield f"the root unit holds {in_root / total:.0%} of the parameters, gathered through the whole step."
-    if ignored * 4 > total + ignored:
-        yield f"ignored modules hold {ignored / (total + ignored):.0%} of the parameters, whole on every rank."
-    if plan.mixed_mm_data and plan.tower is None:
-        yield "no vision tower: mixed_mm_data has nothing to say."
-    if plan.precision.is_training and not any(p.requires_grad for p in plan.model.parameters()):
-        yield "no parameter is trainable."
-    if plan.policy and plan.policy.bypassed:
-        yield bypassed(f"the blocks of {plan.policy.name}")
-    elif walked := [unit.name for unit in plan.units if unit.kind != "root" and not has_forward(unit.module)]:
-        yield bypassed(some(walked, "unit"))
-
-
-def bypassed(what: str) -> str:
-    """Return the warning that the forward of these units is bypassed."""
-    return (
-        f"the forward of {what} is bypassed: what runs within gathers them, and neither activation_checkpointing nor "
-        "compile_blocks reaches them."
-    )

@@ -42,7 +42,7 @@ class Precision:
             return self.half
         return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
 
-    def whole_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+    def unsharded_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
         """Return the dtype in which a module that is not sharded is stored and computes."""
         floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
         dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -38,96 +38,98 @@ from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.unit_hooks import hang
 
-_watches = itertools.count()
+_exchanges = itertools.count()
 
 
-def watch_units(units: Mapping[nn.Module, str], seconds: float) -> None:
-    """Compare what the ranks gather and reduce from now on; collective, as is every later forward pass.
+def detect_divergence(root: nn.Module, seconds: float) -> None:
+    """Compare which units the ranks gather and reduce from now on; collective, as is every later forward pass.
 
     Args:
-        units: the modules that FSDP2 shards, and their names; the root must be one of them.
+        root: the sharded model.
         seconds: how long to wait for a rank before it is reported as missing.
     """
-    (root,) = (module for module, name in units.items() if not name)
-    watch = _Watch(seconds)
+    exchange = _NoteExchange(seconds)
     names = {module: clean(name) for name, module in root.named_modules()}
-    for record in parameter_groups(root):
-        name = names[module_of(record)] or "the root unit"
-        hang(record, "gather", "divergence", functools.partial(_gather, watch, name))
-        hang(record, "reduce", "divergence", functools.partial(_reduce, watch, name))
-    root.register_forward_hook(lambda *_: watch.meet("is through with its forward pass"))
+    for param_group in parameter_groups(root):
+        name = names[module_of(param_group)] or "the root unit"
+        hang(param_group, "gather", "divergence", functools.partial(_gather, exchange, name))
+        hang(param_group, "reduce", "divergence", functools.partial(_reduce, exchange, name))
+    root.register_forward_hook(lambda *_: exchange.compare("finished its forward pass"))
 
 
-def _gather(watch: _Watch, name: str, record: Any, gather: Callable[..., None], async_op: bool = False) -> None:
-    if not is_gathered(record) and gathering_ranks(record) > 1:
-        watch.meet(f"gathers {name}")
+def _gather(
+    exchange: _NoteExchange, name: str, param_group: Any, gather: Callable[..., None], async_op: bool = False
+) -> None:
+    if not is_gathered(param_group) and gathering_ranks(param_group) > 1:
+        exchange.compare(f"gathers {name}")
     gather(async_op)
 
 
-def _reduce(watch: _Watch, name: str, record: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    trained = [p for p in parameters_of(record) if shard_of(p).requires_grad]
-    lacking = [name_of(p) for p in trained if not has_unreduced_gradient(p)]
-    if reduces_gradients(record) and len(lacking) < len(trained):
+def _reduce(exchange: _NoteExchange, name: str, param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    trained = [p for p in parameters_of(param_group) if shard_of(p).requires_grad]
+    missing = [name_of(p) for p in trained if not has_unreduced_gradient(p)]
+    if reduces_gradients(param_group) and len(missing) < len(trained):
         # The ranks must also reduce the gradients of the same parameters.
-        without = f" without {some(lacking, 'gradient')}" if lacking else ""
-        watch.meet(f"reduces {name}{without}")
+        without = f" without {some(missing, 'gradient')}" if missing else ""
+        exchange.compare(f"reduces {name}{without}")
     reduce(*unused)
 
 
-class _Watch:
+class _NoteExchange:
     """Exchanges notes about one model between all ranks."""
 
     def __init__(self, seconds: float) -> None:
-        named = from_rank_0(f"units/{dist.get_rank()}/{next(_watches)}")
-        self._store = PrefixStore(named, default_store())
+        prefix = from_rank_0(f"units/{dist.get_rank()}/{next(_exchanges)}")
+        self._store = PrefixStore(prefix, default_store())
         self._timeout = timedelta(seconds=seconds)
         self._rank = dist.get_rank(group_in_use())
         self._ranks = range(dist.get_world_size(group_in_use()))
-        self._met = 0
+        self._turn = 0
 
-    def meet(self, note: str) -> None:
+    def compare(self, note: str) -> None:
         """Write a note and wait for those of all ranks; collective.
 
         Raises:
             StepError: the notes differ, or a rank wrote none in time; raised on every rank.
         """
-        turn, self._met = self._met, self._met + 1
+        turn, self._turn = self._turn, self._turn + 1
         self._store.set(f"last/{self._rank}", note)
         self._store.set(f"{turn}/{self._rank}", note)
         try:
             self._store.wait([f"{turn}/{rank}" for rank in self._ranks], self._timeout)
-            verdict = "met"
+            outcome = "complete"
         except RuntimeError:  # the store's time-out
-            verdict = "given up"
-        # The first rank to arrive here decides for all: a late rank must not accept the notes of ranks that gave up.
+            outcome = "timed out"
+        # The first rank to arrive here decides for all: a late rank must not accept the notes of ranks that timed out.
         if self._store.add(f"{turn}/claims", 1) == 1:
-            self._store.set(f"{turn}/verdict", verdict)
-        if self._store.get(f"{turn}/verdict").decode() != "met":
-            raise StepError(self._who_is_missing(turn, note))
+            self._store.set(f"{turn}/outcome", outcome)
+        if self._store.get(f"{turn}/outcome").decode() != "complete":
+            raise StepError(self._time_out_text(turn, note))
         notes = [self._store.get(f"{turn}/{rank}").decode() for rank in self._ranks]
         if len(set(notes)) > 1:
             each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(notes))
             raise StepError(
-                f"cannot go on: the ranks run different units: {each}, expected the same on each. Look at what differs "
-                "between their batches; for images on some ranks only there is mixed_mm_data, and a head runs where "
-                "there are no labels, too, its loss times zero."
+                f"cannot continue: the ranks run different units: {each}, expected the same on each. Compare "
+                "their batches. If only some ranks have images, set mixed_mm_data. If only some ranks have labels, run "
+                "the head on all ranks, and multiply its loss by zero if there are none."
             )
         if turn > 1:  # every rank has read the notes of two turns ago
             self._store.delete_key(f"{turn - 2}/{self._rank}")
             if self._rank == 0:
-                self._store.delete_key(f"{turn - 2}/verdict")
+                self._store.delete_key(f"{turn - 2}/outcome")
                 self._store.delete_key(f"{turn - 2}/claims")
 
-    def _who_is_missing(self, turn: int, note: str) -> str:
+    def _time_out_text(self, turn: int, note: str) -> str:
         missing = [rank for rank in self._ranks if not self._store.check([f"{turn}/{rank}"])]
         last = [
-            f"rank {rank} {self._store.get(f'last/{rank}').decode()} and has not come since"
+            f"the last note of rank {rank} is {self._store.get(f'last/{rank}').decode()!r}"
             if self._store.check([f"last/{rank}"])
-            else f"rank {rank} has not begun"
+            else f"rank {rank} has written no note yet"
             for rank in missing
         ]
+        seconds = f"{self._timeout.total_seconds():g} s"
         return (
-            f"cannot go on: rank {self._rank} {note}, and in {self._timeout.total_seconds():g} s not every rank came: "
-            f"{', '.join(last) or 'the others gave up before'}, expected the same units on each. Look at what that "
-            "rank does instead."
+            f"cannot continue: rank {self._rank} {note}, and not every rank did so within {seconds}: "
+            f"{', '.join(last) or 'the other ranks timed out before'}, expected the same units on each. Find out what "
+            "the missing rank runs instead."
         )

@@ -30,8 +30,8 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
         ShardError: plans or weights differ between the ranks.
     """
     expected = (
-        "the same options, and a model with the same names, shapes, dtypes and frozen parameters, everywhere. Build it "
-        "from the same configuration."
+        "the same options, and a model with the same names, shapes, dtypes and frozen parameters, on every rank. Build "
+        "it from the same configuration."
     )
     agree(f"shard {name}", planned, ShardError, expected)
     parameters = {name: p for name, p in parameters.items() if not p.is_meta}
@@ -41,9 +41,9 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
     different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
     if different:
         raise ShardError(
-            f"cannot shard {name}: {len(different)} of {len(parameters)} parameters differ "
-            f"between the ranks, {different[0]} first, expected the same weights everywhere. Seed every rank alike "
-            "before building the model, or load the same files."
+            f"cannot shard {name}: {len(different)} of {len(parameters)} parameters differ between the ranks, "
+            f"{different[0]} first, expected the same weights on every rank. Set the same seed on every rank before "
+            "building the model, or load the same files."
         )
 
 

@@ -18,9 +18,7 @@ from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.mesh import build_mesh
-from fsdp2_strategy.distributed.torch_internals import (
-    module_of,
-)
+from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.model.fingerprint import remember_as_built
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
@@ -29,20 +27,20 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
-from fsdp2_strategy.sharding.bypassed_blocks import Walk, own_outputs
-from fsdp2_strategy.sharding.gradient_dtypes import reduce_to_fp32, settle_gradient_dtypes
+from fsdp2_strategy.sharding.bypassed_blocks import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
-from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, plan_units
 from fsdp2_strategy.sharding.precision import Precision
-from fsdp2_strategy.sharding.rank_divergence import watch_units
+from fsdp2_strategy.sharding.rank_divergence import detect_divergence
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
 from fsdp2_strategy.sharding.units import prefetch, shard_units
 from fsdp2_strategy.sharding.vision_encoders import (
-    keep_graph,
-    keep_out_of_order,
-    leave_what_never_ran,
+    add_zero_gradients,
+    attach_graph,
+    exclude_from_prefetch,
     run_on_zeros,
-    share_use,
+    skip_units_that_never_ran,
 )
 
 _IS_TRAINED = Slot[bool]("prepared for training")
@@ -115,8 +113,8 @@ def shard_model(
     if is_sharded(root):
         if is_training and model_state(root).get(_IS_TRAINED) is False:
             raise ShardError(
-                f"cannot shard {type(root).__name__}: it was prepared for inference and holds no fp32 masters, "
-                "expected one preparation. Prepare it with is_training=True in the first place."
+                f"cannot shard {type(root).__name__} for training: it is already sharded for inference, without fp32 "
+                "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
             )
         return model
     mesh = mesh or build_mesh()
@@ -139,32 +137,34 @@ def shard_model(
                 ignored_modules=ignored_modules,
                 mixed_mm_data=mixed_mm_data,
             )
-            recomputed = _recomputed(plan, activation_checkpointing) if is_training else {}
+            recomputed = _modules_to_recompute(plan, activation_checkpointing) if is_training else {}
         name = type(root).__name__
         options = (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds)
         check_same_everywhere(name, (plan.signature(), options), plan.parameters())
-        for note in plan.notes:
-            log("%s: look at: %s", name, note)
+        for warning in plan.warnings():
+            log("%s: warning: %s", name, warning)
         _cast(plan)
         recompute_activations(root, recomputed)
-        if compile_blocks:
-            _compile(plan, "inductor" if compile_blocks is True else compile_blocks)
-        _prepare_edges(plan)
-        compiled = [unit.module for unit in _compiled(plan)] if compile_blocks else []
+        compiled = _modules_to_compile(plan) if compile_blocks else []
+        for module in compiled:
+            backend = compile_blocks if isinstance(compile_blocks, str) else "inductor"
+            module.forward = torch.compile(module.forward, backend=backend)
+        _add_cast_hooks(plan)
         casts = {unit.module: unit.compute_dtype for unit in plan.units if unit.cast_inputs != "none"}
         ignored = [unit.module for unit in plan.ignored]
         is_bypassed = bool(plan.policy and plan.policy.bypassed)
-        walk = Walk(root, plan.names, casts=casts, left_alone=compiled, ignored=ignored, is_bypassed=is_bypassed)
+        hooks = BypassHooks(
+            root, plan.names, casts=casts, never_bypassed=compiled, ignored=ignored, is_bypassed=is_bypassed
+        )
         shard_units(plan, mesh, reshard, cpu_offload=cpu_offload)
-        for group in parameter_groups(root) if is_training else ():
-            settle_gradient_dtypes(group)
+        for param_group in parameter_groups(root) if is_training else ():
+            fix_gradient_dtypes(param_group)
             if masters_in_optimizer:
-                reduce_to_fp32(group)
-        _keep_step(plan, debug_divergence_seconds)
+                reduce_to_fp32(param_group)
+        _add_collective_hooks(plan, debug_divergence_seconds)
         if prefetch_depth is not None:
-            alike = [unit.module for unit in plan.units if unit.kind not in ("root", "tower")]
-            prefetch(alike, prefetch_depth)
-        walk.add_entry_points((*forward_methods, *plan.entry_points))
+            prefetch([unit.module for unit in plan.units if unit.kind not in ("root", "vision")], prefetch_depth)
+        hooks.add_entry_points((*forward_methods, *plan.entry_points))
         model_state(root).set(_IS_TRAINED, is_training)
         remember_wrapper(root)
         remember_as_built(root)
@@ -172,26 +172,26 @@ def shard_model(
     return model
 
 
-def _keep_step(plan: ShardPlan, debug_divergence_seconds: float) -> None:
+def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> None:
     """Register the hooks for ranks without images, and those that detect ranks that run different units."""
     if debug_divergence_seconds:
-        units = {unit.module: unit.name for unit in plan.units} | {plan.model: ""}
-        watch_units(units, debug_divergence_seconds)
-    if plan.tower is None:
+        detect_divergence(plan.model, debug_divergence_seconds)
+    encoder = plan.vision_encoder
+    if encoder is None:
         return
     if plan.mixed_mm_data == "dummy":
-        run_on_zeros(plan.model, plan.tower)
+        run_on_zeros(plan.model, encoder)
     else:
-        keep_graph(plan.tower)
-    of_units = {module_of(record): record for record in parameter_groups(plan.model)}
-    for group in of_units.values():
-        leave_what_never_ran(group)
+        attach_graph(encoder)
+    param_groups = {module_of(group): group for group in parameter_groups(plan.model)}
+    for group in param_groups.values():
+        skip_units_that_never_ran(group)
     if plan.mixed_mm_data == "replicate":
-        keep_out_of_order(of_units[plan.tower.module])
-    share_use(plan.model, [of_units[m] for m in (plan.model, plan.tower.module) if m in of_units])
+        exclude_from_prefetch(param_groups[encoder.module])
+    add_zero_gradients(plan.model, [param_groups[m] for m in (plan.model, encoder.module) if m in param_groups])
 
 
-def _prepare_edges(plan: ShardPlan) -> None:
+def _add_cast_hooks(plan: ShardPlan) -> None:
     """Register hooks that cast inputs and outputs and copy views; they run before FSDP2's hooks of a unit."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
@@ -199,7 +199,7 @@ def _prepare_edges(plan: ShardPlan) -> None:
         if unit.parent_dtype is not None:
             cast_outputs(unit.module, unit.parent_dtype)
     for module in dict.fromkeys((*(unit.module for unit in plan.units), plan.model)):
-        module.register_forward_hook(own_outputs)
+        module.register_forward_hook(clone_view_outputs)
     for unit in (*plan.units, *plan.ignored):
         if unit.cast_inputs == "first":
             unit.module.register_forward_pre_hook(cast_first(unit.compute_dtype), with_kwargs=True)
@@ -217,7 +217,7 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
     if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
         raise ShardError(
             f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
-            f"the shard size {shard_size}. Use the number of ranks of one node, or true."
+            f"the shard size {shard_size}. Use the number of ranks of a node, or true."
         )
     # Groups of one rank keep the full parameters, and a group of all ranks keeps the shards.
     return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
@@ -231,29 +231,24 @@ def _cast(plan: ShardPlan) -> None:
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
 
 
-def _recomputed(plan: ShardPlan, wanted: Sequence[str] | bool) -> dict[str, nn.Module]:
+def _modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:
     """Return the modules whose activations are recomputed: those of the given classes, or all blocks."""
-    if not isinstance(wanted, bool):
-        return modules_of_class(plan.model, wanted)
-    if not wanted:
+    if not isinstance(selected, bool):
+        return modules_of_class(plan.model, selected)
+    if not selected:
         return {}
     blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
     if not blocks:
         raise ShardError(
             f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
-            "Name the modules: activation_checkpointing takes class names, too."
+            "Pass class names as activation_checkpointing."
         )
     # Nested blocks are recomputed with the block around them.
     inner = {module for block in blocks for module in block.modules() if module is not block}
     return {name: module for module, name in blocks.items() if module not in inner}
 
 
-def _compile(plan: ShardPlan, backend: str) -> None:
-    for unit in _compiled(plan):
-        unit.module.forward = torch.compile(unit.module.forward, backend=backend)
-
-
-def _compiled(plan: ShardPlan) -> list[Unit]:
+def _modules_to_compile(plan: ShardPlan) -> list[nn.Module]:
     if plan.policy and plan.policy.bypassed:  # a compiled block has no hooks that gather for its submodules
         return []
-    return [unit for unit in plan.units if unit.kind in ("block", "size") and has_forward(unit.module)]
+    return [u.module for u in plan.units if u.kind in ("block", "size") and has_forward(u.module)]

@@ -33,13 +33,12 @@ def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool |
     root_policy = MixedPrecisionPolicy()
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         policy = _policy(unit, plan.precision)
+        reshard = False if unit.stays_gathered else reshard_after_forward
         if unit.module is plan.model:
             root_policy = policy
+        elif unit.kind == "vision":
+            shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
         else:
-            reshard = False if unit.stays_gathered else reshard_after_forward
-            if unit.kind == "tower":
-                shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
-                continue
             shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
     # With None, FSDP2 keeps the root gathered from the start of forward to the end of backward.
     root_reshard = None if reshard_after_forward is True else reshard_after_forward

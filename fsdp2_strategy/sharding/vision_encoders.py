@@ -54,7 +54,7 @@ _PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 @dataclass(frozen=True)
-class Tower:
+class VisionEncoder:
     """The vision encoder of a model, which runs only if there are images."""
 
     name: str
@@ -69,72 +69,71 @@ class Tower:
 
     def runs_for_images(self) -> list[nn.Module]:
         """Return the modules that run only for images: the vision encoder, and all modules between it and the text."""
-        text = [child for child in self.owner.children() if self.embedding in child.modules()]
-        beside = [child for child in self.owner.children() if child not in text]
-        return list(dict.fromkeys(module for child in (self.module, *beside) for module in child.modules()))
+        others = [child for child in self.owner.children() if self.embedding not in child.modules()]
+        return list(dict.fromkeys(module for child in (self.module, *others) for module in child.modules()))
 
 
-def find_tower(model: nn.Module) -> Tower | None:
+def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
     """Return the vision encoder of a transformers vision-language model, if it has one; the model is only read."""
     names = {module: clean(name) for name, module in model.named_modules()}
     for module in names:
         if not hasattr(module, "get_image_features") or not hasattr(module, "get_encoder"):
             continue
-        tower: Any = module.get_encoder(modality="image")
-        if tower is not module and tower in names and hasattr(tower, "config"):
-            owner: Any = next(m for m in names if tower in m.children())
+        encoder: Any = module.get_encoder(modality="image")
+        if encoder is not module and encoder in names and hasattr(encoder, "config"):
+            owner: Any = next(m for m in names if encoder in m.children())
             if isinstance(owner.get_input_embeddings(), nn.Module):
-                return Tower(names[tower], tower, owner)
+                return VisionEncoder(names[encoder], encoder, owner)
     return None
 
 
-_UNEVEN = Slot[bool]("uneven micro-batches")
+_IS_UNEVEN = Slot[bool]("uneven micro-batches")
 
 
 def may_be_uneven(model: nn.Module) -> bool:
     """Return whether micro-batches of a sharded model may have gradients for different parameters."""
-    return model_state(model).get(_UNEVEN) is True
+    return model_state(model).get(_IS_UNEVEN) is True
 
 
-def leave_what_never_ran(record: Any) -> None:
+def skip_units_that_never_ran(param_group: Any) -> None:
     """Skip FSDP2's gradient accumulation for a unit that never ran on this rank, because it would fail there."""
-    hang(record, "reduce", "units that never ran", _reduce_if_it_ran)
+    hang(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
-def _reduce_if_it_ran(record: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    if reduces_gradients(record) or any(unsharded_of(p) is not None for p in parameters_of(record)):
+def _reduce_if_it_ran(param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    if reduces_gradients(param_group) or any(unsharded_of(p) is not None for p in parameters_of(param_group)):
         reduce(*unused)
 
 
-def keep_out_of_order(record: Any) -> None:
-    """Leave a unit out of the order in which FSDP2 prefetches in backward, which must be the same on all ranks."""
-    hang(record, "note the order of forward", "replicated encoder", lambda *_: None)
+def exclude_from_prefetch(param_group: Any) -> None:
+    """Exclude a unit from the order in which FSDP2 prefetches in backward, which must be the same on all ranks."""
+    hang(param_group, "note the order of forward", "replicated encoder", lambda *_: None)
 
 
-def share_use(model: nn.Module, records: Iterable[Any]) -> None:
+def add_zero_gradients(model: nn.Module, param_groups: Iterable[Any]) -> None:
     """Before these units reduce gradients, add zero gradients for parameters that only other ranks used.
 
     Args:
         model: the sharded root; `may_be_uneven` returns True for it from then on.
-        records: FSDP2's records of units whose parameters may be used on some ranks only.
+        param_groups: the ``FSDPParamGroup`` of units whose parameters may be used on some ranks only.
     """
-    model_state(model).set(_UNEVEN, True)
-    with_zeros = functools.partial(_with_zeros, group_in_use())
-    for record in records:
-        hang(record, "reduce", "unequal use", with_zeros)
+    model_state(model).set(_IS_UNEVEN, True)
+    around = functools.partial(_reduce_with_zeros, group_in_use())
+    for param_group in param_groups:
+        hang(param_group, "reduce", "unequal use", around)
 
 
 @torch.no_grad()
-def _with_zeros(process_group: Any, record: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    trained = [p for p in parameters_of(record) if shard_of(p).requires_grad]
-    if reduces_gradients(record) and trained:
+def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    trained = [p for p in parameters_of(param_group) if shard_of(p).requires_grad]
+    if reduces_gradients(param_group) and trained:
         own = torch.tensor([has_unreduced_gradient(p) for p in trained], dtype=torch.uint8, device=control_device())
         anywhere = own.clone()
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=process_group)
-        lacking = [p for p, here, there in zip(trained, own.tolist(), anywhere.tolist(), strict=True) if here < there]
-        if any(unsharded_of(p) is None for p in lacking):
-            gather(record)  # the unit never ran on this rank; it is replicated, so there is no communication
-        for parameter in lacking:
+        missing = [p for p, here, there in zip(trained, own.tolist(), anywhere.tolist(), strict=True) if here < there]
+        if any(unsharded_of(p) is None for p in missing):
+            gather(param_group)  # the unit never ran on this rank; it is replicated, so there is no communication
+        for parameter in missing:
             unsharded: Any = unsharded_of(parameter)
             unsharded.grad = torch.zeros_like(unsharded)
         if any(accumulated_gradient(p) is not None for p in trained):
@@ -144,12 +143,12 @@ def _with_zeros(process_group: Any, record: Any, reduce: Callable[..., None], *u
     reduce(*unused)
 
 
-def keep_graph(tower: Tower) -> None:
+def attach_graph(encoder: VisionEncoder) -> None:
     """Give the text embeddings a graph on every rank, even if only modules that run for images are trained.
 
     Otherwise the loss of a rank without images has no graph, and the other ranks wait for it in their reductions.
     """
-    tower.embedding.register_forward_hook(functools.partial(_with_graph, [*tower.owner.parameters()]))
+    encoder.embedding.register_forward_hook(functools.partial(_with_graph, [*encoder.owner.parameters()]))
 
 
 def _with_graph(
@@ -161,69 +160,69 @@ def _with_graph(
     return attached
 
 
-def run_on_zeros(model: nn.Module, tower: Tower) -> None:
+def run_on_zeros(model: nn.Module, encoder: VisionEncoder) -> None:
     """Make each rank run the vision encoder as often as the rank that runs it most; see [Note: unequal ranks].
 
     Args:
-        model: the root; if it has ``generate``, `Walk.add_entry_points` must not have wrapped it yet.
-        tower: the vision encoder.
+        model: the root; if it has ``generate``, `BypassHooks.add_entry_points` must not have wrapped it yet.
+        encoder: its vision encoder.
 
     Raises:
         ShardError: the shape of an image does not follow from the configuration of the vision encoder.
     """
-    dummy = _Dummy(tower)
+    dummy = _ZeroImages(encoder)
     if encodes_images_before_forward(model):
         # Generation computes the features of images before the first forward pass.
         model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
-    tower.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
-    tower.embedding.register_forward_hook(dummy.after_embedding)
+    encoder.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
+    encoder.embedding.register_forward_hook(dummy.after_embedding)
 
 
-class _Dummy:
+class _ZeroImages:
     """Runs the vision encoder on zeros after the text embedding, at the point where ranks with images run it.
 
     So gathers and reductions come in the same order on all ranks.
     """
 
-    def __init__(self, tower: Tower) -> None:
-        self._tower = tower
+    def __init__(self, encoder: VisionEncoder) -> None:
+        self._encoder = encoder
         self._process_group = group_in_use()
-        self._missing = 0
+        self._missing_runs = 0
         self._was_tried = False
-        self._inputs()
+        self._inputs()  # raise now if the configuration does not determine them
 
     def before_owner(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Compute how often this rank must run the vision encoder on zeros; collective."""
-        self._missing = self._count_missing(kwargs)
-        if self._missing and kwargs.get("inputs_embeds") is not None:
+        self._missing_runs = self._count_missing_runs(kwargs)
+        if self._missing_runs and kwargs.get("inputs_embeds") is not None:
             kwargs = {**kwargs, "inputs_embeds": self._attached(kwargs["inputs_embeds"])}
         return args, kwargs
 
     def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the vision encoder as often as the other ranks do, then generate; collective."""
-        for _ in range(self._count_missing(kwargs)):
+        for _ in range(self._count_missing_runs(kwargs)):
             with torch.no_grad():
                 self._run()
         return generate(*args, **kwargs)
 
-    def _count_missing(self, inputs: Mapping[str, Any]) -> int:
+    def _count_missing_runs(self, inputs: Mapping[str, Any]) -> int:
         own = sum(inputs.get(name) is not None for name in _PIXELS)
         most = torch.tensor(own, device=control_device())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._process_group)
         if most and not self._was_tried:
-            with all_or_none(f"run {self._tower.name} on an image of zeros", ShardError), torch.no_grad():
+            with all_or_none(f"run {self._encoder.name} on an image of zeros", ShardError), torch.no_grad():
                 self._try()
             self._was_tried = True
         return int(most) - own
 
     def after_embedding(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         """Run the vision encoder on zeros as often as `before_owner` found."""
-        return self._attached(output) if self._missing else output
+        return self._attached(output) if self._missing_runs else output
 
     def _attached(self, embedded: torch.Tensor) -> torch.Tensor:
-        missing, self._missing = self._missing, 0
+        missing, self._missing_runs = self._missing_runs, 0
         features = [leaf for _ in range(missing) for leaf in self._run() if leaf.requires_grad]
         return _Attach.apply(embedded, *features) if features else embedded  # type: ignore[no-untyped-call]
 
@@ -232,7 +231,7 @@ class _Dummy:
             self._run()
         except Exception as error:
             raise ShardError(
-                f"cannot run {self._tower.name} on an image of zeros: {type(self._tower.owner).__name__} says "
+                f"cannot run {self._encoder.name} on an image of zeros: {type(self._encoder.owner).__name__} raised "
                 f"{type(error).__name__}: {error}, expected features. Use mixed_mm_data='root' or 'replicate'."
             ) from error
 
@@ -241,32 +240,32 @@ class _Dummy:
         inputs = self._inputs()
         devices = {value.device for value in inputs.values() if value.is_cuda}
         with torch.random.fork_rng(list(devices)):
-            output: Any = self._tower.owner.get_image_features(**inputs)  # type: ignore[operator]
+            output: Any = self._encoder.owner.get_image_features(**inputs)  # type: ignore[operator]
         features = getattr(output, "pooler_output", output)
         return [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]
 
     def _inputs(self) -> dict[str, torch.Tensor]:
         """Return inputs for the smallest image that the configuration of the vision encoder allows."""
-        config: Any = self._tower.module.config
-        first = next(self._tower.module.parameters())
+        config: Any = self._encoder.module.config
+        first = next(self._encoder.module.parameters())
         like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
         channels: Any = getattr(config, "num_channels", None) or getattr(config, "in_channels", 3)
         inputs: dict[str, torch.Tensor] = {}
-        if (merged := getattr(config, "spatial_merge_size", None)) and hasattr(config, "temporal_patch_size"):
+        if (merge_size := getattr(config, "spatial_merge_size", None)) and hasattr(config, "temporal_patch_size"):
             width = channels * config.temporal_patch_size * config.patch_size**2
-            inputs["pixel_values"] = torch.zeros(merged**2, width, **like)
-            inputs["image_grid_thw"] = torch.tensor([[1, merged, merged]], device=first.device)
+            inputs["pixel_values"] = torch.zeros(merge_size**2, width, **like)
+            inputs["image_grid_thw"] = torch.tensor([[1, merge_size, merge_size]], device=first.device)
         elif size := getattr(config, "image_size", None):
             height, width = size if isinstance(size, list | tuple) else (size, size)
             inputs["pixel_values"] = torch.zeros(1, channels, height, width, **like)
-        takes = inspect.signature(self._tower.owner.get_image_features).parameters  # type: ignore[arg-type]
-        needed = {name for name, p in takes.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+        parameters = inspect.signature(self._encoder.owner.get_image_features).parameters  # type: ignore[arg-type]
+        needed = {name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
         if not inputs or needed - inputs.keys():
             raise ShardError(
-                f"cannot run {self._tower.name} on an image of zeros: what get_image_features of "
-                f"{type(self._tower.owner).__name__} takes ({', '.join(takes)}) does not follow from a "
-                f"{type(config).__name__}, expected an image size or a patch size. Use mixed_mm_data='root' or "
-                "'replicate'."
+                f"cannot run {self._encoder.name} on an image of zeros: the arguments of get_image_features of "
+                f"{type(self._encoder.owner).__name__} ({', '.join(parameters)}) cannot be made from its "
+                f"{type(config).__name__}, expected an image size or a patch size in it, and no other required "
+                "arguments. Use mixed_mm_data='root' or 'replicate'."
             )
         return inputs
 

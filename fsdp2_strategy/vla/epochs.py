@@ -18,7 +18,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -39,7 +39,7 @@ Kind = Literal["formula", "state", "count"]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The data position of a run; serialisable as JSON."""
+    """The data position of a run; its fields are the keys of a JSON object in checkpoints."""
 
     epoch: int
     batch: int
@@ -49,10 +49,6 @@ class Position:
     ranks: int
     placed: bool = False
     """Whether the caller had set the sampler's position in that epoch; ``batch`` then counts from that position."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as a dict, for a checkpoint."""
-        return asdict(self)
 
 
 _END = object()
@@ -69,26 +65,33 @@ class Epochs:
         seed: decides the order of plain loaders.
         start: the position to resume from. A loader that is not plain must already be at this position.
         epoch: the first epoch, if ``start`` is None.
-        may_be_placed: whether the caller may have set the sampler's position in the first epoch.
-        keeps_marks: whether a step has several micro-batches, so that a save may need the position of the last step.
+        sampler_may_be_positioned: whether the caller may have set the sampler's position in the first epoch.
+        accumulates: whether a step has several micro-batches, so that a save may need the position of the last step.
 
     Raises:
         CheckpointError: the position was saved with another kind of loader or another number of ranks.
     """
 
     def __init__(
-        self, loader: Any, *, seed: int, start: Position | None, epoch: int, may_be_placed: bool, keeps_marks: bool
+        self,
+        loader: Any,
+        *,
+        seed: int,
+        start: Position | None,
+        epoch: int,
+        sampler_may_be_positioned: bool,
+        accumulates: bool,
     ) -> None:
-        self._loader, self._seed, self._keeps_marks = loader, seed, keeps_marks
+        self._loader, self._seed, self._accumulates = loader, seed, accumulates
         self.kind: Kind = kind_of(loader)
         if start is not None:
             self._check(start)
         self._start = start
-        self._must_be_placed = start is not None and start.placed
-        self._may_be_placed, self._is_placed = may_be_placed or self._must_be_placed, self._must_be_placed
+        self._is_positioned = self._must_be_positioned = start is not None and start.placed
+        self._may_be_positioned = sampler_may_be_positioned or self._must_be_positioned
         self.epoch, self._batch = (start.epoch, start.batch) if start else (epoch, 0)
-        self._marked: tuple[Position, bytes, Any] | None = None
-        self.mark()
+        self._last_step: tuple[Position, bytes, Any] | None = None
+        self.record_step()
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """Yield the remaining batches of an epoch; collective for each batch.
@@ -97,50 +100,51 @@ class Epochs:
             DataError: on every rank: the loader fails, yields no batch, yields more batches on some ranks than on
                 others, or the caller did not set the sampler's position as before.
         """
-        goes_on = self._start is not None and self._start.epoch == epoch and self._batch > 0
-        self.epoch, self._batch, self._start = epoch, self._batch if goes_on else 0, None
-        if goes_on and getattr(self._loader, "at_epoch_end", False):
+        resumes = self._start is not None and self._start.epoch == epoch and self._batch > 0
+        self.epoch, self._batch, self._start = epoch, self._batch if resumes else 0, None
+        if resumes and getattr(self._loader, "at_epoch_end", False):
             return
-        with all_or_none(f"begin epoch {epoch}", DataError):
-            drawn = self._begin(epoch, goes_on=goes_on)
+        with all_or_none(f"start epoch {epoch}", DataError):
+            batches = self._start_epoch(epoch, resumes=resumes)
         while True:
             with all_or_none("draw a batch", DataError):
-                batch = next(drawn, _END)
+                batch = next(batches, _END)
                 if batch is _END and not self._batch:
                     raise DataError(
-                        f"cannot train: the {type(self._loader).__name__} gives no batch in epoch {epoch}, expected "
-                        "some. Give a loader that begins anew with each epoch, not an iterator."
+                        f"cannot train: the {type(self._loader).__name__} yields no batch in epoch {epoch}, expected "
+                        "at least one. Pass a loader that starts again in each epoch, not an iterator."
                     )
             if self._has_ended(batch is _END):
                 return
             self._batch += 1
             yield batch
 
-    def _begin(self, epoch: int, *, goes_on: bool) -> Iterator[Any]:
-        parts = self._parts()
-        self._is_placed = self._may_be_placed and any(_stands_in(part, epoch) for part in parts)
-        if self._must_be_placed and not self._is_placed:
+    def _start_epoch(self, epoch: int, *, resumes: bool) -> Iterator[Any]:
+        sources = self._order_sources()
+        positioned = [s for s in sources if _is_positioned_in(s, epoch)] if self._may_be_positioned else []
+        self._is_positioned = bool(positioned)
+        if self._must_be_positioned and not positioned:
             raise DataError(
-                f"cannot go on in epoch {epoch}: the caller had brought its sampler to a place before, not now, "
-                "expected the same. Call its set_epoch(epoch, place), or load with load_data_position=False."
+                f"cannot resume in epoch {epoch}: the position of the sampler is not set, expected the caller to set "
+                "it, as before the checkpoint. Call the sampler's set_epoch(epoch, position), or load with "
+                "load_data_position=False."
             )
-        self._may_be_placed = self._must_be_placed = False
-        for part in parts:
-            stays = self._is_placed and _stands_in(part, epoch)
-            if callable(set_epoch := getattr(part, "set_epoch", None)) and not stays:
+        self._may_be_positioned = self._must_be_positioned = False
+        for source in sources:
+            if callable(set_epoch := getattr(source, "set_epoch", None)) and source not in positioned:
                 set_epoch(epoch)
-        with forked_rng(_hashed(self._seed, rank(), epoch)):
+        with forked_rng(_derive_seed(self._seed, rank(), epoch)):
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
                     forget_workers(self._loader)  # a resume cannot restore the random state of persistent workers
-            drawn = iter(self._loader)
-            if self.kind == "count" and self._batch and not self._is_placed:
-                log("drawing %d batches of epoch %d again, to go on behind them", self._batch, epoch)
-                for _ in islice(drawn, self._batch):
+            batches = iter(self._loader)
+            if self.kind == "count" and self._batch and not self._is_positioned:
+                log("resuming in epoch %d: drawing and discarding its first %d batches", epoch, self._batch)
+                for _ in islice(batches, self._batch):
                     pass
             # Samplers draw their order with the first batch, which must happen under this random state.
-            return drawn if goes_on else chain(list(islice(drawn, 1)), drawn)
+            return batches if resumes else chain(list(islice(batches, 1)), batches)
 
     def _has_ended(self, here: bool) -> bool:
         """Return whether the epoch has ended on all ranks; with a formula they agree without a collective."""
@@ -148,48 +152,51 @@ class Epochs:
             return here
         if any_rank(not here):
             raise DataError(
-                f"cannot go on: after {self._batch} batches of epoch {self.epoch} some ranks have none left and others "
-                "have, expected as many on every rank. Use ResumableLoader, or a sampler that gives ranks the same."
+                f"cannot continue: after {self._batch} batches of epoch {self.epoch} some ranks have none left and "
+                "others have more, expected the same number on every rank. Use ResumableLoader, or a sampler that "
+                "yields the same number on every rank."
             )
         return True
 
-    def mark(self) -> None:
+    def record_step(self) -> None:
         """Record the end of an optimizer step: later saves contain the position and random state of this moment."""
-        if self._keeps_marks:
+        if self._accumulates:
             state = copy.deepcopy(self._loader.state_dict()) if self.kind != "count" else None
-            self._marked = (self._position(), rng_content(), state)
+            self._last_step = (self._position(), rng_content(), state)
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch; no micro-batch may be pending."""
-        self.epoch, self._batch, self._is_placed = self.epoch + 1, 0, False
-        self.mark()
+        self.epoch, self._batch, self._is_positioned = self.epoch + 1, 0, False
+        self.record_step()
 
     @contextmanager
-    def as_marked(self) -> Iterator[tuple[Position, Loader | None]]:
-        """Restore the random state of the last `mark` inside the block; yield its position and loader state."""
-        if self._marked is None:
+    def at_last_step(self) -> Iterator[tuple[Position, Loader | None]]:
+        """Restore the random state of the last recorded step inside the block; yield its position and loader state."""
+        if self._last_step is None:
             yield self._position(), self._loader if self.kind != "count" else None
             return
-        position, rng, state = self._marked
+        position, rng, state = self._last_step
         now = rng_content()
         load_rng(rng)
         try:
-            yield position, _at(self._loader, state) if self.kind != "count" else None
+            yield position, _with_state(self._loader, state) if self.kind != "count" else None
         finally:
             load_rng(now)
 
     def _position(self) -> Position:
-        return Position(epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=world_size(), placed=self._is_placed)
+        return Position(
+            epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=world_size(), placed=self._is_positioned
+        )
 
     def _check(self, start: Position) -> None:
         if start.kind != self.kind or (self.kind != "formula" and start.ranks != world_size()):
             raise CheckpointError(
-                f"cannot go on in the data: the position is that of {_KINDS[start.kind]} on {start.ranks} ranks, "
-                f"expected {_KINDS[self.kind]} on {world_size()}. Use the loader of the run that goes on "
-                "(ResumableLoader goes on at any number of ranks), or load with load_data_position=False."
+                f"cannot resume: the data position was saved with {_KINDS[start.kind]} on {start.ranks} ranks, "
+                f"expected {_KINDS[self.kind]} on {world_size()}. Use the loader of the saved run (ResumableLoader "
+                "resumes on any number of ranks), or load with load_data_position=False."
             )
 
-    def _parts(self) -> list[Any]:
+    def _order_sources(self) -> list[Any]:
         """Return the loader and those of its attributes that may decide the order of samples."""
         loader = self._loader
         own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
@@ -198,11 +205,11 @@ class Epochs:
     def _seed_generators(self, epoch: int) -> None:
         """Seed the generators of a plain loader by epoch; ranks that had equal seeds get equal seeds again."""
         seeded: set[int] = set()
-        for part in self._parts():
-            generator = getattr(part, "generator", None)
+        for source in self._order_sources():
+            generator = getattr(source, "generator", None)
             if isinstance(generator, torch.Generator) and id(generator) not in seeded:
                 seeded.add(id(generator))
-                generator.manual_seed(_hashed(_first_seeds.setdefault(part, generator.initial_seed()), epoch))
+                generator.manual_seed(_derive_seed(_first_seeds.setdefault(source, generator.initial_seed()), epoch))
 
 
 def kind_of(loader: Any) -> Kind:
@@ -219,19 +226,19 @@ _KINDS: dict[Kind, str] = {
 }
 
 
-def _stands_in(part: Any, epoch: int) -> bool:
+def _is_positioned_in(source: Any, epoch: int) -> bool:
     """Return whether a loader or sampler is at a position in an epoch that ``set_epoch(epoch, position)`` has set."""
-    set_epoch = getattr(part, "set_epoch", None)
-    takes_a_place = callable(set_epoch) and len(inspect.signature(set_epoch).parameters) > 1
-    return takes_a_place and getattr(part, "epoch", None) == epoch
+    set_epoch = getattr(source, "set_epoch", None)
+    accepts_position = callable(set_epoch) and len(inspect.signature(set_epoch).parameters) > 1
+    return accepts_position and getattr(source, "epoch", None) == epoch
 
 
-def _at(loader: Any, state: Any) -> Loader:
+def _with_state(loader: Any, state: Any) -> Loader:
     """Return a proxy of a loader whose ``state_dict`` returns an earlier state."""
     own = {name: getattr(loader, name) for name in ("load_state_dict", "check_state") if hasattr(loader, name)}
     return SimpleNamespace(state_dict=lambda: state, **own)
 
 
-def _hashed(*parts: int) -> int:
-    text = "/".join(map(str, parts)).encode()
+def _derive_seed(*numbers: int) -> int:
+    text = "/".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

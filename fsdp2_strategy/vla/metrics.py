@@ -25,11 +25,6 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
-_PREFIX = "VLA Train"
-
-# VITRA's names for the learning rates of the action model's groups.
-_ACTION_RATES = ("action_decay_lr", "action_no_decay_lr")
-
 
 class Tracker(Protocol):
     """A destination of metric records."""
@@ -63,15 +58,15 @@ class JSONLinesTracker:
         """Write ``run-metrics.jsonl``."""
         if is_rank_0():
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            content = _as_line({"run_id": self.run_id, "hparams": dict(self.hparams)})
+            content = _to_line({"run_id": self.run_id, "hparams": dict(self.hparams)})
             (self.run_dir / "run-metrics.jsonl").write_bytes(content)
 
     def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
         """Append a record without buffering. NaN and infinity are written as null."""
         if is_rank_0():
-            self._file = self._file or _open_whole(self.run_dir / f"{self.run_id}.jsonl")
+            self._file = self._file or _open_for_append(self.run_dir / f"{self.run_id}.jsonl")
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self._file.write(_as_line(finite))
+            self._file.write(_to_line(finite))
 
     def finalize(self) -> None:
         """Close the file."""
@@ -84,9 +79,7 @@ class WeightsBiasesTracker:
     """Write to Weights & Biases (extra ``tracking``); only on rank 0. ``WANDB_MODE=offline`` writes to disk only.
 
     Args:
-        run_id: name of the run.
-        run_dir: directory of the run's local files.
-        hparams: settings of the run.
+        run_id, run_dir, hparams: as for `JSONLinesTracker`.
         project: Weights & Biases project.
         entity: user or team that owns the project; by default that of the account.
         group: group of runs.
@@ -103,7 +96,7 @@ class WeightsBiasesTracker:
     ) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(
-                "cannot track with 'wandb': the package is not installed, expected the extra 'tracking'. Run "
+                "cannot track with 'wandb': the package wandb is not installed, expected the extra 'tracking'. Run "
                 "pip install 'fsdp2_strategy[tracking]', or track with 'jsonl'."
             )
         self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
@@ -138,11 +131,8 @@ class VLAMetrics:
 
     Args:
         active_trackers: "jsonl", "wandb", or `Tracker` objects.
-        run_id: name of the run.
-        run_dir: directory of the run.
-        hparams: settings of the run.
-        wandb_project: Weights & Biases project.
-        wandb_entity: user or team that owns the project.
+        run_id, run_dir, hparams: as for `JSONLinesTracker`.
+        wandb_project, wandb_entity: as for `WeightsBiasesTracker`.
         grad_accumulation_steps: micro-batches per step; ``Loss (Raw)`` is the mean over them.
         window_size: ``Loss`` is the mean over this many micro-batches, ``Step Time`` over this many steps.
         resume_step: optimizer steps taken before this run.
@@ -172,20 +162,19 @@ class VLAMetrics:
             "wandb": partial(WeightsBiasesTracker, run_id, run_dir, hparams, wandb_project, wandb_entity),
         }
         self.trackers: list[Tracker] = []
-        alike = all_or_none("start trackers", ConfigError) if dist.is_initialized() else nullcontext()
-        with alike:
+        with all_or_none("start trackers", ConfigError) if dist.is_initialized() else nullcontext():
             for given in (active_trackers,) if isinstance(active_trackers, str) else active_trackers:
                 if isinstance(given, str) and given not in known:
                     raise ConfigError(
-                        f"cannot track with {given!r}: expected one of {', '.join(known)}, or a tracker."
+                        f"cannot track with {given!r}: expected one of {', '.join(known)}, or a Tracker object."
                         f"{did_you_mean(given, known)}"
                     )
                 self.trackers.append(known[given]() if isinstance(given, str) else given)
                 self.trackers[-1].write_hyperparameters()
-        self._step_began = time.monotonic()
-        self._rate = 0.0
-        self._raw: deque[torch.Tensor] = deque(maxlen=grad_accumulation_steps)
-        self._losses: deque[torch.Tensor] = deque(maxlen=window_size)
+        self._step_start = time.monotonic()
+        self._learning_rate = 0.0
+        self._step_losses: deque[torch.Tensor] = deque(maxlen=grad_accumulation_steps)
+        self._window_losses: deque[torch.Tensor] = deque(maxlen=window_size)
         self._seconds: deque[float] = deque(maxlen=window_size)
         self._others: dict[str, deque[torch.Tensor]] = {}
 
@@ -211,19 +200,19 @@ class VLAMetrics:
         self.epoch = self.epoch if epoch is None else epoch
         if not is_rank_0():
             return
-        self._rate = self._rate if lr is None else lr
+        self._learning_rate = self._learning_rate if lr is None else lr
         if update_step_time:
             now = time.monotonic()
-            self._seconds.append(now - self._step_began)
-            self._step_began = now
+            self._seconds.append(now - self._step_start)
+            self._step_start = now
         for name, value in values.items():
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
             if name == "loss":
-                self._raw.append(tensor)
-                self._losses.append(tensor)
+                self._step_losses.append(tensor)
+                self._window_losses.append(tensor)
             else:
-                own = 1 if name.endswith("_lr") else self._raw.maxlen
-                self._others.setdefault(name, deque(maxlen=own)).append(tensor)
+                maxlen = 1 if name.endswith("_lr") else self._step_losses.maxlen
+                self._others.setdefault(name, deque(maxlen=maxlen)).append(tensor)
 
     def push(self) -> str:
         """Write the committed values to the trackers as one record, and return the status line; not collective.
@@ -234,17 +223,17 @@ class VLAMetrics:
         if not is_rank_0():
             return self.get_status()
         others = {name: _mean(values) for name, values in self._others.items()}
-        loss = _mean(self._losses)
+        loss = _mean(self._window_losses)
         record: dict[str, float] = {
             "Step": self.global_step,
             "Epoch": self.epoch,
             "Loss": loss,
-            "Loss (Raw)": _mean(self._raw),
-            "Backbone Learning Rate": self._rate,
-            "Action Model Learning Rate": others.get(_ACTION_RATES[0], self._rate),
+            "Loss (Raw)": _mean(self._step_losses),
+            "Backbone Learning Rate": self._learning_rate,
+            "Action Model Learning Rate": others.get("action_decay_lr", self._learning_rate),
             "Step Time": statistics.fmean(self._seconds) if self._seconds else 0.0,
         }
-        named = {f"{_PREFIX}/{name}": value for name, value in record.items()}
+        named = {f"VLA Train/{name}": value for name, value in record.items()}
         self.log(self.global_step, named | {f"Other/{name}": value for name, value in others.items()})
         return self.get_status(loss)
 
@@ -255,7 +244,7 @@ class VLAMetrics:
 
     def get_status(self, loss: float | torch.Tensor | None = None) -> str:
         """Return a line for the progress bar; not collective."""
-        line = f"=>> [Epoch {self.epoch:03d}] Global Step {self.global_step:06d} =>> LR :: {self._rate:.6f}"
+        line = f"=>> [Epoch {self.epoch:03d}] Global Step {self.global_step:06d} =>> LR :: {self._learning_rate:.6f}"
         return line if loss is None else f"{line} - Loss :: {float(loss):.4f}"
 
     def finalize(self) -> None:
@@ -264,16 +253,16 @@ class VLAMetrics:
             tracker.finalize()
 
 
-def _mean(values: Sequence[torch.Tensor] | deque[torch.Tensor]) -> float:
+def _mean(values: deque[torch.Tensor]) -> float:
     """Return the mean; synchronises with the device once."""
     return torch.stack([value.reshape(()).double() for value in values]).mean().item() if values else float("nan")
 
 
-def _as_line(record: Mapping[str, Any]) -> bytes:
+def _to_line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True, default=str).encode() + b"\n"
 
 
-def _open_whole(path: Path) -> IO[bytes]:
+def _open_for_append(path: Path) -> IO[bytes]:
     """Open a file of lines for unbuffered appending, and remove a last line that a crash left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)

@@ -9,7 +9,6 @@ number of dimensions of the unflattened, global parameter decides. ``as_flattene
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
@@ -70,12 +69,10 @@ def split_modality_collator(
     move_word_embedding_to_action_model: bool = False,
     verbose: bool = True,
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trainable parameters of each of `GROUPS`; not collective; see `vla_parameter_groups`.
+    """Return the trainable parameters of each of `GROUPS`; not collective.
 
     Args:
-        vla: the model.
-        cognition_token_weight_decay: decay the cognition token.
-        move_word_embedding_to_action_model: put the word embedding into the "other" groups.
+        vla, cognition_token_weight_decay, move_word_embedding_to_action_model: as for `vla_parameter_groups`.
         verbose: log the group of each parameter.
     """
     split = _split(
@@ -85,7 +82,7 @@ def split_modality_collator(
     )
     for group, parameters in split.items():
         for name in parameters if verbose else ():
-            log("%s is in %s", name, group, level=logging.INFO)
+            log("%s is in %s", name, group)
     backbone_decay, backbone_no_decay, other_decay, other_no_decay = (list(p.values()) for p in split.values())
     return backbone_decay, backbone_no_decay, other_decay, other_no_decay
 

@@ -1,6 +1,6 @@
-"""Name the checkpoints of a VITRA run, and decide where a run resumes.
+"""Decide where a VITRA run resumes.
 
-Input: the directory of a run, or a checkpoint's client state. Output: paths, and the epoch in which training continues.
+Input: the path that was loaded, and the checkpoint's client state. Output: the epoch in which training continues.
 """
 
 from __future__ import annotations
@@ -15,31 +15,18 @@ from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.errors import CheckpointError, ConfigError
 from fsdp2_strategy.vla.epochs import Position
 
-CHECKPOINTS = "checkpoints"
-"""The subfolder of a run's directory that contains its checkpoints."""
 
-
-def tag_of(epoch: int, global_step: int, *, is_epoch_end: bool) -> str:
-    """Return the name of a checkpoint."""
-    return f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
-
-
-def directory_to_load(folder: Path) -> Path:
-    """Return the ``checkpoints`` subfolder of a run's directory, or ``folder`` if it has none; collective."""
-    return folder / CHECKPOINTS if from_rank_0((folder / CHECKPOINTS).is_dir()) else folder
-
-
-def check_may_be_empty(folder: Path, run_dir: Path) -> None:
+def check_new_run(folder: Path, run_dir: Path) -> None:
     """Raise if a folder without a checkpoint cannot be the directory of a new run; collective.
 
     Raises:
         CheckpointError: on every rank: ``folder`` is named like a checkpoint, or does not exist and is not ``run_dir``.
     """
-    is_fresh = folder.is_dir() or folder.absolute() == run_dir.absolute()
-    if folder.suffix == ".ckpt" or not from_rank_0(is_fresh):
+    may_be_new = folder.is_dir() or folder.absolute() == run_dir.absolute()
+    if folder.suffix == ".ckpt" or not from_rank_0(may_be_new):
         raise CheckpointError(
-            f"cannot load {folder}: there is no checkpoint, expected one that was committed. Name another, or "
-            "the run's directory for its newest."
+            f"cannot load {folder}: no checkpoint exists there, expected a committed one. Pass another, or the run's "
+            "directory to load its newest."
         )
 
 
@@ -69,7 +56,7 @@ class Resumed:
         )
 
     @property
-    def begins(self) -> int:
+    def start_epoch(self) -> int:
         """The epoch in which training continues."""
         return self.position.epoch if self.position else self.epoch + self.ended
 
@@ -79,8 +66,8 @@ class Resumed:
         Raises:
             ConfigError: they differ.
         """
-        if epoch not in (0, self.epoch, self.begins) or step not in (0, steps_taken):
+        if epoch not in (0, self.epoch, self.start_epoch) or step not in (0, steps_taken):
             raise ConfigError(
                 f"cannot train: start_epoch is {epoch} and start_global_step {step}, expected {self.epoch} and "
-                f"{steps_taken}, where {self.path} goes on. Leave them out."
+                f"{steps_taken}, as in {self.path}. Omit both."
             )

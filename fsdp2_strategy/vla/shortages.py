@@ -60,42 +60,38 @@ def shortages(
         []
         >>> [sentence] = shortages(global_batch_size=15, **facts)
         >>> sentence.partition(":")[0]
-        'a global batch of 15 samples does not divide by 2 ranks'
+        'a global batch of 15 samples is not a multiple of 2 ranks'
     """
-    cores = _cores() if cores is None else cores
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = []
     if global_batch_size % ranks:
         found.append(
-            f"a global batch of {global_batch_size} samples does not divide by {ranks} ranks: in each step some have a "
-            f"sample more, and the others wait. Choose a multiple of {ranks}."
+            f"a global batch of {global_batch_size} samples is not a multiple of {ranks} ranks: in each step, some "
+            f"ranks have one more sample, and the others wait for them. Choose a multiple of {ranks}."
         )
     if lanes % ranks:
         found.append(
-            f"{lanes} lanes are no multiple of {ranks} ranks: ranks share episodes, which are fetched and opened more "
-            f"than once. Run on a number of ranks that divides {lanes}, or begin a run with other lanes."
+            f"{lanes} lanes are not a multiple of {ranks} ranks: ranks share episodes, which are then fetched and "
+            f"opened more than once. Use a number of ranks that divides {lanes}, or start a new run with another "
+            "number of lanes."
         )
     if episodes < pool:
-        of_a_lane = episodes // lanes
-        advice = f"Lower the pool to at most {of_a_lane} a lane, {of_a_lane * lanes} together."
+        per_lane = episodes // lanes
+        lower_pool = f"Lower the pool to at most {per_lane} episodes per lane, {per_lane * lanes} in total."
         found.append(
-            f"{episodes} episodes do not fill the pools of all ranks, {pool} together: ranks hold fewer than they may, "
-            f"and the whole data set at once. {advice if of_a_lane else f'Begin a run with at most {episodes} lanes.'}"
+            f"{episodes} episodes do not fill the pools of all ranks, {pool} in total: all episodes are open at once, "
+            f"and each batch mixes fewer than the pool. "
+            f"{lower_pool if per_lane else f'Start a new run with at most {episodes} lanes.'}"
         )
     if num_workers > batches:
         found.append(
-            f"{num_workers} workers a rank are more than an epoch's {batches} batches: some have nothing of it to "
-            f"fetch, and fetch from the next ones. Start at most {batches}."
+            f"{num_workers} workers per rank are more than the {batches} batches of an epoch: some fetch nothing in an "
+            f"epoch, and prefetch from the next ones. Use at most {batches}."
         )
     if num_workers * local_ranks > cores:
         found.append(
-            f"{num_workers} workers x {local_ranks} ranks on a host are more than its {cores} cores: they take time "
-            f"from each other and from the ranks. Start at most {cores // local_ranks} a rank."
+            f"{num_workers} workers x {local_ranks} ranks on a host are more than its {cores} cores: they slow down "
+            f"each other and the ranks. Use at most {cores // local_ranks} per rank."
         )
     return found
-
-
-def _cores() -> int:
-    """Return how many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

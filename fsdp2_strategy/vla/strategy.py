@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fsdp2_strategy.checkpoint.random_state import load_rng
 from fsdp2_strategy.checkpoint.training_state import advance_scheduler
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
+from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import ConfigError
@@ -37,10 +39,11 @@ from fsdp2_strategy.training import TrainingStrategy
 from fsdp2_strategy.vla.epochs import Epochs, kind_of
 from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import vla_parameter_groups
-from fsdp2_strategy.vla.resume import CHECKPOINTS, Resumed, check_may_be_empty, directory_to_load, tag_of
+from fsdp2_strategy.vla.resume import Resumed, check_new_run
 from fsdp2_strategy.vla.summary import summary
 from fsdp2_strategy.vla.training_loop import Loop
 
+_CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints
 _RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
 # Keys of a batch -> arguments of the model's forward.
@@ -70,8 +73,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         max_steps: optimizer steps after which training ends, or None.
         global_batch_size: samples of one optimizer step over all ranks.
         per_device_batch_size: samples of one micro-batch of one rank.
-        learning_rate: learning rate of the backbone.
-        weight_decay: weight decay of the backbone's matrices.
+        learning_rate, weight_decay, action_model_learning_rate, action_model_weight_decay,
+            cognition_token_weight_decay, move_word_embedding_to_action_model, as_flattened: as for
+            `vla_parameter_groups`.
         max_grad_norm: global norm to which gradients are clipped; 0 or None for no clipping.
         lr_scheduler_type: "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or
             "backbone-freeze-warmup"; see `build_scheduler`.
@@ -79,18 +83,12 @@ class VLAFSDPStrategy(TrainingStrategy):
         enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
         enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise everything is in fp32.
         reduce_in_full_precision: reduce gradients and keep buffers in fp32; otherwise both in bf16.
-        action_model_learning_rate: learning rate of all other parameters; by default ``learning_rate``.
-        action_model_weight_decay: weight decay of the other matrices; by default ``weight_decay``.
         mixed_precision_dtype: ``torch.bfloat16``, or ``torch.float32`` to compute in fp32.
         sharding_strategy: "shard-grad-op" keeps parameters all-gathered from forward to backward; "full-shard" reshards
             them after forward and all-gathers them again. Both shard within a node and replicate across nodes.
         state_dict_type: ignored; all ranks write checkpoints in parallel, to files that contain full tensors.
-        cognition_token_weight_decay: decay the cognition token.
         llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone's learning rate at 0.
-        move_word_embedding_to_action_model: train the word embedding with the action model's settings.
         optimizer_betas: Adam's betas.
-        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: VITRA's weight decay] in
-            `parameter_groups`.
         cast_buffers: cast buffers to the reduction dtype, as VITRA does. bf16 rounds rotary frequencies.
         shard_size: number of ranks that a parameter is sharded over; by default the ranks of a node.
         max_num: checkpoints to keep; None for all.
@@ -142,7 +140,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         check_schedule_name(lr_scheduler_type)
         for name, value in (("epochs", epochs), ("max_steps", max_steps), ("llm_freeze_step", llm_freeze_step + 1)):
             if value is not None and value < 1:
-                raise ConfigError(f"cannot configure: {name} is {value}, expected at least 1. Give a whole number.")
+                raise ConfigError(f"cannot configure: {name} is {value}, expected at least 1. Pass a whole number.")
         super().__init__(
             config=(config or StrategyConfig()).replace(
                 max_norm=max_grad_norm or 0.0,
@@ -159,8 +157,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.global_batch_size, self.per_device_batch_size = global_batch_size, per_device_batch_size
         self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
         self.lr_scheduler_type, self.warmup_ratio = lr_scheduler_type, warmup_ratio
-        self.action_model_learning_rate = _or(action_model_learning_rate, learning_rate)
-        self.action_model_weight_decay = _or(action_model_weight_decay, weight_decay)
+        other_rate, other_decay = action_model_learning_rate, action_model_weight_decay
+        self.action_model_learning_rate = learning_rate if other_rate is None else other_rate
+        self.action_model_weight_decay = weight_decay if other_decay is None else other_decay
         self.cognition_token_weight_decay = cognition_token_weight_decay
         self.move_word_embedding_to_action_model = move_word_embedding_to_action_model
         self.llm_freeze_step, self.optimizer_betas, self.as_flattened = llm_freeze_step, optimizer_betas, as_flattened
@@ -170,7 +169,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.grad_accumulation_steps = self.accumulated_gradient
         self._resumed: Resumed | None = None
         self._data: Epochs | None = None
-        self._stopped = False
+        self._interrupted = False
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             block_class_names=class_names_of(self.vla, auto_wrap_policy_modules),
             activation_checkpointing=class_names_of(self.vla, recompute),
         )
-        shard_size = self._ranks_of_a_node() if self.shard_size is None else self.shard_size
+        shard_size = self._node_shard_size() if self.shard_size is None else self.shard_size
         self.prepare_model(
             self.vla,
             is_training=True,
@@ -221,8 +220,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.optimizer = self.create_optimizer(
             self.vla, betas=self.optimizer_betas, param_groups=[group for group in groups if group["params"]]
         )
-        whole_batches = math.ceil(n_train_examples / self.global_batch_size)
-        self.num_training_steps = self.max_steps or whole_batches * self.epochs
+        steps_per_epoch = math.ceil(n_train_examples / self.global_batch_size)
+        self.num_training_steps = self.max_steps or steps_per_epoch * self.epochs
         freezes = self.lr_scheduler_type == BACKBONE_FREEZE
         options = {"llm_freeze_step": self.llm_freeze_step} if freezes else {"warmup_ratio": self.warmup_ratio}
         self.lr_scheduler = self.create_scheduler(
@@ -231,9 +230,10 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.set_seed(self.config.seed, per_rank=True)
         log("%s", summary(self, n_train_examples))
 
-    def _ranks_of_a_node(self) -> int:
-        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        return of_node if 0 < of_node < self.world_size and self.world_size % of_node == 0 else -1
+    def _node_shard_size(self) -> int:
+        """Return the number of ranks of a node if all nodes have as many, or -1 for all ranks."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return local if 0 < local < self.world_size and self.world_size % local == 0 else -1
 
     @property
     def buffer_dtype(self) -> torch.dtype:
@@ -275,13 +275,13 @@ class VLAFSDPStrategy(TrainingStrategy):
         Raises:
             StepError, CheckpointError, ConfigError: on every rank. A loss that is not finite skips its step instead.
         """
-        self._start_at(start_epoch, start_global_step)
+        self._check_start(start_epoch, start_global_step)
         resumed = self._resumed
         start = resumed.position if resumed else None
-        if self._stopped:
+        if self._interrupted:
             raise ConfigError(
-                "cannot train: this run was told to stop and is not through, expected one that was loaded. Start it "
-                "again, or call load_optimizer_and_scheduler, and make the loader anew."
+                "cannot train: SIGTERM stopped this run before its end, expected it to be loaded first. Restart the "
+                "process, or call load_optimizer_and_scheduler and create the loader again."
             )
         if resumed and start and start.kind == kind_of(dataloader) != "count":
             load_checkpoint(self.vla, resumed.path, load_model=False, dataloader=dataloader)
@@ -291,13 +291,13 @@ class VLAFSDPStrategy(TrainingStrategy):
             dataloader,
             seed=self.config.seed,
             start=start,
-            epoch=resumed.begins if resumed else start_epoch,
-            may_be_placed=start is None and self.global_step(self.vla) > 0,
-            keeps_marks=self.grad_accumulation_steps > 1,
+            epoch=resumed.start_epoch if resumed else start_epoch,
+            sampler_may_be_positioned=start is None and self.global_step(self.vla) > 0,
+            accumulates=self.grad_accumulation_steps > 1,
         )
         self._data, self._resumed = data, None
         metrics.commit(global_step=self.global_step(self.vla), epoch=data.epoch)
-        if self.is_through():
+        if self.is_finished():
             return True
         stop = Preemption()  # SIGTERM is handled here only during this call
         with (
@@ -321,10 +321,10 @@ class VLAFSDPStrategy(TrainingStrategy):
                 epoch_save_interval=epoch_save_interval,
                 save_full_model=save_full_model,
             )
-            through = loop.run()
+            finished = loop.run()
             self.wait_for_checkpoint()
-            self._stopped = not through
-        return through
+            self._interrupted = not finished
+        return finished
 
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; override it for other models.
@@ -340,7 +340,7 @@ class VLAFSDPStrategy(TrainingStrategy):
     def _accepted(self) -> frozenset[str]:
         return frozenset(inspect.signature(self.vla.forward).parameters)
 
-    def is_through(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether ``max_steps`` steps are taken; not collective."""
         return self.max_steps is not None and self.global_step(self.vla) >= self.max_steps
 
@@ -393,26 +393,25 @@ class VLAFSDPStrategy(TrainingStrategy):
         Raises:
             CheckpointError: on every rank; see `save_ckpt`.
         """
-        directory = Path(run_dir) / CHECKPOINTS
-        tag = tag_of(epoch, global_step, is_epoch_end=is_epoch_end)
-        facts = {"epoch": epoch, "global_step": global_step}
+        tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
+        progress = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
-            message = "saved before run_training goes on: what goes on from here begins epoch %d again"
+            message = "saving before run_training resumes: a run that loads this checkpoint starts epoch %d again"
             log(message, epoch, level=logging.WARNING)
         pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a resumed run computes them again
         try:
-            with self._data.as_marked() if self._data else nullcontext((None, None)) as (position, loader):
+            with self._data.at_last_step() if self._data else nullcontext((None, None)) as (position, loader):
                 path = self.save_ckpt(
                     self.vla,
-                    directory,
+                    Path(run_dir) / _CHECKPOINTS,
                     tag,
                     max_num=self.max_num,
                     max_mem=self.max_mem,
-                    client_state={**facts, "position": position.as_json() if position else None},
+                    client_state={**progress, "position": asdict(position) if position else None},
                     dataloader=loader,
                     async_save=async_save,
                     only_trainable=only_trainable,
-                    meta=facts,
+                    meta=progress,
                 )
         finally:
             self.pending_micro_batches = pending
@@ -445,44 +444,41 @@ class VLAFSDPStrategy(TrainingStrategy):
             CheckpointError: on every rank: the named checkpoint does not exist, or for the reasons of `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
-        directory = directory_to_load(folder)
+        directory = folder / _CHECKPOINTS if from_rank_0((folder / _CHECKPOINTS).is_dir()) else folder
         path, state = self.load_ckpt(
             self.vla, directory, load_module=load_weights, load_module_strict=strict, dataloader=LATER, trust=trust
         )
         if path is None:
-            check_may_be_empty(folder, self.run_dir)
+            check_new_run(folder, self.run_dir)
             return None
-        self._data, self._stopped = None, False
+        self._data, self._interrupted = None, False
         self._resumed = Resumed.of(path, state, with_position=load_data_position)
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
-    def _start_at(self, epoch: int, step: int) -> None:
+    def _check_start(self, epoch: int, step: int) -> None:
         """Check the start arguments against the loaded checkpoint; without one, advance the schedule to ``step``.
 
         Raises:
             ConfigError: they differ.
         """
-        run, resumed = self._run(self.vla).accumulation, self._resumed
-        if resumed is None:
-            if step and run.steps not in (0, step):
+        accumulation = self._run(self.vla).accumulation
+        if self._resumed is not None:
+            self._resumed.check_start(epoch, step, accumulation.steps)
+        elif step:
+            if accumulation.steps not in (0, step):
                 raise ConfigError(
-                    f"cannot train: start_global_step is {step}, expected {run.steps}, the steps taken. Leave it out."
+                    f"cannot train: start_global_step is {step}, expected {accumulation.steps}, the number of steps "
+                    "taken. Omit it."
                 )
-            if step and not self.lr_scheduler.last_epoch:
+            if not self.lr_scheduler.last_epoch:
                 advance_scheduler(self.lr_scheduler, step)
-            run.steps = step or run.steps
-            return
-        resumed.check_start(epoch, step, run.steps)
+            accumulation.steps = step
 
 
 def _check_choice(name: str, value: object, choices: Collection[object]) -> None:
     if value not in choices:
         known = " or ".join(map(str, choices))
         raise ConfigError(f"cannot configure: {name} is {value!r}, expected {known}. Use one of them.")
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

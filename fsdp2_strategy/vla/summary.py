@@ -21,8 +21,11 @@ def summary(strategy: Any, n_train_examples: int) -> str:
     """
     s, config = strategy, strategy.config
     computed = torch.bfloat16 if config.bf16 else torch.float32
-    batch = f"{s.per_device_batch_size} a rank x {s.world_size} ranks x {s.grad_accumulation_steps} micro-batches"
+    batch = f"{s.per_device_batch_size} per rank x {s.world_size} ranks x {s.grad_accumulation_steps} micro-batches"
     decay = f"backbone {s.weight_decay}, action model {s.action_model_weight_decay}"
+    if s.as_flattened:
+        decayed = "only the cognition token" if s.cognition_token_weight_decay else "no parameter"
+        decay = f"{decay}, applied to {decayed} (as_flattened)"
     named = config.activation_checkpointing
     recomputed = ("each block" if named else "none") if isinstance(named, bool) else ", ".join(named) or "none"
     facts = {
@@ -30,11 +33,11 @@ def summary(strategy: Any, n_train_examples: int) -> str:
         "batch": f"{s.global_batch_size} = {batch}",
         "sharding": s.sharding_strategy,
         "precision": f"parameters {computed}, reduction {s.buffer_dtype}",
-        "buffers": s.buffer_dtype if s.cast_buffers else "as they are",
+        "buffers": s.buffer_dtype if s.cast_buffers else "dtypes unchanged",
         "activation checkpointing": recomputed,
         "schedule": f"{s.lr_scheduler_type}, {_warm_up(s)}",
-        "rates": f"backbone {s.learning_rate}, action model {s.action_model_learning_rate}",
-        "weight decay": f"{decay}, applied to nothing (as_flattened)" if s.as_flattened else decay,
+        "learning rates": f"backbone {s.learning_rate}, action model {s.action_model_learning_rate}",
+        "weight decay": decay,
         "betas": s.optimizer_betas,
         "gradient norm": f"clipped to {s.max_grad_norm}" if s.max_grad_norm else "not clipped",
         "data": f"{n_train_examples} examples",
@@ -45,6 +48,6 @@ def summary(strategy: Any, n_train_examples: int) -> str:
 
 def _warm_up(s: Any) -> str:
     if s.lr_scheduler_type == BACKBONE_FREEZE:
-        return f"backbone at rate 0 for {s.llm_freeze_step} steps"
-    unused = f"; llm_freeze_step {s.llm_freeze_step} says nothing to this schedule" if s.llm_freeze_step else ""
+        return f"backbone's learning rate 0 for {s.llm_freeze_step} steps"
+    unused = f"; llm_freeze_step {s.llm_freeze_step} has no effect on this schedule" if s.llm_freeze_step else ""
     return f"warm-up {int(s.num_training_steps * s.warmup_ratio)} steps ({s.warmup_ratio}){unused}"

@@ -89,7 +89,7 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._first_batch_seconds: float | None = None
-        self._began: float | None = None
+        self._start: float | None = None
         self._waited = 0.0
         self.frames = 0
         self._lap: tuple[int, float, float] | None = None  # frames, waiting seconds and time at the end of the last lap
@@ -98,14 +98,14 @@ class Throughput:
         """Yield batches, and measure the waiting time of each; not collective."""
         iterator = iter(batches)
         while True:
-            asked = self._clock()
-            if self._first_batch_seconds is not None and self._began is None:
-                self._began = asked
+            requested = self._clock()
+            if self._first_batch_seconds is not None and self._start is None:
+                self._start = requested
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            waited = self._clock() - asked
+            waited = self._clock() - requested
             if self._first_batch_seconds is None:
                 self._first_batch_seconds = waited
             else:
@@ -114,7 +114,7 @@ class Throughput:
 
     def count(self, frames: int) -> None:
         """Count the frames of a batch; call it after the step of that batch; not collective."""
-        if self._began is not None:
+        if self._start is not None:
             self.frames += frames
 
     def lap(self) -> Rates:
@@ -123,24 +123,21 @@ class Throughput:
         On an accelerator, call it after an operation that synchronises with the device, such as reading the loss.
         """
         now = self._clock()
-        began = (0, 0.0, now if self._began is None else self._began)
-        rates = self._since(self._lap or began, now)
-        self._lap = None if self._began is None else (self.frames, self._waited, now)
+        rates = self._since(self._lap, now)
+        self._lap = None if self._start is None else (self.frames, self._waited, now)
         return rates
 
     def total(self) -> Rates:
         """Return the rates since the request for the second batch; collective."""
-        now = self._clock()
-        return self._since((0, 0.0, now if self._began is None else self._began), now)
+        return self._since(None, self._clock())
 
-    def _since(self, mark: tuple[int, float, float], now: float) -> Rates:
-        frames, waited, begin = mark
+    def _since(self, lap: tuple[int, float, float] | None, now: float) -> Rates:
+        frames, waited, start = lap or (0, 0.0, now if self._start is None else self._start)
         own = {
             "frames": self.frames - frames,
-            "seconds": now - begin,
+            "seconds": now - start,
             "waiting_seconds": self._waited - waited,
             "first_batch_seconds": self._first_batch_seconds or 0.0,
         }
-        of_ranks = {name: values.tolist() for name, values in all_gather(own).items()}
-        rows = zip(*of_ranks.values(), strict=True)
+        rows = zip(*(values.tolist() for values in all_gather(own).values()), strict=True)
         return Rates(ranks=tuple(RankRates(**dict(zip(own, row, strict=True))) for row in rows))

@@ -6,7 +6,7 @@ Input: a strategy after its set-up, and epochs of batches. Output: a trained mod
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,13 +27,13 @@ from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import GROUPS
 
 # The metrics' names for the learning rates of the groups.
-_RATES = dict(
+_METRIC_NAMES = dict(
     zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
 )
 
 
-class Trains(Protocol):
-    """The strategy that a loop calls: a model with its optimizer and schedule, and the methods of a step."""
+class _LoopStrategy(Protocol):
+    """The attributes and methods of `VLAFSDPStrategy` that the loop uses."""
 
     vla: nn.Module
     stage: str
@@ -44,41 +44,22 @@ class Trains(Protocol):
     async_save: bool
     pending_micro_batches: int
 
-    def is_through(self) -> bool:
-        """Return whether all steps are taken."""
-
-    def global_step(self, model: nn.Module, /) -> int:
-        """Return the number of optimizer steps taken."""
-
-    def forward_inputs(self, batch: Mapping[str, Any], /) -> dict[str, Any]:
-        """Return the arguments of the model's forward for a batch."""
-
-    def backward(self, loss: Any, model: nn.Module, optimizer: Optimizer, /) -> None:
-        """Compute the gradients of a micro-batch and accumulate them."""
-
+    def is_finished(self) -> bool: ...
+    def global_step(self, model: nn.Module, /) -> int: ...
+    def forward_inputs(self, batch: Mapping[str, Any], /) -> dict[str, Any]: ...
+    def backward(self, loss: Any, model: nn.Module, optimizer: Optimizer, /) -> None: ...
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler, /, *, name: str
-    ) -> StepResult:
-        """Take an optimizer step if this micro-batch is the last of its step."""
-
-    def save_checkpoint(
-        self,
-        run_dir: str | Path,
-        global_step: int,
-        epoch: int,
-        only_trainable: bool = True,
-        is_epoch_end: bool = False,
-        *,
-        async_save: bool = False,
-    ) -> Path:
-        """Save a checkpoint."""
+    ) -> StepResult: ...
+    @property
+    def save_checkpoint(self) -> Callable[..., Path]: ...
 
 
 @dataclass(kw_only=True)
 class Loop:
     """The training loop; every rank runs it."""
 
-    strategy: Trains
+    strategy: _LoopStrategy
     data: Epochs
     metrics: VLAMetrics
     bar: Any
@@ -96,25 +77,25 @@ class Loop:
             self.strategy.vla.train()
             for batch in self.data.batches(epoch):
                 result = self._micro_batch(batch)
-                if result.stepped or result.skipped:
-                    self.data.mark()
+                if not (result.stepped or result.skipped):
+                    continue
+                self.data.record_step()
                 if result.stepped:
                     self._unsaved = True
                     self._report(epoch)
-                if result.stepped or result.skipped:
-                    through, told = self.strategy.is_through(), self._is_told_to_stop()
-                    on_interval = result.stepped and self.save_interval and result.step % self.save_interval == 0
-                    if through or told or on_interval:
-                        self._save(epoch, is_epoch_end=False)
-                    if through or told:
-                        return through
+                finished, stop = self.strategy.is_finished(), self._stop_requested()
+                on_interval = result.stepped and self.save_interval and result.step % self.save_interval == 0
+                if finished or stop or on_interval:
+                    self._save(epoch, is_epoch_end=False)
+                if finished or stop:
+                    return finished
             if not self.strategy.pending_micro_batches:
                 self.data.end_epoch()
             on_interval = self.epoch_save_interval and epoch % self.epoch_save_interval == 0
             is_last = epoch == self.strategy.epochs - 1
             if on_interval or (is_last and self._unsaved and (self.save_interval or self.epoch_save_interval)):
                 self._save(epoch, is_epoch_end=True)
-        self._drop_what_is_pending()
+        self._drop_pending_micro_batches()
         return True
 
     def _micro_batch(self, batch: Mapping[str, Any]) -> StepResult:
@@ -126,14 +107,14 @@ class Loop:
             returned = ", ".join(prediction) if is_mapping else f"a {type(prediction).__name__}"
             raise StepError(
                 f"cannot train {type(strategy.vla).__name__}: its forward returned {returned or 'nothing'}, expected a "
-                "mapping with a 'loss' of one element. Return one."
+                "mapping with a 'loss' of one element. Return such a mapping."
             )
         self.metrics.commit(**numbers)
         strategy.backward(numbers["loss"], strategy.vla, strategy.optimizer)
         return strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler, name=strategy.stage)
 
     def _report(self, epoch: int) -> None:
-        rates = self._rates()
+        rates = self._learning_rates()
         step = self.strategy.global_step(self.strategy.vla)
         self.metrics.commit(
             update_step_time=True, global_step=step, epoch=epoch, lr=rates["backbone_decay_lr"], **rates
@@ -143,7 +124,7 @@ class Loop:
         self.bar.set_description(status, refresh=False)
         self.bar.update()
 
-    def _rates(self) -> dict[str, float]:
+    def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each of the four groups.
 
         A group without parameters gets the learning rate of the other group of its half (backbone or other), or 0 if
@@ -151,7 +132,7 @@ class Loop:
         """
         found = {group["name"]: group["lr"] for group in self.strategy.optimizer.param_groups}
         of_half = {name.partition("_")[0]: rate for name, rate in found.items()}
-        return {_RATES[name]: found.get(name, of_half.get(name.partition("_")[0], 0.0)) for name in GROUPS}
+        return {_METRIC_NAMES[name]: found.get(name, of_half.get(name.partition("_")[0], 0.0)) for name in GROUPS}
 
     def _save(self, epoch: int, *, is_epoch_end: bool) -> None:
         step = self.strategy.global_step(self.strategy.vla)
@@ -165,14 +146,14 @@ class Loop:
         )
         self._unsaved = False
 
-    def _is_told_to_stop(self) -> bool:
+    def _stop_requested(self) -> bool:
         # Only the main thread can handle signals.
         return threading.current_thread() is threading.main_thread() and self.stop.requested()
 
-    def _drop_what_is_pending(self) -> None:
+    def _drop_pending_micro_batches(self) -> None:
         strategy = self.strategy
         if pending := strategy.pending_micro_batches:
-            message = "the last %d micro-batches fill no step of %d, and are dropped"
+            message = "dropping the last %d micro-batches: an optimizer step needs %d"
             log(message, pending, strategy.grad_accumulation_steps)
             clear_gradients(strategy.vla)
             strategy.pending_micro_batches = 0
