@@ -36,7 +36,7 @@ from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, Places
 from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, SafetensorsWriter
 from fsdp2_strategy.hf.checksums import Block
-from fsdp2_strategy.hf.write import _runs, _together
+from fsdp2_strategy.hf.write import _group_adjacent, _runs
 
 ROWS, COLUMNS = 8192, 16
 
@@ -65,7 +65,7 @@ def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
     planner, writer = LocalSavePlanner(), SafetensorsWriter(folder, [Part.of(folder, tensors)])
     planner.set_up_planner(tensors)
     sent = writer.prepare_local_plan(planner.create_local_plan())
-    groups = [list(_together([run for job in part.jobs() for run in _runs(job)])) for part in writer.parts]
+    groups = [list(_group_adjacent([run for job in part.jobs() for run in _runs(job)])) for part in writer.parts]
     return sent, groups[0]
 
 

@@ -16,7 +16,6 @@ from fsdp2_strategy.hf.safetensors_format import (
     memory_of,
     read_header,
     read_into,
-    total_bytes,
     write_from,
 )
 
@@ -36,7 +35,7 @@ def write(path, tensors):
     prefix, entries = lay_out(path, {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, {"format": "pt"})
     with path.open("wb") as file:
         file.write(prefix)
-        file.truncate(total_bytes(prefix, entries.values()))
+        file.truncate(len(prefix) + sum(entry.nbytes for entry in entries.values()))
     fd = os.open(path, os.O_RDWR)
     for name, tensor in tensors.items():
         write_from(fd, entries[name].offset, memory_of(tensor))
@@ -93,16 +92,16 @@ def change_header(path, change):
         (lambda p: p.write_bytes(p.read_bytes()[:-1]), "bytes long"),
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "bytes long"),
         (lambda p: p.write_bytes(p.read_bytes()[:40]), "header would end"),
-        (lambda p: p.write_bytes(p.read_bytes()[:8] + b"x" * 1000), "no JSON"),
-        (lambda p: p.write_bytes((2).to_bytes(8, "little") + b"[]"), "no JSON object"),
+        (lambda p: p.write_bytes(p.read_bytes()[:8] + b"x" * 1000), "not valid JSON"),
+        (lambda p: p.write_bytes((2).to_bytes(8, "little") + b"[]"), "not a JSON object"),
         (lambda p: change_header(p, lambda h: h["long"].update(dtype="I7")), "'I7'"),
-        (lambda p: change_header(p, lambda h: h["long"].update(shape=[2, 4])), "takes 48 bytes"),
+        (lambda p: change_header(p, lambda h: h["long"].update(shape=[2, 4])), "has 48 bytes"),
         (lambda p: change_header(p, lambda h: h["long"].update(shape=[-2, -3])), "entry of long"),
         (lambda p: change_header(p, lambda h: h["long"].pop("shape")), "entry of long"),
         (lambda p: change_header(p, lambda h: h.pop("half")), "expected"),
         (lambda p: p.write_bytes((2**63).to_bytes(8, "little") + p.read_bytes()[8:]), "header would end"),
         (lambda p: p.write_bytes(p.read_bytes().replace(b'"half"', b'"long"')), "a name occurs twice"),
-        (lambda p: p.write_bytes((9000).to_bytes(8, "little") + b"[" * 9000), "no JSON"),
+        (lambda p: p.write_bytes((9000).to_bytes(8, "little") + b"[" * 9000), "not valid JSON"),
         (lambda p: change_header(p, lambda h: h["long"].update(dtype=["I64"])), "['I64']"),
         (lambda p: change_header(p, lambda h: h["long"].update(data_offsets=[2**62, 2**62 + 48])), "begins at byte"),
         (lambda p: change_header(p, lambda h: h["half"].update(data_offsets=[0, 30])), "expected"),

@@ -194,15 +194,15 @@ def test_recorded_outputs_are_lent_while_a_pass_runs_and_no_longer():
     original = type(build("llama").model)
     before = library_internals.recorded_outputs(original)
     for _ in range(2):
-        library_internals.lend_recorded_outputs(Renamed, original)
-    library_internals.take_back_recorded_outputs(Renamed)
+        library_internals.register_recorded_outputs(Renamed, original)
+    library_internals.unregister_recorded_outputs(Renamed)
     assert library_internals.recorded_outputs(Renamed) == before
-    library_internals.take_back_recorded_outputs(Renamed)
+    library_internals.unregister_recorded_outputs(Renamed)
     assert (
         library_internals.recorded_outputs(Renamed) is None and library_internals.recorded_outputs(original) == before
     )
-    library_internals.lend_recorded_outputs(original, original)  # which has its own
-    library_internals.take_back_recorded_outputs(original)
+    library_internals.register_recorded_outputs(original, original)  # which has its own
+    library_internals.unregister_recorded_outputs(original)
     assert library_internals.recorded_outputs(original) == before
 
 

@@ -22,6 +22,7 @@ import fsdp2_strategy
 import fsdp2_strategy.hf.write as write_module
 from fsdp2_strategy import list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import directory, layout, paths, storage
+from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.hf.checksums import digest_of
@@ -90,7 +91,7 @@ def load_what_was_saved_in_blocks(path, size, expected):
         assert verify_checkpoint(path / "t").ok
         if dist.get_rank() == 0:
             with patch.object(sizes, "COPY_BYTES", size):
-                fsdp2_strategy.cli.main(["export", str(path / "t"), str(path / f"out{size}")])
+                main(["export", str(path / "t"), str(path / f"out{size}")])
                 assert (path / f"out{size}/model.safetensors").read_bytes() == (
                     path / "t/model/model.safetensors"
                 ).read_bytes()

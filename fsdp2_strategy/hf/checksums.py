@@ -36,10 +36,9 @@ def digest_of(data: bytes | memoryview) -> str:
 
 def blocks_of(content: bytes) -> list[Block]:
     """Return the blocks of ``content``, which is a file or its beginning."""
-    view = memoryview(content)
-    ends = [*range(sizes.BLOCK_BYTES, len(view), sizes.BLOCK_BYTES), len(view)]
-    begins = [0, *ends[:-1]]
-    return [Block(begin, end, digest_of(view[begin:end])) for begin, end in zip(begins, ends, strict=True) if end]
+    view, size = memoryview(content), sizes.BLOCK_BYTES
+    parts = [(begin, view[begin : begin + size]) for begin in range(0, len(view), size)]
+    return [Block(begin, begin + len(part), digest_of(part)) for begin, part in parts]
 
 
 def blocks_of_file(path: Path) -> list[Block]:
@@ -52,7 +51,7 @@ def blocks_of_file(path: Path) -> list[Block]:
     return found
 
 
-Lists = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
+ManifestReader = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
 """Yields the blocks of checksum manifests not read before; those that probably cover the given range come first."""
 
 
@@ -60,13 +59,13 @@ class Checksums:
     """The blocks of some files; checksum manifests are read only when a requested range needs them.
 
     Args:
-        lists: yields the blocks of checksum manifests.
+        read_manifests: yields the blocks of checksum manifests.
     """
 
-    def __init__(self, lists: Lists) -> None:
-        self._lists = lists
+    def __init__(self, read_manifests: ManifestReader) -> None:
+        self._read_manifests = read_manifests
         self._blocks: dict[Path, list[Block]] = {}
-        self._learning = threading.Lock()
+        self._lock = threading.Lock()
 
     def covering(self, path: Path, begin: int, end: int) -> list[Block]:
         """Return the blocks that contain bytes [begin, end) of a file.
@@ -76,14 +75,14 @@ class Checksums:
         """
         if begin >= end:
             return []
-        with self._learning:
-            more = iter(self._lists(path, begin, end))
-            while not _follow_each_other(found := self._known(path, begin, end), begin, end):
+        with self._lock:
+            more = iter(self._read_manifests(path, begin, end))
+            while not _cover(found := self._known(path, begin, end), begin, end):
                 blocks = next(more, None)
                 if blocks is None:
                     raise DamageError(
-                        f"cannot check {path}: the checksums of bytes {begin} to {end} overlap or leave some out, "
-                        "expected one for each byte. The lists of checksums do not belong to this file."
+                        f"cannot check {path}: the checksum blocks of bytes {begin} to {end} overlap or have gaps, "
+                        "expected each byte in one block. The checksum manifests do not belong to this file."
                     )
                 for of_path, of_file in blocks.items():
                     known = self._blocks.setdefault(of_path, [])
@@ -98,7 +97,7 @@ class Checksums:
         return blocks[max(first, 0) : last]
 
 
-def _follow_each_other(blocks: Sequence[Block], begin: int, end: int) -> bool:
+def _cover(blocks: Sequence[Block], begin: int, end: int) -> bool:
     """Return whether blocks cover bytes [begin, end), each byte once."""
     ends = [blocks[0].begin, *(block.end for block in blocks)] if blocks else [0]
     in_a_row = all(b.begin == at and b.begin < b.end for b, at in zip(blocks, ends, strict=False))
@@ -114,5 +113,5 @@ def check(path: Path, block: Block, digest: str, what: str) -> None:
     if digest != block.digest:
         raise DamageError(
             f"cannot read {what}: bytes {block.begin} to {block.end} of {path} have the checksum {digest}, expected "
-            f"{block.digest}. The file is damaged: load another checkpoint."
+            f"{block.digest}. The file is corrupt: load another checkpoint."
         )

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.library_internals import adjust_load_report, patterns_not_missed, set_conversions
+from fsdp2_strategy.hf.library_internals import adjust_load_report, optional_name_patterns, set_conversions
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.weights_folder import Origin
@@ -72,12 +72,12 @@ def _converted(origin: Origin, sources: Mapping[str, Region]) -> Recipe:
         name, text = next(iter(info.conversion_errors.items()))
         reason = text.strip().splitlines()
         raise CheckpointError(
-            f"cannot load {origin.where}: what its files hold does not make {name}: {'; '.join(reason[-2:])}. Check "
+            f"cannot load {origin.where}: its tensors cannot be converted to {name}: {'; '.join(reason[-2:])}. Check "
             "that configuration and files belong together."
         )
     info.missing_keys = set()
     adjust_load_report(model, info)
-    ignored = patterns_not_missed(model)
+    ignored = optional_name_patterns(model)
     pattern = re.compile("|".join(f"({p})" for p in ignored)) if ignored else None
     return Recipe(regions, tuple(sorted(info.unexpected_keys)), pattern)
 

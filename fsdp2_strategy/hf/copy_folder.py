@@ -20,7 +20,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import Checksums
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.save_plan import create, files_for, index_of
+from fsdp2_strategy.hf.save_plan import create, files_for, publish
 from fsdp2_strategy.hf.verified_read import Reader, Wish
 from fsdp2_strategy.hf.weights_folder import CONFIG
 from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
@@ -35,7 +35,7 @@ class NewFolder:
         output: the new folder: missing or empty.
         described: shape and dtype of each tensor.
         dtype: dtype of floating-point tensors in the files; by default unchanged.
-        most_bytes: the limit, in bytes of tensors per file; by default 5 GB.
+        max_bytes: the limit, in bytes of tensors per file; by default 5 GB.
         metadata: metadata of the headers.
 
     Raises:
@@ -47,18 +47,18 @@ class NewFolder:
         output: Path,
         described: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         dtype: torch.dtype | None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> None:
         if output.exists() and any(output.iterdir()):
-            raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another one.")
+            raise CheckpointError(f"cannot export: {output} is not empty, expected a new folder. Name another folder.")
         self._output, self._dtype = output, dtype
         regions = {
             name: Region.of(name, shape, dtype if dtype and stored.is_floating_point else stored)
             for name, (shape, stored) in sorted(described.items())
         }
-        most_bytes = most_bytes or sizes.FILE_BYTES
-        self._files = files_for(output, "model", regions, most_bytes, partial=True, metadata=metadata)
+        max_bytes = max_bytes or sizes.FILE_BYTES
+        self._files = files_for(output, "model", regions, max_bytes, partial=True, metadata=metadata)
         self.entries = {name: entry for file in self._files for name, entry in file.entries.items()}
         output.mkdir(parents=True, exist_ok=True)
 
@@ -74,13 +74,12 @@ class NewFolder:
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write full tensors."""
-        boxes = {name: tuple((0, n) for n in tensor.shape) for name, tensor in tensors.items()}
-        write_all([Job(self.entries[name], boxes[name], tensor) for name, tensor in tensors.items()])
+        write_all([Job(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
-    def finish(self, beside: Path | None) -> None:
-        """Copy the sidecar files of the folder ``beside``, write the index, and give the files their final names."""
+    def finish(self, sidecars_from: Path | None) -> None:
+        """Copy the sidecar files of a folder, and give the files their final names."""
         force_to_disk([file.path for file in self._files])
-        for path in beside.iterdir() if beside else ():
+        for path in sidecars_from.iterdir() if sidecars_from else ():
             if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._output / path.name)
         if self._dtype is not None and (self._output / CONFIG).is_file():
@@ -88,11 +87,7 @@ class NewFolder:
             if "dtype" in config or "model_type" in config:  # a LeRobot config may have no dtype
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
                 (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if len(self._files) > 1:
-            index = json.dumps(index_of(self._files), indent=2)
-            (self._output / "model.safetensors.index.json").write_text(index + "\n")
-        for file in self._files:
-            file.path.rename(self._output / file.name)
+        publish(self._output, self._files)
 
 
 def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums: Checksums | None = None) -> None:
@@ -112,9 +107,9 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     headers = [read_header_and_metadata(path) for path in weights]
     entries = {name: entry for stored, _ in headers for name, entry in stored.items()}
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
-    most_bytes = sys.maxsize if len(weights) == 1 else sizes.FILE_BYTES
+    max_bytes = sys.maxsize if len(weights) == 1 else sizes.FILE_BYTES
     metadata = CONVERTED | (headers[0][1] if headers else {})
-    with NewFolder(output, described, dtype, most_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
+    with NewFolder(output, described, dtype, max_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)

@@ -8,12 +8,9 @@ ranks write and fsync them. Rank 0 renames them, and writes the index, configura
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +32,10 @@ from fsdp2_strategy.hf.save_plan import (
     create,
     files_for,
     gathered_jobs,
-    index_of,
     is_direct,
     jobs_of,
     own_shares,
+    publish,
     regions_to_write,
     tensors_to_write,
     values_of_shares,
@@ -54,18 +51,8 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_TO_HUB = ("repo_id", "commit_message", "token", "private", "create_pr", "revision")
-_KNOWN = ("push_to_hub", "variant", "save_original_format", "is_main_process", "safe_serialization", *_TO_HUB)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """The arguments of ``save_pretrained`` that have an effect here."""
-
-    push_to_hub: bool
-    variant: str | None
-    save_original_format: bool
-    to_hub: dict[str, Any]
+_KNOWN = ["push_to_hub", "variant", "save_original_format", "is_main_process", "safe_serialization"]
+_KNOWN += ["repo_id", "commit_message", "token", "private", "create_pr", "revision"]
 
 
 @on_its_ranks
@@ -112,37 +99,37 @@ def save_model(
         check_usable(root)
         name = original_class(root).__name__
         folder = Path(output_dir)
-        options = _options(kwargs)
+        _check_arguments(kwargs)
+        suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         reshard(root)
         merged = without_adapters(root)
-        copied = twin(merged.model)
-        tensors = tensors_to_write(merged.model, copied)
-        regions = _regions_that_load(copied, tensors, dtype, hub_names=options.save_original_format)
-        most_bytes = _in_bytes(max_shard_size)
-        if not is_transformers_model(copied):
-            most_bytes = sum(region.numel() * region.dtype.itemsize for region in regions.values())
-        stem = f"model{_suffix(options.variant)}"
-        files = files_for(folder, stem, regions, most_bytes, partial=True)
-    facts = [(f.name, f.header) for f in files]
-    agree(f"export {name}", facts, CheckpointError, "the same model and arguments everywhere. Call it alike.")
+        skeleton = twin(merged.model)
+        tensors = tensors_to_write(merged.model, skeleton)
+        regions = _regions_that_load(skeleton, tensors, dtype, hub_names=kwargs.get("save_original_format", True))
+        max_bytes = _in_bytes(max_shard_size)
+        if not is_transformers_model(skeleton):
+            max_bytes = sys.maxsize
+        files = files_for(folder, f"model{suffix}", regions, max_bytes, partial=True)
+    names_and_headers = [(file.name, file.header) for file in files]
+    fix = "the same model and arguments on all ranks. Pass the same everywhere."
+    agree(f"export {name}", names_and_headers, CheckpointError, fix)
     if merged.adapters:
         with all_or_none(f"export {name}", CheckpointError):
             merged.gather()
     _write(name, folder, files, regions, tensors)
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
-            _publish(folder, files, options.variant)
-            write_configuration(folder, copied, regions)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            if options.push_to_hub:
-                _push(folder, copied, options.to_hub)
+            index_name = f"model.safetensors.index{suffix}.json"
+            _remove_earlier(folder, files, suffix, index_name)
+            publish(folder, files, index_name)
+            write_configuration(folder, skeleton, regions)
+            _save_tokenizer_and_push(folder, skeleton, tokenizer, kwargs)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
     log("exported %s to %s: %d tensors, %.2f GB in %d files", name, folder, len(regions), size / 1e9, len(files))
 
 
 def _regions_that_load(
-    copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
+    skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
     """Describe the tensors in the files, under Hugging Face names, or under the model's own if only those load.
 
@@ -150,12 +137,13 @@ def _regions_that_load(
         CheckpointError: neither loads.
     """
     for names_of_hub in (True, False) if hub_names else (False,):
-        regions = regions_to_write(copied, tensors, dtype, hub_names=names_of_hub)
-        if round_trips(copied, regions, tensors):
+        regions = regions_to_write(skeleton, tensors, dtype, hub_names=names_of_hub)
+        if round_trips(skeleton, regions, tensors):
             return regions
     raise CheckpointError(
-        f"cannot export {type(copied).__name__}: from_pretrained would not give its tensors back, since transformers' "
-        "conversions on save and on load are not inverse. Save a checkpoint, which load_ckpt and load_weights open."
+        f"cannot export {type(skeleton).__name__}: from_pretrained would not restore its tensors, because the "
+        "conversions of transformers on save and on load are not inverse. Save a checkpoint, which load_ckpt and "
+        "load_weights can load."
     )
 
 
@@ -181,36 +169,33 @@ def save_adapters(
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
-        what = original_class(root).__name__
+        name = original_class(root).__name__
         folder = Path(output_dir)
-        options = _options(kwargs)
-        if options.variant or not options.save_original_format:
+        _check_arguments(kwargs)
+        if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
                 "cannot export adapters: variant or save_original_format is given, expected neither. Leave them out."
             )
         reshard(root)
     adapters, tensors = AdapterFiles.of(root)
-    for adapter, whole in adapters.regions.items():
+    for adapter, stored in adapters.regions.items():
         own = adapters.folder_of(adapter, folder)
-        regions = dict(whole)
+        regions = dict(stored)
         if dtype is not None:
             regions = {key: r.to(dtype) if r.dtype.is_floating_point else r for key, r in regions.items()}
         files = files_for(own, ADAPTER_WEIGHTS, regions, sys.maxsize, partial=True)
-        agree(f"export {what}", [f.header for f in files], CheckpointError, "the same model everywhere. Call it alike.")
-        _write(what, own, files, regions, tensors)
-        with all_or_none(f"export {what}", CheckpointError):
+        fix = "the same model on all ranks. Pass the same everywhere."
+        agree(f"export {name}", [file.header for file in files], CheckpointError, fix)
+        _write(name, own, files, regions, tensors)
+        with all_or_none(f"export {name}", CheckpointError):
             if is_rank_0():
                 (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # without it the folder does not load
-                for file in files:
-                    file.path.rename(own / file.name)
+                publish(own, files)
                 adapters.write_configuration(adapter, own)
-    with all_or_none(f"export {what}", CheckpointError):
+    with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            if options.push_to_hub:
-                _push(folder, adapters.copied, options.to_hub)
-    log("exported the adapters of %s to %s: %s", what, folder, ", ".join(adapters.regions))
+            _save_tokenizer_and_push(folder, adapters.copied, tokenizer, kwargs)
+    log("exported the adapters of %s to %s: %s", name, folder, ", ".join(adapters.regions))
 
 
 def _write(
@@ -243,8 +228,8 @@ def _write(
         force_to_disk([file.path for file in files])
 
 
-def _options(kwargs: Mapping[str, Any]) -> _Options:
-    """Check the arguments of ``save_pretrained``, and return those that have an effect.
+def _check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of ``save_pretrained``.
 
     Raises:
         CheckpointError: an argument is unknown, or asks for another format than safetensors.
@@ -257,65 +242,45 @@ def _options(kwargs: Mapping[str, Any]) -> _Options:
             )
         if name == "safe_serialization" and not value:
             raise CheckpointError("cannot export: safe_serialization is False, expected safetensors. Leave it out.")
-    to_hub = {name: kwargs[name] for name in _TO_HUB if kwargs.get(name) is not None}
-    return _Options(
-        push_to_hub=bool(kwargs.get("push_to_hub")),
-        variant=kwargs.get("variant"),
-        save_original_format=kwargs.get("save_original_format", True),
-        to_hub=to_hub,
-    )
 
 
 def _in_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise CheckpointError(
-            f"cannot export: max_shard_size is {size!r}, expected bytes or a number with a unit. Use '5GB', say."
+            f"cannot export: max_shard_size is {size!r}, expected bytes or a number with a unit. Use for example '5GB'."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _suffix(variant: str | None) -> str:
-    return f".{variant}" if variant else ""
+def _remove_earlier(folder: Path, files: Sequence[File], suffix: str, index_name: str) -> None:
+    """Remove the index and the files of an earlier export of the same variant, unless new files replace them.
 
-
-def _publish(folder: Path, files: Sequence[File], variant: str | None) -> None:
-    """Remove stale files of an earlier export, rename the new files to their final names, then write the index.
-
-    Several files do not load without the index. So a failure before the end leaves no loadable mix of two exports.
+    The index is removed first. So if a later step fails, the folder does not load as a mix of two exports.
     """
-    names = {file.name for file in files}
-    suffix = _suffix(variant)
-    index = folder / f"model.safetensors.index{suffix}.json"
-    index.unlink(missing_ok=True)
+    (folder / index_name).unlink(missing_ok=True)
+    replaced = {file.name for file in files}
     for old in folder.glob("model*.safetensors"):
-        ours = re.fullmatch(rf"model{re.escape(suffix)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name)
-        if ours and old.name not in names:
+        is_earlier = re.fullmatch(rf"model{re.escape(suffix)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name)
+        if is_earlier and old.name not in replaced:
             old.unlink()
-    for file in files:
-        file.path.rename(folder / file.name)
-    if len(files) > 1:
-        partial = index.with_name(f".{index.name}.partial")
-        partial.write_text(json.dumps(index_of(files), indent=2) + "\n")
-        partial.rename(index)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
-def _push(folder: Path, copied: Any, options: Mapping[str, Any]) -> None:
-    """Upload the folder to the Hugging Face hub, as ``save_pretrained`` does."""
+def _save_tokenizer_and_push(folder: Path, skeleton: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Save the tokenizer, and upload the folder to the Hugging Face hub as ``save_pretrained`` does, if requested."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if not kwargs.get("push_to_hub"):
+        return
     import huggingface_hub  # noqa: PLC0415  a dependency of transformers
 
-    api = huggingface_hub.HfApi(token=options.get("token"))
-    repo = api.create_repo(options.get("repo_id", folder.name), private=options.get("private"), exist_ok=True).repo_id
+    api = huggingface_hub.HfApi(token=kwargs.get("token"))
+    repo_id = kwargs.get("repo_id") or folder.name
     api.upload_folder(
-        repo_id=repo,
+        repo_id=api.create_repo(repo_id, private=kwargs.get("private"), exist_ok=True).repo_id,
         folder_path=folder,
-        commit_message=options.get("commit_message") or f"Upload {type(copied).__name__}",
-        revision=options.get("revision"),
-        create_pr=options.get("create_pr", False),
+        commit_message=kwargs.get("commit_message") or f"Upload {type(skeleton).__name__}",
+        revision=kwargs.get("revision"),
+        create_pr=bool(kwargs.get("create_pr")),
         ignore_patterns=[".*"],
     )

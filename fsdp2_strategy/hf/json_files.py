@@ -60,11 +60,11 @@ def check_json(value: Any, where: str) -> None:
         for i, entry in enumerate(value):
             check_json(entry, f"{where}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        problem = f"is {value}, which JSON does not have"
+        problem = f"is {value}, expected a finite number"
     elif not (value is None or type(value) in (bool, int, float, str)):
-        problem = f"is a {type(value).__name__}, expected something that JSON holds"
+        problem = f"is a {type(value).__name__}, expected a type that JSON supports"
     if problem:
         raise CheckpointError(
-            f"cannot save: {where} {problem}. Checkpoints hold no pickled objects: store numbers, strings, lists and "
+            f"cannot save: {where} {problem}. Checkpoints do not pickle objects: store numbers, strings, lists and "
             "dictionaries (tensor.tolist(), str(path))."
         )

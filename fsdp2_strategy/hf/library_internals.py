@@ -28,7 +28,7 @@ def names_not_saved(model: Any) -> tuple[str, ...]:
     return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
-def patterns_not_missed(model: Any) -> tuple[str, ...]:
+def optional_name_patterns(model: Any) -> tuple[str, ...]:
     """Return name patterns of the tensors that files may lack."""
     return tuple(model._keys_to_ignore_on_load_missing or ())
 
@@ -82,8 +82,8 @@ def forget_caches(layer: Any) -> None:
 # --- recorded outputs -----------------------------------------------------------------------------------------------
 
 _lock = Lock()
-_lent: dict[str, int] = {}
-"""For each class that uses another class's registry entry, the number of its running forward passes."""
+_users: dict[str, int] = {}
+"""The number of running forward passes of each class that is registered with another class's entry."""
 
 
 def recorded_outputs(cls: type[nn.Module]) -> Any:
@@ -91,21 +91,21 @@ def recorded_outputs(cls: type[nn.Module]) -> Any:
     return dict.get(_registry(), str(cls))
 
 
-def lend_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Register ``cls`` with the entry of ``original``, unless it has its own; undo by `take_back_recorded_outputs`."""
+def register_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> None:
+    """Register ``cls`` with the entry of ``original``, unless it has its own; undo by `unregister_recorded_outputs`."""
     with _lock:
-        if str(cls) in _lent or recorded_outputs(cls) is None:
-            _lent[str(cls)] = _lent.get(str(cls), 0) + 1
+        if str(cls) in _users or recorded_outputs(cls) is None:
+            _users[str(cls)] = _users.get(str(cls), 0) + 1
             dict.__setitem__(_registry(), str(cls), recorded_outputs(original))
 
 
-def take_back_recorded_outputs(cls: type[nn.Module]) -> None:
-    """Undo one call of `lend_recorded_outputs`; the last one removes the entry."""
+def unregister_recorded_outputs(cls: type[nn.Module]) -> None:
+    """Undo one call of `register_recorded_outputs`; the last one removes the entry."""
     with _lock:
-        if str(cls) in _lent:
-            _lent[str(cls)] -= 1
-            if not _lent[str(cls)]:
-                del _lent[str(cls)]
+        if str(cls) in _users:
+            _users[str(cls)] -= 1
+            if not _users[str(cls)]:
+                del _users[str(cls)]
                 _registry().pop(str(cls), None)
 
 

@@ -35,6 +35,11 @@ class Piece:
     strides: tuple[int, ...]
     offset: int
 
+    @property
+    def span(self) -> int:
+        """Number of the source's elements from the piece's first to its last; 0 if the piece is empty."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if all(self.shape) else 0
+
     def narrow(self, dim: int, begin: int, length: int) -> Piece:
         """Return a slice of the piece: ``length`` indices of ``dim``, from ``begin`` within the piece."""
         return replace(
@@ -58,27 +63,25 @@ class Piece:
 
     def clip(self, low: int, high: int) -> Iterator[Piece]:
         """Yield slices that cover the piece's elements within [low, high) of the source, counted in elements."""
-        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        if self.offset + span < low or self.offset >= high or 0 in self.shape:
+        end = self.offset + self.span
+        if end <= low or self.offset >= high or end == self.offset:
             return
-        if low <= self.offset and self.offset + span < high:
+        if low <= self.offset and end <= high:
             yield self
             return
         dim = max(range(len(self.shape)), key=lambda d: self.strides[d] if self.shape[d] > 1 else -1)
-        stride, inner = self.strides[dim], span - (self.shape[dim] - 1) * self.strides[dim]
+        length, stride = self.shape[dim], self.strides[dim]
+        inner = self.span - (length - 1) * stride  # the span of each slice
         # Slices from `first` to `last` are entirely inside; the slices next to them may cross a limit.
-        first = min(max(0, math.ceil((low - self.offset) / stride)), self.shape[dim])
-        last = max(first, min(self.shape[dim], (high - 1 - inner - self.offset) // stride + 1))
+        first = min(max(0, math.ceil((low - self.offset) / stride)), length)
+        last = max(first, min(length, (high - inner - self.offset) // stride + 1))
         if first < last:
             yield self.narrow(dim, first, last - first)
-        for i in itertools.chain(range(_first_touched(self, stride, inner, low), first), range(last, self.shape[dim])):
+        touched = max(0, math.ceil((low + 1 - inner - self.offset) / stride))
+        for i in itertools.chain(range(touched, first), range(last, length)):
             if self.offset + i * stride >= high:
                 break
             yield from self.narrow(dim, i, 1).clip(low, high)
-
-
-def _first_touched(piece: Piece, stride: int, inner: int, low: int) -> int:
-    return max(0, math.ceil((low - inner - piece.offset) / stride))
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
@@ -95,7 +98,7 @@ class Computed:
 
     def regions(self) -> list[Region]:
         """Return the regions among the arguments."""
-        return [value for value in _leaves((self.args, tuple(self.kwargs.values()))) if isinstance(value, Region)]
+        return [value for value in _leaves((self.args, self.kwargs)) if isinstance(value, Region)]
 
     def compute(self, tensor_of: Callable[[Region], torch.Tensor]) -> torch.Tensor:
         """Return the result as a contiguous tensor, computed from the values of its regions."""
@@ -118,6 +121,12 @@ class Region:
         """Describe a full source in row-major order."""
         shape = tuple(shape)
         return cls(shape, dtype, [Piece(source, (0,) * len(shape), shape, row_major(shape), 0)])
+
+    @property
+    def only_piece(self) -> Piece | None:
+        """The piece that covers the region; None if there is none or several."""
+        is_one = len(self.pieces) == 1 and self.pieces[0].shape == tuple(self.shape)
+        return self.pieces[0] if is_one else None
 
     @property
     def ndim(self) -> int:
@@ -192,40 +201,36 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arrange = _ARRANGEMENTS.get(function.__name__)
     if arrange is not None:
         return arrange(*args, **kwargs)
-    stand_ins: dict[int, torch.Tensor] = {}
-
-    def stand_in(region: Region) -> torch.Tensor:
-        # The strides of a single piece are kept, so that the pieces of views of it can be computed.
-        piece = region.pieces[0] if len(region.pieces) == 1 else None
-        if piece is not None and piece.shape == tuple(region.shape):
-            room = torch.empty(_span(piece) + piece.offset, dtype=region.dtype, device="meta")
-            tensor = room.as_strided(piece.shape, piece.strides, piece.offset)
-        else:
-            tensor = torch.empty(region.shape, dtype=region.dtype, device="meta")
-        stand_ins[storage_address(tensor)] = tensor
-        return tensor
-
+    regions = Computed(function, args, kwargs).regions()
+    inputs = {id(region): _meta_tensor(region) for region in regions}
+    viewable = regions[0].only_piece if len(regions) == 1 else None
+    message = f"cannot run {function.__name__} on a Region: it needs the values of a tensor, which a Region lacks"
     try:
-        result = function(*_map(args, stand_in), **_map(kwargs, stand_in))
+        result = function(*_map(args, lambda r: inputs[id(r)]), **_map(kwargs, lambda r: inputs[id(r)]))
     except NotImplementedError as error:
-        raise TypeError(
-            f"{function.__name__} needs the values of a tensor, and only its shape is known here"
-        ) from error
-    regions = [value for value in _leaves((args, tuple(kwargs.values()))) if isinstance(value, Region)]
+        raise TypeError(message) from error
     outputs = list(_leaves(result))
     if not all(isinstance(output, torch.Tensor) for output in outputs):
-        raise TypeError(f"{function.__name__} needs the values of a tensor, and only its shape is known here")
+        raise TypeError(message)
     results = []
     for i, output in enumerate(outputs):
-        viewed = storage_address(output) in stand_ins and len(regions) == 1
-        if viewed and len(regions[0].pieces) == 1 and regions[0].pieces[0].shape == tuple(regions[0].shape):
+        if viewable and storage_address(output) == storage_address(inputs[id(regions[0])]):
             shape, strides = tuple(output.shape), tuple(output.stride())
-            piece = Piece(regions[0].pieces[0].source, (0,) * len(shape), shape, strides, output.storage_offset())
+            piece = Piece(viewable.source, (0,) * len(shape), shape, strides, output.storage_offset())
             results.append(Region(shape, output.dtype, [piece]))
         else:
             pick = function if isinstance(result, torch.Tensor) else _output(function, i)
             results.append(Region.of(Computed(pick, args, kwargs), output.shape, output.dtype))
     return results[0] if isinstance(result, torch.Tensor) else tuple(results)
+
+
+def _meta_tensor(region: Region) -> torch.Tensor:
+    """Return a meta tensor of a region's shape; with the strides of its only piece, so that views of it have them."""
+    piece = region.only_piece
+    if piece is None:
+        return torch.empty(region.shape, dtype=region.dtype, device="meta")
+    base = torch.empty(piece.offset + piece.span, dtype=region.dtype, device="meta")
+    return base.as_strided(piece.shape, piece.strides, piece.offset)
 
 
 def _output(function: Any, i: int) -> Callable[..., torch.Tensor]:
@@ -359,10 +364,6 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _span(piece: Piece) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.strides, strict=True)) if all(piece.shape) else 0
-
-
 def _map(value: Any, change: Callable[[Region], Any]) -> Any:
     if isinstance(value, Region):
         return change(value)
@@ -374,8 +375,8 @@ def _map(value: Any, change: Callable[[Region], Any]) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for v in value:
+    if isinstance(value, list | tuple | dict):
+        for v in value.values() if isinstance(value, dict) else value:
             yield from _leaves(v)
     else:
         yield value

@@ -25,29 +25,29 @@ from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.weights_folder import Origin, origin_for
 from fsdp2_strategy.model.names import clean
 
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 """Limit of the parts that a piece is cut into before it counts as untraceable; no stock conversion reaches it."""
 
 
 def round_trips(
-    copied: Any, regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], *, converted: bool = True
+    skeleton: Any, regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor], *, converted: bool = True
 ) -> bool:
     """Return whether a load of files with these regions restores every tensor.
 
     Args:
-        copied: meta skeleton of the model.
+        skeleton: meta skeleton of the model.
         regions: the tensors of the files, by their names there; the sources are names of the model's tensors.
         tensors: the model's tensors by name, each once.
         converted: whether the load applies transformers' conversions.
     """
     entries = {name: Entry(name, Path(), 0, region.dtype, tuple(region.shape)) for name, region in regions.items()}
     try:
-        recipe = recipe_for(origin_for(copied) if converted else Origin(model=copied, files=()), entries)
+        recipe = recipe_for(origin_for(skeleton) if converted else Origin(model=skeleton, files=()), entries)
     except CheckpointError:  # a conversion does not fit the tensors
         return False
     if recipe.unexpected:
         return False
-    own_tensors = {clean(name): tensor for name, tensor in copied.state_dict(keep_vars=True).items()}
+    own_tensors = {clean(name): tensor for name, tensor in skeleton.state_dict(keep_vars=True).items()}
     tied: dict[int, list[str]] = {}
     for name, tensor in own_tensors.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -76,9 +76,9 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
         computed = all(isinstance(p.source, Computed) for region in held for p in region.pieces)
         return computed and any(name in sources_of(region) for region in held)
     in_file = written[piece.source.name]
-    waiting, parts = [piece], 0
+    waiting, count = [piece], 0
     while waiting:
-        part, parts = waiting.pop(), parts + 1
+        part, count = waiting.pop(), count + 1
         if 0 in part.shape:
             continue
         own = sum(i * s for i, s in zip(part.start, strides, strict=True))
@@ -88,7 +88,7 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
             if found != (name, own, steps):
                 return False
             continue
-        if parts > _MOST_PARTS:
+        if count > _MAX_PARTS:
             return False
         dim = max(range(len(part.shape)), key=lambda d, shape=part.shape: shape[d])  # type: ignore[misc]
         half = part.shape[dim] // 2
@@ -109,18 +109,18 @@ def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
         dims = [d for d, n in enumerate(piece.shape) if n > 1]
         if whole and all(piece.strides[d] == shape[d] for d in dims):  # offsets map directly
             return piece.source, piece.offset + part.offset, [s for s, _ in longer]
-        first = _digits(part.offset, in_file.shape)
-        each = [_digits(s, in_file.shape) for s, _ in longer]
+        first = _unravel_index(part.offset, in_file.shape)
+        each = [_unravel_index(s, in_file.shape) for s, _ in longer]
         end = [a + sum((n - 1) * e[d] for e, (_, n) in zip(each, longer, strict=True)) for d, a in enumerate(first)]
         inside = all(b <= a and e < b + n for a, e, b, n in zip(first, end, piece.start, piece.shape, strict=True))
-        if inside and end == _digits(last, in_file.shape):
+        if inside and end == _unravel_index(last, in_file.shape):
             begin = piece.offset + sum((a - b) * s for a, b, s in zip(first, piece.start, piece.strides, strict=True))
             return piece.source, begin, [sum(i * s for i, s in zip(e, piece.strides, strict=True)) for e in each]
     if not longer:
-        raise IndexError(f"no piece holds element {part.offset} of a region of shape {list(in_file.shape)}")
+        raise IndexError(f"no piece contains element {part.offset} of a region of shape {list(in_file.shape)}")
     return None
 
 
-def _digits(element: int, shape: Sequence[int]) -> list[int]:
+def _unravel_index(element: int, shape: Sequence[int]) -> list[int]:
     """Return the index tuple of an element that is given by its row-major offset."""
     return [element // s % n for s, n in zip(row_major(shape), shape, strict=True)]

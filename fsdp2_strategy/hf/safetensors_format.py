@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ CONVERTED = {"format": "pt"}
 OWN_NAMES = {"format": "pt", "names": "model"}
 """Metadata of a header if names and layout are the model's own; loading applies no conversions."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,10 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, st
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
-            raise _broken(
-                path, f"{entry.name} begins at byte {entry.offset}, expected {end}, where the one before ends"
-            )
+            raise _invalid(path, f"{entry.name} begins at byte {entry.offset}, the tensor before it ends at {end}")
         end = entry.offset + entry.nbytes
     if end != size:
-        raise _broken(path, f"it is {size} bytes long, and its header describes {end}")
+        raise _invalid(path, f"it is {size} bytes long, its header describes {end} bytes")
     return entries, metadata if isinstance(metadata, dict) else {}
 
 
@@ -102,19 +100,19 @@ def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
-            if not 10 <= start <= min(size, _LARGEST_HEADER_BYTES):
-                raise _broken(path, f"its header would end at byte {start} of {size}")
-            header = json.loads(file.read(start - 8), object_pairs_hook=_once_each)
+            if not 10 <= start <= min(size, _MAX_HEADER_BYTES):
+                raise _invalid(path, f"its header would end at byte {start}, the file at {size}")
+            header = json.loads(file.read(start - 8), object_pairs_hook=_reject_duplicates)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder, or name another.") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}. Add the file, or name another folder.") from error
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is no JSON ({error})") from error
+        raise _invalid(path, f"its header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
-        raise _broken(path, "its header is no JSON object")
+        raise _invalid(path, "its header is not a JSON object")
     return header, start, size
 
 
-def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")
@@ -123,7 +121,7 @@ def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _broken(path, f"the header's entry of {name} is {facts!r}")
+        raise _invalid(path, f"the header's entry of {name} is {facts!r}")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
@@ -132,15 +130,17 @@ def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
         )
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
     if any(type(n) is not int or n < 0 for n in numbers) or len(offsets) != 2:
-        raise _broken(path, f"the header's entry of {name} is {facts!r}")
+        raise _invalid(path, f"the header's entry of {name} is {facts!r}")
     entry = Entry(name, path, start + offsets[0], DTYPES[dtype], tuple(shape))
     if entry.nbytes != offsets[1] - offsets[0]:
-        raise _broken(path, f"{name} takes {offsets[1] - offsets[0]} bytes, and its shape {shape} {entry.nbytes}")
+        raise _invalid(path, f"{name} has {offsets[1] - offsets[0]} bytes, its shape {shape} requires {entry.nbytes}")
     return entry
 
 
-def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"cannot read {path}: {what}, expected a whole safetensors file. Copy or download it again.")
+def _invalid(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot read {path}: {reason}, expected a complete safetensors file. Copy or download it again."
+    )
 
 
 def lay_out(
@@ -154,30 +154,21 @@ def lay_out(
         CheckpointError: the format does not support a dtype.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         dtype, shape = tensors[name]
         if dtype not in _NAMES:
             raise CheckpointError(
-                f"cannot write {name}: safetensors has no dtype {dtype}, expected one of "
-                f"{', '.join(map(str, _NAMES))}. Pass dtype= to convert on the way."
+                f"cannot write {name}: its dtype is {dtype}, expected one that safetensors supports: "
+                f"{', '.join(map(str, _NAMES))}. Pass dtype= to convert floating-point tensors."
             )
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    prefix, at = len(text).to_bytes(8, "little") + text, 8 + len(text)
-    entries = {}
-    for name in names:
-        entries[name] = Entry(name, path, at, *tensors[name])
-        at += entries[name].nbytes
-    return prefix, entries
-
-
-def total_bytes(prefix: bytes, entries: Iterable[Entry]) -> int:
-    """Return the length of a file with this header and these tensors."""
-    return len(prefix) + sum(entry.nbytes for entry in entries)
+    prefix = len(text).to_bytes(8, "little") + text
+    return prefix, {n: Entry(n, path, len(prefix) + header[n]["data_offsets"][0], *tensors[n]) for n in names}
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -7,6 +7,7 @@ plan follows from names, shapes, dtypes and placements alone, so ranks plan with
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import os
@@ -25,15 +26,16 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, state_dict_hooks
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import hub_regions
+from fsdp2_strategy.hf.json_files import _fsync, write_text
 from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
 from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry, lay_out, total_bytes, write_from
+from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry, lay_out, write_from
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.write import Job
+from fsdp2_strategy.hf.write import Job, opened
 from fsdp2_strategy.model.materialize import lacks_values
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.placeholders import is_computed, values_of, whole_of
@@ -41,29 +43,30 @@ from fsdp2_strategy.model.shards import local_box
 from fsdp2_strategy.model.state import Slot, model_state
 
 
-def tensors_to_write(root: nn.Module, copied: nn.Module | None = None) -> dict[str, torch.Tensor]:
+def tensors_to_write(root: nn.Module, skeleton: nn.Module | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors to write, each once; a tied tensor gets the name that loading expects.
 
     Args:
         root: a model.
-        copied: its meta skeleton, if one exists already.
+        skeleton: its meta skeleton, if one exists already.
 
     Raises:
         CheckpointError: a tensor has no values yet.
     """
     structure, held = _structure_of(root)
-    known = model_state(root).get(_NAMES)
-    if known is not None and known[0] == structure:
-        found = {name: held[place] for name, place in known[1].items()}
+    cached = model_state(root).get(_NAMES)
+    if cached is not None and cached[0] == structure:
+        found = {name: held[position] for name, position in cached[1].items()}
     else:
-        found = _find_tensors(root, copied)
-        places = {id(tensor): place for place, tensor in enumerate(held)}
-        if all(id(tensor) in places for tensor in found.values()):
-            model_state(root).set(_NAMES, (structure, {name: places[id(tensor)] for name, tensor in found.items()}))
+        found = _find_tensors(root, skeleton)
+        positions = {id(tensor): position for position, tensor in enumerate(held)}
+        if all(id(tensor) in positions for tensor in found.values()):
+            names = {name: positions[id(tensor)] for name, tensor in found.items()}
+            model_state(root).set(_NAMES, (structure, names))
     if lost := [name for name, tensor in found.items() if lacks_values(tensor)]:
         raise CheckpointError(
-            f"cannot write a model: {lost[0]} and {len(lost) - 1} others have no values yet, expected a real model. "
-            "Prepare the model, or load its weights, first."
+            f"cannot write the model: {some(lost, 'tensor')} have no values yet, expected values for all. Prepare the "
+            "model, or load its weights, first."
         )
     return found
 
@@ -73,67 +76,61 @@ _NAMES = Slot[tuple[list[object], dict[str, int]]]("names in files")
 
 
 def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
-    """Return the facts that decide the names of a model's tensors in files, and its tensors in module order.
+    """Return the facts that decide the names of a model's tensors in files, and its tensors in a fixed order.
 
     This is much cheaper than a meta skeleton and two state dicts, so the names are cached while the facts are the same.
     """
     structure: list[object] = []
     held: list[torch.Tensor] = []
-    _walk(root, structure, held)
+    waiting = [("", root)]
+    while waiting:
+        module_name, module = waiting.pop()
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        waiting += children
+        structure += (module_name, len(children), names_not_saved(module), state_dict_hooks(module))
+        structure.append(frozenset(non_persistent_buffers(module)))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                structure += (name, id(tensor))
+                held.append(tensor)
     return structure, held
 
 
-# Not nested: a recursive closure is a reference cycle, which would keep the tensors until garbage collection.
-def _walk(module: nn.Module, structure: list[object], held: list[torch.Tensor]) -> None:
-    structure.append(names_not_saved(module))
-    structure.append(state_dict_hooks(module))
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                structure.extend((name, id(tensor), name in non_persistent_buffers(module)))
-                held.append(tensor)
-    for name, child in module._modules.items():
-        if child is not None:
-            structure.append(name)
-            _walk(child, structure, held)
-    structure.append(None)  # end of the children
-
-
-def _find_tensors(root: nn.Module, copied: Any) -> dict[str, torch.Tensor]:
+def _find_tensors(root: nn.Module, skeleton: Any) -> dict[str, torch.Tensor]:
     """Return the tensors to write; transformers' own rules select those of a transformers model."""
     if not is_transformers_model(root):
         return {**named_parameters(root), **persistent_buffers(root)}
     from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: PLC0415
 
-    copied = copied or twin(root)
-    state = copied.state_dict()
-    for name in names_not_saved(copied):
+    skeleton = skeleton or twin(root)
+    state = skeleton.state_dict()
+    for name in names_not_saved(skeleton):
         state.pop(name, None)
     real = root.state_dict(keep_vars=True)
-    return {name: real[name] for name in remove_tied_weights_from_state_dict(state, copied)}
+    return {name: real[name] for name in remove_tied_weights_from_state_dict(state, skeleton)}
 
 
 def regions_to_write(
-    copied: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
+    skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
 ) -> dict[str, Region]:
     """Return a description of each tensor in the files, by its name there.
 
     Args:
-        copied: meta skeleton of the model.
+        skeleton: meta skeleton of the model.
         tensors: the model's tensors by name, each once.
         dtype: dtype of floating-point parameters in the files; by default their own. Parameters that transformers
             keeps in a fixed dtype are stored in that dtype.
         hub_names: use Hugging Face names and layout for a transformers model.
     """
-    transformers_model = is_transformers_model(copied)
+    transformers_model = is_transformers_model(skeleton)
     if transformers_model and hub_names:
-        regions = hub_regions(copied, tensors)
+        regions = hub_regions(skeleton, tensors)
     else:
         regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if dtype is None:
         return regions
-    kept = dtype_plan(copied, dtype) if transformers_model else {}
-    parameters = {name for name, _ in copied.named_parameters(remove_duplicate=False)}
+    kept = dtype_plan(skeleton, dtype) if transformers_model else {}
+    parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     written = {}
     for name, region in regions.items():
         sources = sources_of(region)
@@ -148,16 +145,11 @@ class Arrangement:
     """The tensors of a model's files, by their names in the files."""
 
     regions: dict[str, Region]
-    converted: bool = True
-    """Whether a load applies transformers' conversions; if not, the names are the model's own."""
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Metadata of the files' headers."""
-        return CONVERTED if self.converted else OWN_NAMES
+    metadata: Mapping[str, str]
+    """Metadata of the files' headers: whether a load applies transformers' conversions."""
 
 
-def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+def arrangement_of(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
     """Choose names and layout of a checkpoint's files: guaranteed to load, and written without a gather if possible.
 
     Return the first of these that passes `round_trips`:
@@ -170,7 +162,7 @@ def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangem
     Raises:
         CheckpointError: none of them passes.
     """
-    hub = regions_to_write(copied, tensors)
+    hub = regions_to_write(skeleton, tensors)
     own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     regions = dict(hub)
     while indirect := {name for name, region in regions.items() if not is_direct(region, tensors)}:
@@ -179,18 +171,20 @@ def arrangement_of(copied: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangem
         sources |= {source for name in replaced for source in sources_of(regions[name])}
         kept = {name: region for name, region in regions.items() if name not in replaced}
         regions = kept | {name: own[name] for name in sources}
-    for arranged in (regions, hub, own):
-        if round_trips(copied, arranged, tensors):
-            return Arrangement(arranged)
-    if not round_trips(copied, own, tensors, converted=False):
+    for candidate in (regions, hub, own):
+        if round_trips(skeleton, candidate, tensors):
+            return Arrangement(candidate, CONVERTED)
+    if not round_trips(skeleton, own, tensors, converted=False):
         raise CheckpointError(
-            f"cannot save {type(copied).__name__}: a load would not give its tensors back, expected the names of "
+            f"cannot save {type(skeleton).__name__}: a load would not restore its tensors, expected the names of "
             "named_parameters in state_dict. Remove the hooks that rename them."
         )
-    message = "%s: transformers' conversions do not give its tensors back: load_ckpt and load_weights open what is "
-    message += "saved, from_pretrained does not"
-    log(message, type(copied).__name__, level=logging.WARNING)
-    return Arrangement(own, converted=False)
+    message = (
+        "%s: transformers' conversions do not restore its tensors, so from_pretrained cannot load the saved files; "
+        "load_ckpt and load_weights can"
+    )
+    log(message, type(skeleton).__name__, level=logging.WARNING)
+    return Arrangement(own, OWN_NAMES)
 
 
 @dataclass(frozen=True)
@@ -206,20 +200,20 @@ class File:
     @property
     def nbytes(self) -> int:
         """Length of the file in bytes."""
-        return total_bytes(self.header, self.entries.values())
+        return len(self.header) + sum(entry.nbytes for entry in self.entries.values())
 
     def moved_to(self, folder: Path) -> File:
         """Return the same file in a folder."""
         path = folder / self.path
-        entries = {n: Entry(e.name, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
-        return File(path, self.name, self.header, entries)
+        entries = {n: Entry(n, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
+        return replace(self, path=path, entries=entries)
 
 
 def files_for(
     folder: Path,
     stem: str,
     regions: Mapping[str, Region],
-    most_bytes: int,
+    max_bytes: int,
     *,
     partial: bool = False,
     metadata: Mapping[str, str] = CONVERTED,
@@ -230,7 +224,7 @@ def files_for(
         folder: folder of the files.
         stem: beginning of the file names.
         regions: the tensors by name.
-        most_bytes: the limit, in bytes of tensors per file.
+        max_bytes: the limit, in bytes of tensors per file.
         partial: use temporary file names that nothing loads.
         metadata: metadata of the headers.
     """
@@ -238,7 +232,7 @@ def files_for(
     size = 0
     for name, region in regions.items():
         nbytes = region.numel() * region.dtype.itemsize
-        if groups[-1] and size + nbytes > most_bytes:
+        if groups[-1] and size + nbytes > max_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = (region.dtype, tuple(region.shape))
@@ -279,20 +273,17 @@ def check_free(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise CheckpointError(
-            f"cannot save: this takes {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free some "
-            "space: what was saved before is only removed once the new files are safe."
+            f"cannot save: the files need {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free "
+            "space on the disk; earlier files are deleted only after the new ones are complete."
         )
 
 
 def create(files: Iterable[File]) -> None:
     """Create files with their full length and their header; bytes that other ranks have written already are kept."""
     for file in files:
-        fd = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
+        with opened(file.path, os.O_WRONLY | os.O_CREAT) as fd:
             os.ftruncate(fd, file.nbytes)
             write_from(fd, 0, memoryview(file.header))
-        finally:
-            os.close(fd)
 
 
 def check_shared(files: Iterable[File]) -> None:
@@ -303,15 +294,29 @@ def check_shared(files: Iterable[File]) -> None:
     """
     for file in files:
         try:
-            with file.path.open("rb") as there:
-                found = there.read(len(file.header))
+            with file.path.open("rb") as stream:
+                found = stream.read(len(file.header))
         except FileNotFoundError:
             found = b""
         if found != file.header:
             raise CheckpointError(
-                f"cannot save: {file.path} is not as another rank made it, expected a folder that all ranks see. Save "
-                "to a shared file system."
+                f"cannot save: {file.path} is missing or differs from the file that another rank created, expected a "
+                "folder that all ranks see. Save to a shared file system."
             )
+
+
+def publish(folder: Path, files: Sequence[File], index_name: str = "model.safetensors.index.json") -> None:
+    """Give complete files their final names, and write their index if there are several; fsync the folder.
+
+    Several files do not load without the index, so it is written last.
+    """
+    for file in files:
+        file.path.rename(folder / file.name)
+    if len(files) > 1:
+        partial = folder / f".{index_name}.partial"
+        write_text(partial, json.dumps(index_of(files), indent=2) + "\n")
+        partial.rename(folder / index_name)
+    _fsync(folder)
 
 
 def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -335,11 +340,11 @@ def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a region equals one tensor, so that a shard of the tensor is the same box of the region."""
-    if len(region.pieces) != 1 or isinstance(region.pieces[0].source, Computed):
+    piece = region.only_piece
+    if piece is None or isinstance(piece.source, Computed):
         return False
-    [piece] = region.pieces
-    whole = tuple(tensors[piece.source].shape)
-    return tuple(region.shape) == whole == piece.shape and not piece.offset and piece.strides == row_major(whole)
+    is_row_major = not piece.offset and piece.strides == row_major(region.shape)
+    return is_row_major and region.shape == tensors[piece.source].shape
 
 
 def _is_in_rows(tensor: torch.Tensor) -> bool:
@@ -380,7 +385,7 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
 
     Not collective: the result follows from names, shapes, dtypes and placements.
     """
-    places = _places_of(tensors)
+    boxes = _local_boxes(tensors)
     total = sum(region.numel() for region in regions.values())
     before = 0
     shares: list[Share] = []
@@ -388,13 +393,13 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
         fraction = before / max(1, total)
         before += region.numel()
         for piece in region.pieces:
-            place = places[piece.source]
-            if int(fraction * place.replicas) != place.replica:
+            local = boxes[piece.source]
+            if int(fraction * local.replicas) != local.replica:
                 continue
             if is_identity(region, tensors):
-                shares += Share(name, place.box, piece.source, None).cut(region)
+                shares += Share(name, local.box, piece.source, None).cut(region)
                 continue
-            low, high = place.rows()
+            low, high = local.elements()
             for part in piece.clip(low, high):
                 box = tuple(zip(part.start, part.shape, strict=True))
                 view = (part.shape, part.strides, part.offset - low)
@@ -453,7 +458,7 @@ def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LocalBox:
     """The box of a tensor that this rank holds, the index of its replica, and the number of replicas."""
 
     box: Box
@@ -461,37 +466,35 @@ class _Place:
     replicas: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Place:
-        box, replica, replicas = local_box(tensor), 0, 1
+    def of(cls, tensor: torch.Tensor) -> _LocalBox:
+        # Rank 0 writes all plain tensors: buffers, which may differ between ranks (batch-norm statistics), and
+        # parameters that are not sharded.
+        replica, replicas = (0, 1) if isinstance(tensor, DTensor) else (rank(), 1)
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     size = tensor.device_mesh.size(axis)
                     replica = replica * size + tensor.device_mesh.get_local_rank(axis)
                     replicas *= size
-        else:
-            # Rank 0 writes all plain tensors: buffers, which may differ between ranks (batch-norm statistics), and
-            # parameters that are not sharded.
-            replica = rank()
-        return cls(box, replica, replicas)
+        return cls(local_box(tensor), replica, replicas)
 
-    def rows(self) -> tuple[int, int]:
+    def elements(self) -> tuple[int, int]:
         """Return the range of elements that this rank holds; the tensor must be sharded by rows or not at all."""
         row = math.prod(n for _, n in self.box[1:])
         begin, rows = self.box[0] if self.box else (0, 1)
         return begin * row, (begin + rows) * row
 
 
-def _places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
+def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
     """Return what this rank holds of each tensor; computed once for all tensors of the same shape and placements."""
-    known: dict[object, _Place] = {}
-    places = {}
+    known: dict[object, _LocalBox] = {}
+    boxes = {}
     for name, tensor in tensors.items():
         like = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
         if (like, tensor.shape) not in known:
-            known[like, tensor.shape] = _Place.of(tensor)
-        places[name] = known[like, tensor.shape]
-    return places
+            known[like, tensor.shape] = _LocalBox.of(tensor)
+        boxes[name] = known[like, tensor.shape]
+    return boxes
 
 
 def gathered_jobs(
@@ -519,21 +522,21 @@ def gathered_jobs(
     line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
     step = max(1, sizes.BLOCK_BYTES // entry.dtype.itemsize)
     parts = [(at, min(step, end - at)) for at in range(begin, end, step)]
-    return [Job(line, (part,), flat.narrow(0, *part), alone=True) for part in parts]
+    return [Job(line, (part,), flat.narrow(0, *part), own_block=True) for part in parts]
 
 
-def write_configuration(folder: Path, copied: Any, regions: Mapping[str, Region]) -> None:
+def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:
     """Write the configuration files that ``from_pretrained`` reads; does nothing unless it is a transformers model."""
-    if not is_transformers_model(copied):
+    if not is_transformers_model(skeleton):
         return
-    config = copy.deepcopy(copied.config)
+    config = copy.deepcopy(skeleton.config)
     floating = [region.dtype for region in regions.values() if region.dtype.is_floating_point]
     config.dtype = str(floating[0]).removeprefix("torch.") if floating else config.dtype
-    config.architectures = [type(copied).__name__]
-    if copied.is_remote_code():
+    config.architectures = [type(skeleton).__name__]
+    if skeleton.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
 
-        custom_object_save(copied, folder, config=config)
+        custom_object_save(skeleton, folder, config=config)
     config.save_pretrained(folder)
-    if copied.can_generate():
-        copied.generation_config.save_pretrained(folder)
+    if skeleton.can_generate():
+        skeleton.generation_config.save_pretrained(folder)

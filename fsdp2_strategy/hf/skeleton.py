@@ -19,13 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp2_strategy.distributed.torch_internals import ATTRIBUTES_OF_FSDP, STATE_OF_FSDP, non_persistent_buffers
 from fsdp2_strategy.hf.library_internals import (
     ATTRIBUTES_OF_AN_INSTANCE,
-    lend_recorded_outputs,
     recorded_outputs,
-    take_back_recorded_outputs,
+    register_recorded_outputs,
+    unregister_recorded_outputs,
 )
 from fsdp2_strategy.model.state import CARRIED
-
-Stand = Callable[[torch.Tensor], torch.Tensor]
 
 # Not copied: they change what initialisation and generation do, or may refer to the original model.
 _LEFT_OUT = (CARRIED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
@@ -40,24 +38,24 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def keep_recorded_outputs(module: nn.Module) -> None:
     """Register hooks so that transformers, which looks classes up by name, records a renamed module's hidden states."""
     if recorded_outputs(original_class(module)) is not None:
-        module.register_forward_pre_hook(_lend, prepend=True)
-        module.register_forward_hook(_take_back, always_call=True)
+        module.register_forward_pre_hook(_register_outputs, prepend=True)
+        module.register_forward_hook(_unregister_outputs, always_call=True)
 
 
-def _lend(module: nn.Module, _inputs: object) -> None:
-    lend_recorded_outputs(type(module), original_class(module))
+def _register_outputs(module: nn.Module, _inputs: object) -> None:
+    register_recorded_outputs(type(module), original_class(module))
 
 
-def _take_back(module: nn.Module, *_: object) -> None:
-    take_back_recorded_outputs(type(module))
+def _unregister_outputs(module: nn.Module, *_: object) -> None:
+    unregister_recorded_outputs(type(module))
 
 
-def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
+def twin(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
     """Return a copy of the module tree with all parameters and buffers replaced, each once; not collective.
 
     Args:
         model: any module.
-        stand_in: returns the replacement for a parameter or buffer; by default a meta tensor of its global shape.
+        replacement_of: returns the replacement for a parameter or buffer; by default a meta tensor of its global shape.
     """
     tensors: dict[int, torch.Tensor] = {}
 
@@ -65,13 +63,13 @@ def twin(model: nn.Module, stand_in: Stand | None = None) -> nn.Module:
         if original is None:
             return None
         if id(original) not in tensors:
-            new = (stand_in or _on_meta)(original)
+            new = (replacement_of or _on_meta)(original)
             if isinstance(original, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=original.requires_grad)
             tensors[id(original)] = new
         return tensors[id(original)]
 
-    return _copied(model, tensor, {})
+    return _copy_tree(model, tensor, {})
 
 
 def twin_alone(module: nn.Module) -> nn.Module:
@@ -79,13 +77,14 @@ def twin_alone(module: nn.Module) -> nn.Module:
     cls = original_class(module)
     new = cls.__new__(cls)
     nn.Module.__init__(new)  # without hooks: those of the original refer to the original
-    own = {name: value for name, value in module.__dict__.items() if name not in new.__dict__}
-    new.__dict__.update({name: value for name, value in own.items() if _is_its_own(name, value, cls)})
+    for name, value in module.__dict__.items():
+        if name not in new.__dict__ and _is_copy_tree(name, value, cls):
+            new.__dict__[name] = value
     return new
 
 
 # Not nested: a recursive closure is a reference cycle, which would keep the replacements until garbage collection.
-def _copied(
+def _copy_tree(
     module: nn.Module, tensor: Callable[[torch.Tensor | None], torch.Tensor | None], modules: dict[int, nn.Module]
 ) -> nn.Module:
     if id(module) not in modules:
@@ -95,7 +94,7 @@ def _copied(
             "_parameters": {name: tensor(p) for name, p in module._parameters.items()},
             "_buffers": {name: tensor(b) for name, b in module._buffers.items()},
             "_modules": {
-                name: None if child is None else _copied(child, tensor, modules)
+                name: None if child is None else _copy_tree(child, tensor, modules)
                 for name, child in module._modules.items()
             },
             "_non_persistent_buffers_set": set(non_persistent_buffers(module)),
@@ -104,7 +103,7 @@ def _copied(
     return modules[id(module)]
 
 
-def _is_its_own(name: str, value: object, cls: type[nn.Module]) -> bool:
+def _is_copy_tree(name: str, value: object, cls: type[nn.Module]) -> bool:
     """Return whether to copy an attribute: a callable that shadows a method may be bound to the original."""
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +36,14 @@ _THREADS = 4
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request to write ``tensor`` to a box of an entry; tensor and box have the same shape."""
+    """A write request: fill the box of an entry with the values of ``tensor``, which has the shape of the box."""
 
     entry: Entry
     box: Box
     tensor: torch.Tensor
-    alone: bool = False
-    """Whether to write it as a block of its own, because adjacent bytes may be written in another call."""
+    own_block: bool = False
+    """Whether it shares no block with others. An asynchronous save writes all of its requests in one call, a
+    synchronous save those of a gathered tensor in a call of their own; the blocks should be the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +54,19 @@ class _Run:
     offset: int
     dtype: torch.dtype
     tensor: torch.Tensor
-    alone: bool
+    own_block: bool
 
     @property
     def end(self) -> int:
-        """Offset of its end in the file."""
+        """The file offset at which the run ends."""
         return self.offset + self.tensor.numel() * self.dtype.itemsize
 
 
-def write_all(jobs: Sequence[Job], *, hashed: bool = False, create: bool = False) -> dict[Path, list[Block]]:
+def write_all(requests: Sequence[Job], *, hashed: bool = False, create: bool = False) -> dict[Path, list[Block]]:
     """Execute write requests.
 
     Args:
-        jobs: the requests.
+        requests: the boxes to write.
         hashed: return checksums.
         create: create missing files. If false, a missing file is an error: another rank created it in a folder that
             this rank does not see.
@@ -76,25 +77,25 @@ def write_all(jobs: Sequence[Job], *, hashed: bool = False, create: bool = False
     Raises:
         OSError: a file is missing or cannot be written; the error names it.
     """
-    runs = sorted(itertools.chain.from_iterable(map(_runs, jobs)), key=lambda run: (run.path, run.offset))
-    waiting: dict[Path, deque[list[_Run]]] = {}
-    for group in _together(runs):
-        waiting.setdefault(group[0].path, deque()).append(group)
-    written: dict[Path, list[Block]] = {path: [] for path in waiting}
+    runs = sorted(itertools.chain.from_iterable(map(_runs, requests)), key=lambda run: (run.path, run.offset))
+    queues: dict[Path, deque[list[_Run]]] = {}
+    for group in _group_adjacent(runs):
+        queues.setdefault(group[0].path, deque()).append(group)
+    written: dict[Path, list[Block]] = {path: [] for path in queues}
     scratch = threading.local()
 
     def work(path: Path, groups: deque[list[_Run]]) -> None:
-        with _opened(path, os.O_WRONLY | (os.O_CREAT if create else 0)) as fd:
-            while groups:
+        with opened(path, os.O_WRONLY | (os.O_CREAT if create else 0)) as fd:
+            while True:
                 try:
                     group = groups.popleft()
-                except IndexError:  # another thread took the last one
+                except IndexError:
                     return
                 block = _write(fd, group, scratch, hashed=hashed)
                 if block is not None:
                     written[path].append(block)
 
-    _in_turn(work, waiting)
+    _process_queues(work, queues)
     return written
 
 
@@ -105,52 +106,45 @@ def force_to_disk(paths: Iterable[Path]) -> None:
         OSError: a file is missing or cannot be flushed.
     """
 
-    def force(path: Path, waiting: deque[Path]) -> None:
-        waiting.clear()
-        with _opened(path, os.O_WRONLY) as fd:
+    def force(path: Path, queue: deque[Path]) -> None:
+        queue.clear()
+        with opened(path, os.O_WRONLY) as fd:
             os.fsync(fd)
 
-    _in_turn(force, {path: deque([path]) for path in paths})
+    _process_queues(force, {path: deque([path]) for path in paths})
 
 
-def _in_turn(work: Callable[[Path, deque[Any]], None], waiting: Mapping[Path, deque[Any]]) -> None:
-    """Process the queues of the files in a few threads; see [Note: write order]."""
-    nobodys = deque(waiting)
-    nobodys.rotate(-(rank() * len(nobodys) // world_size()))
-    choosing = threading.Lock()
+def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Path, deque[Any]]) -> None:
+    """Call ``work`` with files and their queues, in a few threads, until all are empty; see [Note: write order]."""
+    untaken = deque(queues)
+    untaken.rotate(-(rank() * len(untaken) // world_size()))
+    lock = threading.Lock()
 
     def next_file() -> Path:
         """Return a file that no thread of this rank has taken; if there is none, the one with the longest queue."""
-        with choosing:
-            return nobodys.popleft() if nobodys else max(waiting, key=lambda path: len(waiting[path]))
+        with lock:
+            return untaken.popleft() if untaken else max(queues, key=lambda path: len(queues[path]))
 
-    def stop() -> None:
-        for left in waiting.values():
-            left.clear()
+    def take_files() -> None:
+        while queues[path := next_file()]:
+            work(path, queues[path])
 
-    def work_in_turn() -> None:
-        try:
-            while waiting[path := next_file()]:
-                work(path, waiting[path])
-        except BaseException:
-            stop()
-            raise
-
-    threads = min(_THREADS, sum(map(len, waiting.values())))
+    threads = min(_THREADS, sum(map(len, queues.values())))
     if not threads:
         return
     with ThreadPoolExecutor(threads, initializer=adopt_device, initargs=(current_device(),)) as pool:
-        workers = [pool.submit(work_in_turn) for _ in range(threads)]
+        workers = [pool.submit(take_files) for _ in range(threads)]
         try:
-            for worker in workers:
-                worker.result()
-        except BaseException:  # raised by a worker, or an interrupt of this thread
-            stop()
-            raise
+            wait(workers, return_when=FIRST_EXCEPTION)
+        finally:  # after an error, or an interrupt of this thread: stop the workers
+            for queue in queues.values():
+                queue.clear()
+    for worker in workers:
+        worker.result()
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def opened(path: Path, flags: int) -> Iterator[int]:
     """Open a file, and add its name to errors."""
     fd = os.open(path, flags, 0o666)
     try:
@@ -161,62 +155,40 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _together(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+def _runs(request: Job) -> Iterator[_Run]:
+    """Split a request into runs of at most one block."""
+    entry, tensor = request.entry, request.tensor
+    if not tensor.numel():
+        return
+    if not entry.shape:
+        yield _Run(entry.path, entry.offset, entry.dtype, tensor.reshape(1), request.own_block)
+        return
+    (begin, length), inner_box, inner_shape = request.box[0], request.box[1:], entry.shape[1:]
+    row_bytes = math.prod(inner_shape) * entry.dtype.itemsize
+    if row_bytes <= sizes.BLOCK_BYTES and inner_box == tuple((0, n) for n in inner_shape):
+        step = sizes.BLOCK_BYTES // row_bytes
+        for at in range(0, length, step):
+            rows = tensor.narrow(0, at, min(step, length - at))
+            yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, request.own_block)
+    else:
+        for i, row in enumerate(tensor.unbind(), begin):
+            inner = Entry(entry.name, entry.path, entry.offset + i * row_bytes, entry.dtype, inner_shape)
+            yield from _runs(Job(inner, inner_box, row, request.own_block))
+
+
+def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
     """Group sorted runs: those of a group are adjacent in the file and fit into one block."""
     group: list[_Run] = []
     for run in runs:
-        follows = group and (run.path, run.offset, False) == (group[-1].path, group[-1].end, run.alone)
-        if group and not (follows and not group[-1].alone and run.end - group[0].offset <= sizes.BLOCK_BYTES):
-            yield group
-            group = []
+        if group:
+            first, last = group[0], group[-1]
+            adjacent = (run.path, run.offset) == (last.path, last.end) and not (run.own_block or last.own_block)
+            if not adjacent or run.end - first.offset > sizes.BLOCK_BYTES:
+                yield group
+                group = []
         group.append(run)
     if group:
         yield group
-
-
-def _runs(job: Job) -> Iterator[_Run]:
-    """Split a request into runs: consecutive bytes of the file, at most one block each."""
-    shape, itemsize = job.entry.shape, job.entry.dtype.itemsize
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    whole = _whole_from(job)
-    leading = [range(begin, begin + length) for begin, length in job.box[: max(whole, 0)]]
-    for index in itertools.product(*leading):
-        offset = job.entry.offset + itemsize * sum(i * s for i, s in zip(index, strides, strict=False))
-        part = job.tensor
-        for i, (begin, _) in zip(index, job.box, strict=False):
-            part = part[i - begin]
-        if not shape:
-            yield _Run(job.entry.path, offset, job.entry.dtype, part.reshape(1), job.alone)
-            continue
-        begin, length = job.box[whole]
-        row = strides[whole] * itemsize
-        at_once = max(1, sizes.BLOCK_BYTES // max(1, row))
-        for at in range(0, length, at_once):
-            rows = part.narrow(0, at, min(at_once, length - at))
-            run = _Run(job.entry.path, offset + (begin + at) * row, job.entry.dtype, rows, job.alone)
-            yield from _small_enough(run)
-
-
-def _whole_from(job: Job) -> int:
-    """Return the outermost dimension such that the box covers all later ones: a range of its indices is one run."""
-    whole = len(job.entry.shape) - 1
-    while whole > 0 and job.box[whole] == (0, job.entry.shape[whole]):
-        whole -= 1
-    return whole
-
-
-def _small_enough(run: _Run) -> Iterator[_Run]:
-    """Split a run of one row that is larger than a block along its next dimensions."""
-    if run.tensor.numel() * run.dtype.itemsize <= sizes.BLOCK_BYTES or run.tensor.ndim < 2:
-        if run.tensor.numel():
-            yield run
-        return
-    inner = run.tensor[0]
-    row = math.prod(inner.shape[1:]) * run.dtype.itemsize
-    at_once = max(1, sizes.BLOCK_BYTES // max(1, row))
-    for at in range(0, len(inner), at_once):
-        part = inner[at : at + at_once]
-        yield from _small_enough(_Run(run.path, run.offset + at * row, run.dtype, part, run.alone))
 
 
 @torch.no_grad()
@@ -226,19 +198,19 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: b
     begin, filled = runs[0].offset, 0
     for run in runs:
         tensor, size = run.tensor, run.end - run.offset
-        as_it_is = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
-        if as_it_is and size > sizes.SMALL_WRITE_BYTES:
+        as_stored = tensor.device.type == "cpu" and tensor.dtype == run.dtype and tensor.is_contiguous()
+        if as_stored and size > sizes.SMALL_WRITE_BYTES:
             _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
             _write_bytes(fd, run.offset, memory_of(tensor), digest)
             begin, filled = run.end, 0
         else:
-            room = _buffer(scratch)[filled : filled + size]
-            if as_it_is:
-                room.copy_(tensor.reshape(-1).view(torch.uint8))
+            target = _buffer(scratch)[filled : filled + size]
+            if as_stored:
+                target.copy_(tensor.reshape(-1).view(torch.uint8))
             elif filled % run.dtype.itemsize == 0:
-                room.view(run.dtype).view(tensor.shape).copy_(tensor)
+                target.view(run.dtype).view(tensor.shape).copy_(tensor)
             else:
-                room.copy_(tensor.to(run.dtype).reshape(-1).view(torch.uint8))
+                target.copy_(tensor.to(run.dtype).reshape(-1).view(torch.uint8))
             filled += size
     _write_bytes(fd, begin, memory_of(_buffer(scratch)[:filled]), digest)
     return Block(runs[0].offset, runs[-1].end, digest.hexdigest()) if digest else None
@@ -247,9 +219,8 @@ def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: b
 def _buffer(scratch: threading.local) -> torch.Tensor:
     buffer: torch.Tensor | None = getattr(scratch, "buffer", None)
     if buffer is None:
-        buffer = scratch.buffer = torch.empty(
-            sizes.BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-        )
+        pinned = torch.cuda.is_available()
+        buffer = scratch.buffer = torch.empty(sizes.BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
     return buffer
 
 
