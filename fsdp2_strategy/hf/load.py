@@ -21,8 +21,8 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
-from fsdp2_strategy.hf.meta.initialize import Empty, initialize, recorded_for
-from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, note_of
+from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues, initialize, recording_digests
+from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_tensor
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicated_reads import shares
@@ -103,7 +103,7 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
     agree(f"load {name}", facts, CheckpointError, "the same files everywhere. Give every rank the same folder.")
     agree(
         f"load {name}",
-        recorded_for(afresh),
+        recording_digests(afresh),
         CheckpointError,
         "that constructors did the same on every rank. Seed what they draw from NumPy or Python alike.",
     )
@@ -116,7 +116,8 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
         shared.carry_out()
     if afresh:
         with all_or_none(f"load {name}", CheckpointError):
-            unknown = initialize(root, [replace(e, tensor=tensor_at(e.places)) for e in afresh], current_device())
+            empty = [replace(e, tensor=tensor_at(e.registrations)) for e in afresh]
+            unknown = initialize(root, empty, current_device())
             if unknown:
                 raise CheckpointError(
                     f"cannot make {name} real: nothing gives values to {', '.join(unknown[:4])} ({len(unknown)} in "
@@ -134,7 +135,7 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
     return report
 
 
-def _empty(target: Target) -> Empty:
+def _empty(target: Target) -> TensorWithoutValues:
     """Return a record of a tensor without values, with the dtype in which ``from_pretrained`` would draw them."""
     dtype = None
     if target.origin is not None:
@@ -142,7 +143,7 @@ def _empty(target: Target) -> Empty:
         module = target.origin.model.get_submodule(path)
         asked = {**module._parameters, **module._buffers}.get(key)
         dtype = None if asked is None else asked.dtype
-    return Empty(target.name, target.tensor, target.places, dtype)
+    return TensorWithoutValues(target.name, target.tensor, target.places, dtype)
 
 
 def _check_unchanged(targets: Sequence[Target]) -> None:
@@ -152,8 +153,8 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
         CheckpointError: names the tensor.
     """
     for target in targets:
-        notes = [note_of(module, key) for module, key in target.places]
-        if target.regions and any(note is not None and note.was_changed_later for note in notes):
+        recorded = [recorded_tensor(module, key) for module, key in target.places]
+        if target.regions and any(r is not None and r.was_changed_later for r in recorded):
             raise CheckpointError(
                 f"cannot load {target.name}: it was changed after from_pretrained, inside of init_on_meta, where it "
                 "has no values yet. Change it once prepare_model has loaded it, or build the model elsewhere."

@@ -45,6 +45,13 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple(box)
 
 
+def shard_view(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the view of a full tensor that corresponds to this rank's shard of ``like``; not collective."""
+    for dim, (begin, length) in enumerate(local_box(like)):
+        full = full.narrow(dim, begin, length)
+    return full
+
+
 def shard_count(model: nn.Module) -> int:
     """Return the number of shards of a model's first sharded parameter; 1 if none is sharded; not collective."""
     for parameter in model.parameters():

@@ -32,7 +32,7 @@ from fsdp2_strategy.hf.library_internals import forget_caches
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import computed, values_of
-from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.shards import local_box, shard_view
 
 Adapted = Callable[[Any, str, nn.Module], None]
 
@@ -51,7 +51,7 @@ class Merged:
     @torch.no_grad()
     def gather(self) -> None:
         """Gather the adapters' parameters from all ranks; collective if they are sharded."""
-        self.whole.update(_gathered(self.adapters))
+        self.whole.update(gather_full(self.adapters))
 
 
 def without_adapters(root: nn.Module) -> Merged:
@@ -373,34 +373,31 @@ def _cuts(length: int, size: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
-def _gathered(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return full tensors on this rank's device, with few collectives."""
-    found: dict[int, torch.Tensor] = {}
-    waiting: dict[Any, dict[int, torch.Tensor]] = {}
+def gather_full(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return full tensors on this rank's device, with few collectives; collective if they are sharded."""
+    full: dict[int, torch.Tensor] = {}
+    by_group: dict[dist.ProcessGroup, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
-            found[key] = values_of(tensor).to(current_device())
+            full[key] = values_of(tensor).to(current_device())
             continue
         group = tensor.device_mesh.get_group(-1)
-        waiting.setdefault(group, {})[key] = tensor
-        if sum(t.numel() * t.element_size() for t in waiting[group].values()) > sizes.GATHER_BYTES:
-            found |= _gathered_over(group, waiting.pop(group))
-    for group, left in waiting.items():
-        found |= _gathered_over(group, left)
-    return found
+        waiting = by_group.setdefault(group, {})
+        waiting[key] = tensor
+        if sum(t.nbytes for t in waiting.values()) > sizes.GATHER_BYTES:
+            full |= _gather_over(group, by_group.pop(group))
+    for group, waiting in by_group.items():
+        full |= _gather_over(group, waiting)
+    return full
 
 
-def _gathered_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _gather_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return full tensors by one all-reduce of bytes; each byte is zero on all ranks but one, so the sum is exact."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-    starts = list(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+    starts = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for t in tensors.values()), initial=0))
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device=current_device())
-    found: dict[int, torch.Tensor] = {}
-    for (key, tensor), start, size in zip(tensors.items(), starts[:-1], sizes, strict=True):
-        found[key] = memory[start : start + size].view(tensor.dtype).view(tensor.shape)
-        own = found[key]
-        for dim, (begin, length) in enumerate(local_box(tensor)):
-            own = own.narrow(dim, begin, length)
-        own.copy_(values_of(tensor))
+    full: dict[int, torch.Tensor] = {}
+    for (key, tensor), start in zip(tensors.items(), starts, strict=False):
+        full[key] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        shard_view(full[key], tensor).copy_(values_of(tensor))
     dist.all_reduce(memory, group=group)
-    return found
+    return full
