@@ -419,7 +419,8 @@ def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Ca
 
 def _attach(recording: Recording, module: nn.Module) -> None:
     """Store which tensors of a module a recording contains; unchanged ones keep the recording of an earlier block."""
-    recorded = {**(carried(module, _RECORDED) or {})}
+    earlier = carried(module, _RECORDED) or {}
+    recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and tensor.is_meta:
             changed = recording.changed.get(storage_of(tensor))
