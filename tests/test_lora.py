@@ -581,7 +581,7 @@ def test_adapters_alone_are_what_peft_saves_and_peft_loads_them(world, tmp_path)
 
 @pytest.mark.ranks(2)
 def test_adapters_alone_are_of_one_model_that_has_some(tmp_path):
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM has 0 models of peft, expected one"):
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM contains 0 peft models, expected one"):
         save_model(shard_model(build("llama"), bf16=False), None, tmp_path, merge_adapters=False)
     model = adapted()
     model.base_model.model.model.norm.weight.requires_grad_(True)

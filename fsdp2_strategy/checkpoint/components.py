@@ -244,7 +244,7 @@ def _match_whole(root: nn.Module, places: Places) -> tuple[Wanted, LoadReport]:
         known = {m: (rest, name) for name, m in root.named_modules()} | known
     targets, report = match(root, known, "anything")
     never_saved = set(names_not_saved(inner))
-    missing = [t.name for t in targets if not (t.computed or t.regions or t.there in never_saved)]
+    missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_files in never_saved)]
     unexpected = list(report.unexpected)
     if not is_wrapped and wrapper.is_dir():
         unexpected.append(f"{WRAPPER}/")

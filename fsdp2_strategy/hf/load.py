@@ -21,8 +21,8 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
-from fsdp2_strategy.hf.meta.initialize import Empty, initialize, recorded_for
-from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, note_of
+from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues, initialize, recording_digests
+from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_tensor
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicated_reads import shares
@@ -58,7 +58,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
             a wrong shape, an unknown dtype, a wrong index, tied names with different values, or (strict) names that do
             not match. After that only if a read fails, or if no init function fills a tensor that no file contains.
     """
-    return _load(model, path, may_miss="nothing" if strict else "anything")
+    return _load(model, path, allowed_missing="nothing" if strict else "anything")
 
 
 def load_remembered(model: nn.Module) -> LoadReport:
@@ -67,27 +67,28 @@ def load_remembered(model: nn.Module) -> LoadReport:
     If the files lack the tensors of a head, a pooler or similar, these are initialised and named in the log. If the
     files lack a layer of the base model, or a part of one, an error is raised.
     """
-    return _load(model, None, may_miss="heads")
+    return _load(model, None, allowed_missing="heads")
 
 
 @on_its_ranks
-def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadReport:
+def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) -> LoadReport:
     root = unwrap_model(model)
     name = original_class(root).__name__
     with all_or_none(f"load {name}", CheckpointError):
         if is_recording():
             raise CheckpointError(
-                f"cannot load {name}: this is inside of an init_on_meta block, where nothing is real. Leave it first."
+                f"cannot load {name}: the call is inside of an init_on_meta block, where tensors have no values. Load "
+                "after the block."
             )
         reshard(root)
         known = _origins(root, path)
         if path is None and not known and not is_unreal(root):
             raise CheckpointError(
-                f"cannot load {name}: no folder is remembered and it has values already, expected a path, or a model "
-                "that from_pretrained built under init_on_meta. Pass the folder."
+                f"cannot load {name}: no path was given and it was not built under init_on_meta, expected one of the "
+                "two. Pass the folder."
             )
-        targets, report = match(root, known, may_miss)
-        afresh = [_empty(t) for t in targets if not t.regions and lacks_values(t.tensor)]
+        targets, report = match(root, known, allowed_missing)
+        to_initialise = [_empty(t) for t in targets if not t.regions and lacks_values(t.tensor)]
         if path is None:
             _check_unchanged(targets)
         with Reader("comparing tied weights") as reader:
@@ -100,28 +101,30 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
         )
         for t in targets
     ]
-    agree(f"load {name}", facts, CheckpointError, "the same files everywhere. Give every rank the same folder.")
+    agree(f"load {name}", facts, CheckpointError, "the same files on all ranks. Give every rank the same folder.")
     agree(
         f"load {name}",
-        recorded_for(afresh),
+        recording_digests(to_initialise),
         CheckpointError,
-        "that constructors did the same on every rank. Seed what they draw from NumPy or Python alike.",
+        "constructors that do the same on every rank. Give NumPy and Python the same seed on all ranks.",
     )
     with all_or_none(f"load {name}", CheckpointError):
         materialize(root, current_device())
-        wishes, broadcasts = shares((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
+        requests, broadcasts = shares((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
         with Reader(f"loading {name}") as reader:
-            reader.read(wishes)
+            reader.read(requests)
     for shared in broadcasts:
         shared.carry_out()
-    if afresh:
+    if to_initialise:
         with all_or_none(f"load {name}", CheckpointError):
-            unknown = initialize(root, [replace(e, tensor=tensor_at(e.places)) for e in afresh], current_device())
+            empty = [replace(e, tensor=tensor_at(e.registrations)) for e in to_initialise]
+            unknown = initialize(root, empty, current_device())
             if unknown:
                 raise CheckpointError(
-                    f"cannot make {name} real: nothing gives values to {', '.join(unknown[:4])} ({len(unknown)} in "
-                    "all), expected a file, a reset_parameters, or what a constructor did under init_on_meta, "
-                    "without the values of other files. Give the module a reset_parameters, or build it elsewhere."
+                    f"cannot initialise {name}: nothing gives values to {', '.join(unknown[:4])} ({len(unknown)} in "
+                    "all), expected a file that contains them, a reset_parameters, or recorded operations of a "
+                    "constructor that need no values of files. Add a reset_parameters, or build the module outside of "
+                    "init_on_meta."
                 )
     forget(root)
     has_values_now(root)
@@ -130,19 +133,19 @@ def _load(model: nn.Module, path: str | Path | None, *, may_miss: str) -> LoadRe
     refresh_masters_of(root)
     mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
-    log("%s: %d tensors from %s, %d initialised afresh", name, len(report.loaded), where, len(afresh))
+    log("%s: %d tensors from %s, %d initialised", name, len(report.loaded), where, len(to_initialise))
     return report
 
 
-def _empty(target: Target) -> Empty:
+def _empty(target: Target) -> TensorWithoutValues:
     """Return a record of a tensor without values, with the dtype in which ``from_pretrained`` would draw them."""
     dtype = None
     if target.origin is not None:
-        path, _, key = target.there.rpartition(".")
+        path, _, key = target.name_in_files.rpartition(".")
         module = target.origin.model.get_submodule(path)
         asked = {**module._parameters, **module._buffers}.get(key)
         dtype = None if asked is None else asked.dtype
-    return Empty(target.name, target.tensor, target.places, dtype)
+    return TensorWithoutValues(target.name, target.tensor, target.registrations, dtype)
 
 
 def _check_unchanged(targets: Sequence[Target]) -> None:
@@ -152,11 +155,11 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
         CheckpointError: names the tensor.
     """
     for target in targets:
-        notes = [note_of(module, key) for module, key in target.places]
-        if target.regions and any(note is not None and note.was_changed_later for note in notes):
+        recorded = [recorded_tensor(module, key) for module, key in target.registrations]
+        if target.regions and any(r is not None and r.was_changed_later for r in recorded):
             raise CheckpointError(
                 f"cannot load {target.name}: it was changed after from_pretrained, inside of init_on_meta, where it "
-                "has no values yet. Change it once prepare_model has loaded it, or build the model elsewhere."
+                "has no values yet. Change it after prepare_model, or build the model outside of init_on_meta."
             )
 
 

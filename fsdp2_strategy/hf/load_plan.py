@@ -45,37 +45,38 @@ class Target:
     """One tensor of the model, with every module and key under which it is registered."""
 
     name: str
-    places: list[tuple[nn.Module, str]]
-    computed: bool
+    registrations: list[tuple[nn.Module, str]]
+    is_non_persistent: bool
     """Whether it is a non-persistent buffer, which no file is expected to contain."""
     regions: list[Region]
     """Its values in the files; several regions if the files contain a tied tensor under several names."""
     origin: Origin | None
-    there: str
+    name_in_files: str
     """Its name in the model that the files belong to."""
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that is registered now."""
-        return tensor_at(self.places)
+        return tensor_at(self.registrations)
 
 
-def tensor_at(places: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
+def tensor_at(registrations: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
     """Return the tensor that is registered under these modules and keys."""
-    module, key = places[0]
+    module, key = registrations[0]
     found = module._parameters.get(key)
     return found if found is not None else module._buffers[key]  # type: ignore[return-value]
 
 
 def match(
-    root: nn.Module, known: Mapping[nn.Module, tuple[Origin, str]], may_miss: str
+    root: nn.Module, known: Mapping[nn.Module, tuple[Origin, str]], allowed_missing: str
 ) -> tuple[list[Target], LoadReport]:
     """Find the values of every tensor in the files, and check names and shapes; reads only headers.
 
     Args:
         root: the model.
         known: for each module whose values are in files, those files and the module's name in them.
-        may_miss: what files may lack: ``"nothing"``, ``"anything"``, or ``"heads"`` (all but a base model's layers).
+        allowed_missing: what files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``, which is all but the layers
+            of a base model.
 
     Raises:
         CheckpointError: files are missing or invalid; names or shapes do not match.
@@ -93,9 +94,9 @@ def match(
             stored = sources_of(target.regions[0])[0].dtype
             if stored != target.tensor.dtype:
                 report.cast[target.name] = (stored, target.tensor.dtype)
-        elif not target.computed:
+        elif not target.is_non_persistent:
             report.missing.append(target.name)
-    _check_names(root, targets, report, recipes, may_miss)
+    _check_names(root, targets, report, recipes, allowed_missing)
     return targets, report
 
 
@@ -104,19 +105,19 @@ def _targets(
 ) -> list[Target]:
     found: dict[int, Target] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        origin, there = known.get(module, (None, ""))
+        origin, path_in_files = known.get(module, (None, ""))
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is None:
                 continue
-            computed = key in non_persistent_buffers(module)
-            full = clean(f"{there}.{key}" if there else key)
+            is_non_persistent = key in non_persistent_buffers(module)
+            name_in_files = clean(f"{path_in_files}.{key}" if path_in_files else key)
             target = found.get(id(tensor))
             if target is None:
                 name = clean(f"{path}.{key}" if path else key)
-                target = found[id(tensor)] = Target(name, [], computed, [], origin, full)
-            target.places.append((module, key))
-            if origin is not None and not computed:
-                region = recipes[origin].regions.get(full)
+                target = found[id(tensor)] = Target(name, [], is_non_persistent, [], origin, name_in_files)
+            target.registrations.append((module, key))
+            if origin is not None and not is_non_persistent:
+                region = recipes[origin].regions.get(name_in_files)
                 if region is not None and not any(r is region for r in target.regions):
                     target.regions.append(region)
     return list(found.values())
@@ -130,15 +131,15 @@ def _check_shapes(target: Target) -> None:
                 continue
             raise CheckpointError(
                 f"cannot load {target.name}: it is {list(region.shape)} in the files, expected "
-                f"{list(target.tensor.shape)}. Check that configuration and files belong together; a model that was "
-                "resized after from_pretrained is built outside of init_on_meta."
+                f"{list(target.tensor.shape)}. Check that configuration and files belong together; build a model whose "
+                "embeddings are resized after from_pretrained outside of init_on_meta."
             )
 
 
 def _check_names(
-    root: nn.Module, targets: Sequence[Target], report: LoadReport, recipes: dict[Origin, Recipe], may_miss: str
+    root: nn.Module, targets: Sequence[Target], report: LoadReport, recipes: dict[Origin, Recipe], allowed_missing: str
 ) -> None:
-    """Raise if the names do not match as ``may_miss`` requires; log the tensors that are initialised instead."""
+    """Raise if the names do not match as ``allowed_missing`` requires; log the tensors that are initialised instead."""
     name = original_class(root).__name__
 
     def is_optional(target: Target) -> bool:
@@ -146,43 +147,43 @@ def _check_names(
         return (
             target.origin is None
             or target.origin.ignore_mismatched_sizes
-            or bool(pattern and pattern.search(target.there))
+            or bool(pattern and pattern.search(target.name_in_files))
         )
 
-    wanted = [t for t in targets if not t.computed and not t.regions and not is_optional(t)]
-    if may_miss == "heads":
-        layers = [t for t in wanted if _is_part_of_a_layer(t, targets)]
+    wanted = [t for t in targets if not t.is_non_persistent and not t.regions and not is_optional(t)]
+    if allowed_missing == "heads":
+        layers = [t for t in wanted if _is_in_base_model_layer(t, targets)]
         if wanted and not layers:
-            text = "%s: not in the files, initialised afresh: %s"
+            text = "%s: not in the files, initialised instead: %s"
             log(text, name, ", ".join(t.name for t in wanted), level=logging.WARNING)
         if report.unexpected:
             log("%s: in the files, not used: %s", name, ", ".join(report.unexpected))
         wanted = layers
-    if may_miss != "anything" and wanted:
+    if allowed_missing != "anything" and wanted:
         raise CheckpointError(
             f"cannot load {name}: the files lack {len(wanted)} of its tensors, {wanted[0].name} first, "
             "expected all. Check that configuration and files belong together, or load with strict=False."
         )
-    if may_miss == "nothing" and report.unexpected:
+    if allowed_missing == "nothing" and report.unexpected:
         raise CheckpointError(
-            f"cannot load {name}: the files hold {len(report.unexpected)} tensors that it does not "
+            f"cannot load {name}: the files contain {len(report.unexpected)} tensors that it does not "
             f"have, {report.unexpected[0]} first, expected none. Check that configuration and files belong together, "
             "or load with strict=False."
         )
 
 
-def _is_part_of_a_layer(target: Target, targets: Sequence[Target]) -> bool:
+def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
     """Return whether a tensor belongs to a layer of the base model, and not to a head or a pooler.
 
     It must be inside the base model, and in a numbered layer or in a module of which the files contain other tensors.
     """
     model = target.origin.model if target.origin else None
     prefix = getattr(model, "base_model_prefix", "")
-    if prefix and hasattr(model, prefix) and not target.there.startswith(f"{prefix}."):
+    if prefix and hasattr(model, prefix) and not target.name_in_files.startswith(f"{prefix}."):
         return False
-    modules = {module for module, _ in target.places}
-    in_part = any(t.regions and modules.intersection(module for module, _ in t.places) for t in targets)
-    return in_part or any(part.isdigit() for part in target.there.split("."))
+    modules = {module for module, _ in target.registrations}
+    in_part = any(t.regions and modules.intersection(module for module, _ in t.registrations) for t in targets)
+    return in_part or any(part.isdigit() for part in target.name_in_files.split("."))
 
 
 def check_ties(targets: Sequence[Target], reader: Reader) -> None:
@@ -194,13 +195,13 @@ def check_ties(targets: Sequence[Target], reader: Reader) -> None:
     for target in targets:
         for region in target.regions[1:]:
             own = wish_for(target.name, region, target.tensor)
-            wishes = [
+            requests = [
                 Wish(target.name, r, own.box, torch.empty(own.tensor.shape, dtype=own.tensor.dtype))
                 for r in (target.regions[0], region)
             ]
-            reader.read(wishes)
-            if not torch.equal(wishes[0].tensor, wishes[1].tensor):
+            reader.read(requests)
+            if not torch.equal(requests[0].tensor, requests[1].tensor):
                 raise CheckpointError(
-                    f"cannot load {target.name}: the files hold different values for the names that it is tied to, "
-                    "expected one value. Set tie_word_embeddings=False where the model is built."
+                    f"cannot load {target.name}: the files contain different values for the names that it is tied to, "
+                    "expected the same. Build the model with tie_word_embeddings=False."
                 )

@@ -40,32 +40,32 @@ def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wis
 
     If parameters have replicas, each replica reads about the same number of bytes and broadcasts what it has read.
     """
-    wishes: list[Wish] = []
+    requests: list[Wish] = []
     replicated: dict[dist.ProcessGroup, list[Wish]] = {}
     for name, region, tensor in wanted:
-        wish = wish_for(name, region, tensor)
+        request = wish_for(name, region, tensor)
         group = _replicas(tensor)
         if group is None:
-            wishes.append(wish)
+            requests.append(request)
         else:
-            replicated.setdefault(group, []).append(wish)
+            replicated.setdefault(group, []).append(request)
     broadcasts = []
     for group, shared in replicated.items():
         replicas = dist.get_world_size(group)
-        total = sum(wish.tensor.nbytes for wish in shared)
+        total = sum(request.tensor.nbytes for request in shared)
         before = 0
         by_reader: dict[int, list[Wish]] = {}
-        for wish in shared:
+        for request in shared:
             reader = min(replicas - 1, before * replicas // max(1, total))
-            by_reader.setdefault(reader, []).append(wish)
-            before += wish.tensor.nbytes
+            by_reader.setdefault(reader, []).append(request)
+            before += request.tensor.nbytes
         for reader, theirs in by_reader.items():
             if reader == dist.get_rank(group):
-                wishes += theirs
+                requests += theirs
             tensors = [w.tensor.reshape(-1).view(torch.uint8) for w in theirs if w.tensor.numel()]
             if tensors:
                 broadcasts.append(Broadcast(group, reader, tensors))
-    return wishes, broadcasts
+    return requests, broadcasts
 
 
 def wish_for(name: str, region: Region, tensor: torch.Tensor) -> Wish:

@@ -85,7 +85,7 @@ class _Range:
         return self.begin + self.nbytes
 
     @property
-    def is_as_it_is(self) -> bool:
+    def is_direct(self) -> bool:
         """Whether the file's bytes can be read directly into the target: no cast, and CPU memory."""
         return self.dtype == self.entry.dtype == self.target.dtype and self.target.device.type == "cpu"
 
@@ -111,16 +111,17 @@ class _Ranges:
     def nbytes(self) -> int:
         return sum(r.nbytes for r in self.ranges)
 
-    def tile_it(self) -> bool:
-        """Return whether the ranges cover the block without gaps and can be read directly into their targets."""
+    @property
+    def is_direct(self) -> bool:
+        """Whether the ranges cover the block without gaps and can be read directly into their targets."""
         ends = [self.block.begin if self.block else self.begin, *(r.end for r in self.ranges)]
-        in_a_row = all(r.begin == end and r.is_as_it_is for r, end in zip(self.ranges, ends, strict=False))
+        in_a_row = all(r.begin == end and r.is_direct for r, end in zip(self.ranges, ends, strict=False))
         return in_a_row and (self.block is None or self.block.end == ends[-1])
 
 
-def ranges_of(wishes: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
+def ranges_of(requests: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
     """Yield the file ranges that read requests need, as (path, begin, end) in bytes; reads nothing."""
-    for _, part in _parts_of(wishes):
+    for _, part in _requested_pieces(requests):
         if isinstance(part.source, Computed):
             for entry in itertools.chain.from_iterable(map(sources_of, part.source.regions())):
                 yield entry.path, entry.offset, entry.offset + entry.nbytes
@@ -129,13 +130,13 @@ def ranges_of(wishes: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
             yield part.source.path, begin, begin + _span(part) * part.source.dtype.itemsize
 
 
-def _parts_of(wishes: Iterable[Wish]) -> Iterator[tuple[Wish, Piece]]:
+def _requested_pieces(requests: Iterable[Wish]) -> Iterator[tuple[Wish, Piece]]:
     """Yield each request with each part of a piece that lies in the request's box."""
-    for wish in wishes:
-        for piece in wish.region.pieces:
-            part = piece.within(wish.box)
+    for request in requests:
+        for piece in request.region.pieces:
+            part = piece.within(request.box)
             if part is not None:
-                yield wish, part
+                yield request, part
 
 
 class Reader:
@@ -167,7 +168,7 @@ class Reader:
         self._files.clear()
         self._computed = None
 
-    def read(self, wishes: Sequence[Wish]) -> None:
+    def read(self, requests: Sequence[Wish]) -> None:
         """Fill the tensors of all read requests.
 
         Raises:
@@ -176,30 +177,30 @@ class Reader:
         """
         views: list[_View] = []
         computed: list[tuple[Wish, Piece]] = []
-        for wish, part in _parts_of(wishes):
+        for request, part in _requested_pieces(requests):
             if isinstance(part.source, Computed):
-                computed.append((wish, part))
+                computed.append((request, part))
             else:
-                views.append(_View(part.source, part, target_of(wish.tensor, part), wish.region.dtype))
-        reads = _by_block(itertools.chain.from_iterable(map(self._cut, views)))
+                views.append(_View(part.source, part, target_of(request.tensor, part), request.region.dtype))
+        reads = _by_block(itertools.chain.from_iterable(map(self._split_into_reads, views)))
         for read in reads:
             self._open(read.entry.path)
-        self._carry_out_all(reads)
-        for wish, part in computed:
+        self._execute_all(reads)
+        for request, part in computed:
             value = self._value(part)
             view = value.as_strided(part.shape, part.strides, part.offset)
-            target_of(wish.tensor, part).copy_(view.to(wish.region.dtype))
+            target_of(request.tensor, part).copy_(view.to(request.region.dtype))
 
     def read_whole(self, entry: Entry) -> torch.Tensor:
         """Return the full tensor of a file entry."""
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self._open(entry.path)
         region = Region.of(entry, entry.shape, entry.dtype)
-        for read in self._cut(_View(entry, region.pieces[0], tensor, entry.dtype)):
-            self._carry_out(read)
+        for read in self._split_into_reads(_View(entry, region.pieces[0], tensor, entry.dtype)):
+            self._execute(read)
         return tensor
 
-    def _cut(self, view: _View) -> Iterator[_View | _Ranges]:
+    def _split_into_reads(self, view: _View) -> Iterator[_View | _Ranges]:
         """Split a view into separate reads: a contiguous view by checksum block, any other by rows."""
         if not view.nbytes:
             return
@@ -213,14 +214,14 @@ class Reader:
             stop = min(end, block.end if block else begin + sizes.BLOCK_BYTES)
             if (stop - view.begin) % itemsize:
                 raise DamageError(
-                    f"cannot check {entry.name}: a checksum ends at byte {stop} of {entry.path}, expected at the end "
-                    f"of an element of {itemsize} bytes. The lists of checksums do not belong to this file."
+                    f"cannot check {entry.name}: a checksum ends at byte {stop} of {entry.path}, expected the end of "
+                    f"an element of {itemsize} bytes. The checksum manifests do not belong to this file."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
             yield _Ranges(block, [_Range(entry, begin, part, view.dtype)])
             begin = stop
 
-    def _carry_out_all(self, reads: Sequence[_View | _Ranges]) -> None:
+    def _execute_all(self, reads: Sequence[_View | _Ranges]) -> None:
         """Execute all reads in a few threads; no read starts after one has failed."""
         waiting = deque(reads)
         total = sum(read.nbytes for read in reads)
@@ -234,7 +235,7 @@ class Reader:
                     except IndexError:
                         return
                     try:
-                        self._carry_out(read)
+                        self._execute(read)
                     except BaseException:
                         waiting.clear()
                         raise
@@ -260,7 +261,7 @@ class Reader:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder.") from error
 
     @torch.no_grad()
-    def _carry_out(self, read: _View | _Ranges) -> None:
+    def _execute(self, read: _View | _Ranges) -> None:
         try:
             if isinstance(read, _Ranges):
                 self._read_ranges(read)
@@ -276,17 +277,13 @@ class Reader:
 
     def _read_ranges(self, reads: _Ranges) -> None:
         """Read directly into the targets, or through the scratch buffer for a cast, a device or a partial block."""
-        block, path = reads.block, reads.entry.path
-        if reads.tile_it():
-            digest = None if block is None else xxhash.xxh3_64()
-            for read in reads.ranges:
-                self._read_bytes(path, read.begin, memory_of(read.target), digest)
-            if block is not None and digest is not None:
-                self._check(reads, block, digest.hexdigest())
+        block = reads.block
+        if reads.is_direct:
+            self._read_checked(reads, block, [(read.begin, read.target) for read in reads.ranges])
             return
         begin, end = (block.begin, block.end) if block else (reads.begin, reads.ranges[-1].end)
         scratch = self._buffer(end - begin)
-        self._read_block(reads, begin, scratch, block)
+        self._read_checked(reads, block, [(begin, scratch)])
         for read in reads.ranges:
             part = scratch[read.begin - begin :][: read.nbytes]
             aligned = part.storage_offset() % read.entry.dtype.itemsize == 0
@@ -300,12 +297,12 @@ class Reader:
         path, end = view.entry.path, view.begin + _span(view.piece) * view.entry.dtype.itemsize
         for block in self._checksums.covering(path, view.begin, end):
             if (path, block.begin) not in self._checked:
-                self._read_block(view, block.begin, self._buffer(block.end - block.begin), block)
+                self._read_checked(view, block, [(block.begin, self._buffer(block.end - block.begin))])
                 self._checked.add((path, block.begin))
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view, its strides descending, in parts that fit into the scratch buffer."""
-        for part in _fitting(piece, read.entry.dtype.itemsize):
+        for part in _split_to_fit_scratch(piece, read.entry.dtype.itemsize):
             span = _span(part)
             scratch = self._buffer(span * read.entry.dtype.itemsize)
             begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
@@ -315,11 +312,17 @@ class Reader:
                 view = view.to(read.dtype)
             target_of(target, part).copy_(view)
 
-    def _read_block(self, read: _View | _Ranges, begin: int, scratch: torch.Tensor, block: Block | None) -> None:
+    def _read_checked(
+        self, read: _View | _Ranges, block: Block | None, targets: Iterable[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Read bytes from each offset of the file into a tensor; verify them if they are those of a block."""
         digest = None if block is None else xxhash.xxh3_64()
-        self._read_bytes(read.entry.path, begin, memory_of(scratch), digest)
+        for begin, target in targets:
+            self._read_bytes(read.entry.path, begin, memory_of(target), digest)
         if block is not None and digest is not None:
-            self._check(read, block, digest.hexdigest())
+            names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
+            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            check(read.entry.path, block, digest.hexdigest(), f"{names[0]}{more}")
 
     def _read_bytes(self, path: Path, begin: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:
         """Read bytes of a file, and hash them while they are in the processor's cache."""
@@ -333,11 +336,6 @@ class Reader:
                 digest.update(part)
         with self._counting:
             self.bytes_read += len(memory)
-
-    def _check(self, read: _View | _Ranges, block: Block, digest: str) -> None:
-        names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
-        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        check(read.entry.path, block, digest, f"{names[0]}{more}")
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """Return this thread's scratch buffer; it grows if a file has blocks larger than `BLOCK_BYTES`."""
@@ -377,7 +375,7 @@ def _rows(view: _View) -> Iterator[_View]:
             yield _View(view.entry, part, view.target.narrow(0, begin, length), view.dtype)
 
 
-def _fitting(piece: Piece, itemsize: int) -> Iterator[Piece]:
+def _split_to_fit_scratch(piece: Piece, itemsize: int) -> Iterator[Piece]:
     """Split a view, its strides descending, into parts that fit into the scratch buffer and have small gaps.
 
     The ``start`` of each part is relative to the view.

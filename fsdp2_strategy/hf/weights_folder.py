@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.peft.merge import bare_twin
+from fsdp2_strategy.hf.peft.merge import base_skeleton
 from fsdp2_strategy.hf.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
@@ -75,20 +75,19 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
     if path.is_dir():
         chosen = next((path / name for name in (WEIGHTS, INDEX) if (path / name).is_file()), path / WEIGHTS)
     if not chosen.is_file():
-        held = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else "nothing"
+        content = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else "nothing"
         raise CheckpointError(
-            f"cannot load {path}: it holds {held}, expected {WEIGHTS} or {INDEX}. Name the folder that holds the "
-            "weights."
+            f"cannot load {path}: it contains {content}, expected {WEIGHTS} or {INDEX}. Name the folder of the weights."
         )
-    is_index = chosen.name.endswith(".index.json")
-    files = tuple(sorted({chosen.parent / name for name in read_index(chosen).values()})) if is_index else (chosen,)
-    origin = Origin(model=twin(model), files=()) if own_names else origin_for(bare_twin(model))
-    return replace(origin, files=files, index=chosen if is_index else None, where=str(path))
+    index = chosen if chosen.name.endswith(".index.json") else None
+    files = tuple(sorted({chosen.parent / name for name in read_index(index).values()})) if index else (chosen,)
+    origin = Origin(model=twin(model), files=()) if own_names else origin_for(base_skeleton(model))
+    return replace(origin, files=files, index=index, where=str(path))
 
 
-def origin_for(copied: nn.Module) -> Origin:
+def origin_for(skeleton: nn.Module) -> Origin:
     """Return an origin without files for a model's meta skeleton."""
-    return Origin(model=copied, files=(), conversions=_conversions(copied))
+    return Origin(model=skeleton, files=(), conversions=_conversions(skeleton))
 
 
 def _conversions(model: Any) -> list[Any] | None:
@@ -139,7 +138,7 @@ def read_headers(origin: Origin) -> tuple[Origin, dict[str, Entry]]:
     index = read_index(origin.index) if origin.index else {}
     if missing := sorted(set(index.values()) - {file.name for file in origin.files}):
         raise CheckpointError(
-            f"cannot load {origin.where}: its index names {missing[0]}, expected one of its files. Complete the folder."
+            f"cannot load {origin.where}: its index names {missing[0]}, which is missing. Complete the folder."
         )
     entries: dict[str, Entry] = {}
     for file in origin.files:
@@ -150,13 +149,13 @@ def read_headers(origin: Origin) -> tuple[Origin, dict[str, Entry]]:
             if index.get(name, file.name) == file.name:
                 if name in entries:
                     raise CheckpointError(
-                        f"cannot load {origin.where}: {entries[name].path.name} and {file.name} both hold {name}, "
-                        "expected it once. Remove the file that does not belong there."
+                        f"cannot load {origin.where}: {entries[name].path.name} and {file.name} both contain {name}, "
+                        "expected one of them. Remove the file that does not belong there."
                     )
                 entries[name] = entry
     if lost := [name for name in index if name not in entries]:
         raise CheckpointError(
-            f"cannot load {origin.where}: its index says that {index[lost[0]]} holds {lost[0]}, which it does not "
-            f"({len(lost)} such). Copy or download the folder again."
+            f"cannot load {origin.where}: {index[lost[0]]} lacks {lost[0]}, expected all tensors that the "
+            f"index lists ({len(lost)} are missing). Copy or download the folder again."
         )
     return origin, entries

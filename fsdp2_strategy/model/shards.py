@@ -51,6 +51,13 @@ def shard_size_of(tensor: torch.Tensor) -> int:
     return math.prod(size for size, placement in sizes if placement.is_shard())
 
 
+def shard_view(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the view of a full tensor that corresponds to this rank's shard of ``like``; not collective."""
+    for dim, (begin, length) in enumerate(local_box(like)):
+        full = full.narrow(dim, begin, length)
+    return full
+
+
 def shard_count(model: nn.Module) -> int:
     """Return the shard size of a model's first sharded parameter; 1 if none is sharded; not collective."""
     return next((shard_size_of(p) for p in model.parameters() if isinstance(p, DTensor)), 1)

@@ -17,9 +17,10 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from fsdp2_strategy.distributed.torch_internals import past_modes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import LAST_STEP, LOADING_STEP
-from fsdp2_strategy.hf.meta.recorded_init import Tape, is_recording, recording
+from fsdp2_strategy.hf.meta.recorded_init import Recording, is_recording, record
 from fsdp2_strategy.hf.skeleton import twin
 from fsdp2_strategy.hf.weights_folder import Origin, remember_origin
 
@@ -40,8 +41,8 @@ def init_on_meta() -> Iterator[None]:
         yield  # nested: the outer context is active
         return
     with ExitStack() as stack:
-        tape = stack.enter_context(recording())
-        for target, name, value in _stand_ins(tape):
+        recording = stack.enter_context(record())
+        for target, name, value in _patches(recording):
             stack.enter_context(patch.object(target, name, value))
         from transformers import initialization  # noqa: PLC0415  importing this file must not import transformers
 
@@ -49,7 +50,7 @@ def init_on_meta() -> Iterator[None]:
         yield
 
 
-def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
+def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
     """Return patches for the three steps of from_pretrained that would touch values, and for init_weights.
 
     The patched init_weights calls the original, and then records that transformers has initialised the model.
@@ -59,13 +60,13 @@ def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
     def no_device_map(device_map: Any) -> None:
         """Accept any device map: the mesh decides where parameters are."""
 
-    def remember(
+    def store_files(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, None]:
         if expected_keys is not None:
             raise CheckpointError(
-                f"cannot build {type(model).__name__} on meta: an adapter is to be loaded into it, expected a model's "
-                "own weights. Build it outside of init_on_meta."
+                f"cannot build {type(model).__name__} on meta: from_pretrained was given an adapter, expected a "
+                "model's own weights. Build it outside of init_on_meta."
             )
         if state_dict is not None:
             raise CheckpointError(
@@ -73,24 +74,24 @@ def _stand_ins(tape: Tape) -> list[tuple[Any, str, Any]]:
                 "folder or hub id. Build it outside of init_on_meta."
             )
         keep_dtypes(model, load_config.dtype_plan)
-        with tape.paused():
-            _remember(model, checkpoint_files, load_config)
+        with past_modes():
+            _store_files(model, checkpoint_files, load_config)
         return _nothing_loaded(), None
 
     def tie(model: Any, _load_config: Any, loading_info: Any) -> Any:
         model.tie_weights(recompute_mapping=False)
-        tape.settle(model, in_files=True)
+        recording.mark_initialized(model, in_files=True)
         return loading_info
 
     def initialize(model: Any) -> None:
         init_weights(model)  # type: ignore[no-untyped-call]
-        tape.settle(model)
+        recording.mark_initialized(model)
 
     pretrained = modeling_utils.PreTrainedModel
     init_weights = pretrained.init_weights
     return [
         (modeling_utils, "check_and_set_device_map", no_device_map),
-        (pretrained, LOADING_STEP, staticmethod(remember)),
+        (pretrained, LOADING_STEP, staticmethod(store_files)),
         (pretrained, LAST_STEP, staticmethod(tie)),
         (pretrained, "init_weights", initialize),
     ]
@@ -115,12 +116,13 @@ def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> Non
             tensor.data = tensor.data.to(plan[groups[match.lastgroup or ""]])
 
 
-def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
+def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:
+    """Store on each module of a model which files contain its values."""
     where = str(load_config.pretrained_model_name_or_path)
     if load_config.hf_quantizer is not None:
         raise CheckpointError(
-            f"cannot build {type(model).__name__} on meta: {where} is quantised, expected plain weights. Build it "
-            "outside of init_on_meta, or name an unquantised folder."
+            f"cannot build {type(model).__name__} on meta: {where} is quantised, expected weights that are not. "
+            "Build it outside of init_on_meta, or name a folder that is not quantised."
         )
     files = tuple(map(Path, checkpoint_files or ()))
     if not files or any(file.suffix != ".safetensors" for file in files):
@@ -128,7 +130,7 @@ def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
             f"cannot build {type(model).__name__} on meta: {where} holds {[f.name for f in files]}, expected "
             "safetensors files. Convert it with from_pretrained and save_pretrained."
         )
-    _empty(model)
+    _move_parameters_to_meta(model)
     origin = Origin(
         model=twin(model),
         files=files,
@@ -140,8 +142,8 @@ def _remember(model: Any, checkpoint_files: Any, load_config: Any) -> None:
     remember_origin(model, origin)
 
 
-def _empty(model: nn.Module) -> None:
-    """Move parameters to meta that were created elsewhere: ``torch.FloatTensor`` ignores the default device."""
+def _move_parameters_to_meta(model: nn.Module) -> None:
+    """Move parameters that were created on other devices: ``torch.FloatTensor`` ignores the default device."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:

@@ -51,16 +51,16 @@ class AdapterFiles:
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
             tensors = adapted.state_dict(keep_vars=True)
-            copied: Any = twin(adapted)
-            copied.peft_config = copy.deepcopy(copied.peft_config)
+            skeleton: Any = twin(adapted)
+            skeleton.peft_config = copy.deepcopy(skeleton.peft_config)
             # On rank 0 only, because peft may read the base model's folder or query the hub.
-            names = _names_in_files(copied) if is_rank_0() else {}
+            names = _names_in_files(skeleton) if is_rank_0() else {}
         names = from_rank_0(names)
         with all_or_none("export adapters", CheckpointError):
             _check_complete(root, [tensors[source] for held in names.values() for source in held.values()])
         whole = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         regions = {adapter: {key: whole[name] for key, name in held.items()} for adapter, held in names.items()}
-        return cls(regions, copied), tensors
+        return cls(regions, skeleton), tensors
 
     def folder_of(self, adapter: str, folder: Path) -> Path:
         """Return the folder of an adapter's files: ``folder`` itself for "default", a subfolder for others."""
@@ -91,29 +91,29 @@ def _adapted_model(root: nn.Module) -> nn.Module:
     outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
     if len(outermost) != 1:
         raise CheckpointError(
-            f"cannot export adapters: {original_class(root).__name__} has {len(outermost)} models of peft, expected "
-            "one. Leave merge_adapters out."
+            f"cannot export adapters: {original_class(root).__name__} contains {len(outermost)} peft models, "
+            "expected one. Do not pass merge_adapters."
         )
     return outermost[0]
 
 
-def _names_in_files(copied: Any) -> dict[str, dict[str, str]]:
+def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
     """Map, for each adapter, the names in its file to the model's own names; not collective.
 
     Args:
-        copied: meta skeleton of the model.
+        skeleton: meta skeleton of the model.
     """
     from peft import PeftModel, get_peft_model_state_dict  # noqa: PLC0415
 
-    state = copied.state_dict(keep_vars=True)
+    state = skeleton.state_dict(keep_vars=True)
     own_names = {id(tensor): name for name, tensor in state.items()}
     # peft reads files with the names of a PeftModel, also for adapters that it injected into a model without one.
-    prefix = "" if isinstance(copied, PeftModel) else "base_model.model."
+    prefix = "" if isinstance(skeleton, PeftModel) else "base_model.model."
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft warns that it saves embeddings
-        for adapter in copied.peft_config:
-            held = get_peft_model_state_dict(copied, state_dict=state, adapter_name=adapter)
+        for adapter in skeleton.peft_config:
+            held = get_peft_model_state_dict(skeleton, state_dict=state, adapter_name=adapter)
             found[adapter] = {f"{prefix}{key}": own_names[id(tensor)] for key, tensor in held.items()}
     return found
 
@@ -128,5 +128,5 @@ def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
         raise CheckpointError(
             f"cannot export the adapters of {original_class(root).__name__} alone: it trains {some(lost)} as well, "
-            "expected nothing else. Name them in modules_to_save, or save the whole model."
+            "expected only adapters. Name them in modules_to_save, or save the full model."
         )

@@ -32,7 +32,7 @@ from fsdp2_strategy.hf.library_internals import forget_caches
 from fsdp2_strategy.hf.skeleton import original_class, twin
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import computed, values_of
-from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.shards import local_box, shard_view
 
 Adapted = Callable[[Any, str, nn.Module], None]
 
@@ -45,13 +45,13 @@ class Merged:
     """The model itself if it has no adapters. Call `gather` before you read its adapted weights."""
     adapters: dict[int, torch.Tensor] = field(default_factory=dict)
     """The parameters of the merged adapters, by their ``id``."""
-    whole: dict[int, torch.Tensor] = field(default_factory=dict)
+    gathered: dict[int, torch.Tensor] = field(default_factory=dict)
     """The same parameters, gathered."""
 
     @torch.no_grad()
     def gather(self) -> None:
         """Gather the adapters' parameters from all ranks; collective if they are sharded."""
-        self.whole.update(_gathered(self.adapters))
+        self.gathered.update(gather_full(self.adapters))
 
 
 def without_adapters(root: nn.Module) -> Merged:
@@ -63,7 +63,7 @@ def without_adapters(root: nn.Module) -> Merged:
     if not has_adapters(root):
         return Merged(root)
     adapters: dict[int, torch.Tensor] = {}
-    whole: dict[int, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
 
     def merge(layer: Any, name: str, base: nn.Module) -> None:
         active = _active(layer)
@@ -74,20 +74,20 @@ def without_adapters(root: nn.Module) -> Merged:
         for key in _adapted_keys(layer, active):
             weight = layer.get_base_layer()._parameters[key]
             # A copy, because a forward pass registers gathered parameters in the layer itself.
-            rows = _Rows(twin(layer, lambda tensor: tensor), key, tuple(active), weight, whole)
+            rows = _Rows(twin(layer, lambda tensor: tensor), key, tuple(active), weight, gathered)
             base._parameters[key] = computed(rows.merged, like=weight)
 
-    model = _stripped(twin(root, lambda tensor: tensor), root, merge)
+    model = _remove_adapters(twin(root, lambda tensor: tensor), root, merge)
     _untie(model)
-    return Merged(model, adapters, whole)
+    return Merged(model, adapters, gathered)
 
 
 def base_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model without adapters, which shares its parameters; the model if it has no adapters."""
-    return _stripped(twin(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
+    return _remove_adapters(twin(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
 
 
-def bare_twin(model: nn.Module) -> nn.Module:
+def base_skeleton(model: nn.Module) -> nn.Module:
     """Return a meta skeleton of the model without adapters, with the names of the base model; not collective."""
     return twin(base_of(model))
 
@@ -125,25 +125,28 @@ def has_adapters(model: nn.Module) -> bool:
 # --- module tree without adapters ------------------------------------------------------------------------------------
 
 
-def _stripped(copied: nn.Module, root: nn.Module, merge: Adapted | None) -> nn.Module:
-    """Remove the adapters' modules from a copy of a model.
+def _remove_adapters(
+    new: nn.Module,
+    module: nn.Module,
+    merge: Adapted | None,
+    name: str = "",
+    done: dict[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """Remove the adapters' modules from a copy of a module, and return the rest of it.
 
     Args:
-        copied: the copy, which is changed.
-        root: the model.
+        new: the copy, which is changed.
+        module: the original.
         merge: called with each adapted layer, its name and the module that replaces it in the copy; None if the merged
             values are not needed.
+        name: the name of the module in the model.
+        done: results by original module, because a module may be registered several times.
     """
-    return _strip(copied, root, "", merge, {})
-
-
-def _strip(
-    new: nn.Module, module: nn.Module, name: str, merge: Adapted | None, done: dict[nn.Module, nn.Module]
-) -> nn.Module:
+    done = {} if done is None else done
     if module in done:
         return done[module]
     if path := _path_inside(module, merging=merge is not None):
-        inner = _strip(new.get_submodule(path), module.get_submodule(path), name, merge, done)
+        inner = _remove_adapters(new.get_submodule(path), module.get_submodule(path), merge, name, done)
         if merge is not None and path == "base_layer":
             merge(module, clean(name), inner)
     else:
@@ -151,7 +154,7 @@ def _strip(
         for child_name, child in list(module._modules.items()):
             if child is not None:
                 in_full = f"{name}.{child_name}" if name else child_name
-                inner._modules[child_name] = _strip(new._modules[child_name], child, in_full, merge, done)  # type: ignore[arg-type]
+                inner._modules[child_name] = _remove_adapters(new._modules[child_name], child, merge, in_full, done)  # type: ignore[arg-type]
     done[module] = inner
     return inner
 
@@ -174,7 +177,7 @@ def _path_inside(module: nn.Module, *, merging: bool) -> str:
         if merging and not isinstance(module.base_model, BaseTuner):
             raise CheckpointError(
                 f"cannot merge adapters: {original_class(module).__name__} learns prompts, expected adapters of "
-                "weights. Save the adapters alone with merge_adapters=False."
+                "weights. Save only the adapters with merge_adapters=False."
             )
         return "base_model"
     if isinstance(module, BaseTuner):
@@ -202,8 +205,8 @@ def _untie(model: nn.Module) -> None:
             continue
         if len(ties) > 1:
             raise CheckpointError(
-                f"cannot merge adapters: {broken[0][0]} and {broken[0][1]} are tied, with others, and the adapters "
-                "change one of them, expected weights that are not tied. Save the adapters alone with "
+                f"cannot merge adapters: {broken[0][0]} and {broken[0][1]} are tied, as are others, and the adapters "
+                "change one of the two, expected weights that are not tied. Save only the adapters with "
                 "merge_adapters=False."
             )
         vars(part)["all_tied_weights_keys"] = {}
@@ -262,7 +265,7 @@ def _check(layer: Any, name: str, active: Sequence[str]) -> None:
         what += " in groups"
     raise CheckpointError(
         f"cannot merge the adapters of {name}: it is a {what}, expected LoRA of a linear layer, an embedding, a "
-        "convolution or a parameter, or DoRA that scales rows of the weight. Save the adapters alone with "
+        "convolution or a parameter, or DoRA that scales rows of the weight. Save only the adapters with "
         "merge_adapters=False."
     )
 
@@ -289,14 +292,15 @@ class _Rows:
     key: str
     active: tuple[str, ...]
     weight: torch.Tensor
-    whole: Mapping[int, torch.Tensor]
+    gathered: Mapping[int, torch.Tensor]
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """Return the rows with the adapters merged, on this rank's device."""
         rows = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
         begin, length = local_box(self.weight)[0]
-        for low, high in _cuts(self.weight.shape[0], sizes.MERGED_EXPERTS if self._experts > 1 else sizes.MERGED_ROWS):
+        chunk = sizes.MERGED_EXPERTS if self._experts > 1 else sizes.MERGED_ROWS
+        for low, high in _row_chunks(self.weight.shape[0], chunk):
             first, last = max(low, begin), min(high, begin + length)
             if first >= last:
                 continue
@@ -315,7 +319,7 @@ class _Rows:
         return int(getattr(self.layer, "num_experts", 1))
 
     @property
-    def _by_inputs(self) -> bool:
+    def _rows_are_inputs(self) -> bool:
         """Whether a row of the weight belongs to one input of the layer, not to one output."""
         return self.key != "bias" and (bool(len(self.layer.lora_embedding_A)) or _is_transposed(self.layer))
 
@@ -327,10 +331,10 @@ class _Rows:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is self.weight:
                 return rows
-            if id(tensor) in names and id(tensor) in self.whole:
-                return self._cut(names[id(tensor)].split(".")[0], self.whole[id(tensor)], begin, len(rows))
+            if id(tensor) in names and id(tensor) in self.gathered:
+                return self._cut(names[id(tensor)].split(".")[0], self.gathered[id(tensor)], begin, len(rows))
             if tensor is getattr(base, "weight", None) or tensor is getattr(base, "bias", None):
-                return rows.new_zeros(self._beside(tensor, len(rows)), dtype=tensor.dtype)
+                return rows.new_zeros(self._other_parameter_shape(tensor, len(rows)), dtype=tensor.dtype)
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
         layer: Any = twin(self.layer, cut)
@@ -342,30 +346,31 @@ class _Rows:
         result: torch.Tensor = layer.get_base_layer()._parameters[self.key]
         return result.detach()
 
-    def _cut(self, kind: str, whole: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    def _cut(self, kind: str, gathered: torch.Tensor, begin: int, length: int) -> torch.Tensor:
         """Return the part of an adapter's parameter that some rows of the weight need."""
         if self._experts > 1:  # A is (experts * rank, in), B is (out, rank * experts)
-            apart = (self._experts, -1, whole.shape[1]) if kind == "lora_A" else (len(whole), -1, self._experts)
+            apart = (self._experts, -1, gathered.shape[1]) if kind == "lora_A" else (len(gathered), -1, self._experts)
             dim = 0 if kind == "lora_A" else 2
-            return whole.reshape(apart).narrow(dim, begin, length).flatten(dim // 2, dim // 2 + 1)
-        dims = {"lora_A": 1, "lora_embedding_A": 1} if self._by_inputs else {"lora_B": 0, "lora_magnitude_vector": 0}
+            return gathered.reshape(apart).narrow(dim, begin, length).flatten(dim // 2, dim // 2 + 1)
+        of_inputs, of_outputs = {"lora_A": 1, "lora_embedding_A": 1}, {"lora_B": 0, "lora_magnitude_vector": 0}
+        dims = of_inputs if self._rows_are_inputs else of_outputs
         if kind not in dims or (self.key != "bias" and hasattr(self.layer, "num_experts") and self.weight.ndim == 3):
-            return whole
+            return gathered
         # The magnitudes of a convolution have a batch dimension before the output dimension.
-        dim = 1 if kind == "lora_magnitude_vector" and whole.ndim > 1 else dims[kind]
-        return whole.narrow(dim, begin, length)
+        dim = 1 if kind == "lora_magnitude_vector" and gathered.ndim > 1 else dims[kind]
+        return gathered.narrow(dim, begin, length)
 
-    def _beside(self, tensor: torch.Tensor, length: int) -> list[int]:
+    def _other_parameter_shape(self, tensor: torch.Tensor, length: int) -> list[int]:
         """Return the shape that the base layer's other parameter needs to match ``length`` rows of this one."""
         shape = list(tensor.shape)
         if self.key == "bias":
             shape[1 if _is_transposed(self.layer) else 0] = length
-        elif not self._by_inputs:
+        elif not self._rows_are_inputs:
             shape[0] = length
         return shape
 
 
-def _cuts(length: int, size: int) -> list[tuple[int, int]]:
+def _row_chunks(length: int, size: int) -> list[tuple[int, int]]:
     """Split rows into chunks that do not depend on the sharding; a short rest joins the chunk before it."""
     starts = list(range(0, length, size))
     if len(starts) > 1 and length - starts[-1] < size // 4:
@@ -373,34 +378,31 @@ def _cuts(length: int, size: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
-def _gathered(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return full tensors on this rank's device, with few collectives."""
-    found: dict[int, torch.Tensor] = {}
-    waiting: dict[Any, dict[int, torch.Tensor]] = {}
+def gather_full(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return full tensors on this rank's device, with few collectives; collective if they are sharded."""
+    full: dict[int, torch.Tensor] = {}
+    by_group: dict[dist.ProcessGroup, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
-            found[key] = values_of(tensor).to(current_device())
+            full[key] = values_of(tensor).to(current_device())
             continue
         group = tensor.device_mesh.get_group(-1)
-        waiting.setdefault(group, {})[key] = tensor
-        if sum(t.numel() * t.element_size() for t in waiting[group].values()) > sizes.GATHER_BYTES:
-            found |= _gathered_over(group, waiting.pop(group))
-    for group, left in waiting.items():
-        found |= _gathered_over(group, left)
-    return found
+        waiting = by_group.setdefault(group, {})
+        waiting[key] = tensor
+        if sum(t.nbytes for t in waiting.values()) > sizes.GATHER_BYTES:
+            full |= _gather_over(group, by_group.pop(group))
+    for group, waiting in by_group.items():
+        full |= _gather_over(group, waiting)
+    return full
 
 
-def _gathered_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _gather_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return full tensors by one all-reduce of bytes; each byte is zero on all ranks but one, so the sum is exact."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-    starts = list(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+    starts = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for t in tensors.values()), initial=0))
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device=current_device())
-    found: dict[int, torch.Tensor] = {}
-    for (key, tensor), start, size in zip(tensors.items(), starts[:-1], sizes, strict=True):
-        found[key] = memory[start : start + size].view(tensor.dtype).view(tensor.shape)
-        own = found[key]
-        for dim, (begin, length) in enumerate(local_box(tensor)):
-            own = own.narrow(dim, begin, length)
-        own.copy_(values_of(tensor))
+    full: dict[int, torch.Tensor] = {}
+    for (key, tensor), start in zip(tensors.items(), starts, strict=False):
+        full[key] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        shard_view(full[key], tensor).copy_(values_of(tensor))
     dist.all_reduce(memory, group=group)
-    return found
+    return full
