@@ -2,8 +2,7 @@
 
 Read them as ``sizes.X`` at the time of use; a ``from … import`` or a default argument would keep an old value. Files do
 not depend on them: checksum manifests record their block size, and so do the fingerprints of weights that a checkpoint
-leaves out. Two values have constraints: ``PACK_BYTES`` must be at least ``LARGE_BYTES``, and both ends of a remote
-connection need the same ``HEADER_BYTES``.
+leaves out. Both ends of a remote connection need the same ``HEADER_BYTES``.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ OFFLOAD_BYTES = 128 << 20
 BUCKET_BYTES = 512 << 20
 """Default size of a bucket of weights that is sent to an engine."""
 LARGE_BYTES = 16 << 20
-"""Tensors of at least this size are sent alone: the cost of one more collective is small, and packing needs a copy."""
-PACK_BYTES = 64 << 20
-"""Size of the buffer in which small tensors are sent together to a remote engine."""
+"""Tensors of at least this size are gathered alone, because the cost of one more collective is small. A remote engine
+receives weights of this size together while it uses those before them."""
 HEADER_BYTES = 64 << 20
 """Maximum size of a message's header."""
 GATHER_BYTES = 256 << 20

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -40,8 +41,9 @@ from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_s
 from fsdp2_strategy.errors import MeshError, RolloutError, ShardError
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.rollout import RemoteEngine, TransformersEngine, serve, stream_weights, weight_checksums
-from fsdp2_strategy.rollout import connection as link_module
+from fsdp2_strategy.rollout import connection as connection_module
 from fsdp2_strategy.rollout import remote as remote_module
+from fsdp2_strategy.rollout.connection import Connection
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -389,13 +391,13 @@ def train_beside(address, name):
         updated_and_compared(actor, strategy, name)
     first, engine = engine, strategy.setup_inference_engine(None, "remote", actor)
     assert engine is not first or engine is None  # the server was let go of, and had again
-    for fault, match in (("raises", "OSError: no room left"), ("stops", "did not come")):
+    for fault, match in (("raises", "OSError: no room left"), ("stops", "were not received")):
         if engine is not None:
             engine.generate("fault", fault)
         with pytest.raises(RolloutError, match=match):
             strategy.update_engine_weights(actor)
         if engine is not None:
-            with pytest.raises(RolloutError, match="has not all of its weights"):
+            with pytest.raises(RolloutError, match="does not have all of its weights"):
                 engine.generate(batch_of(name, 0, 0)["input_ids"])
             engine.generate("fault", None)
         updated_and_compared(actor, strategy, name)
@@ -416,9 +418,7 @@ def train_beside_one_that_dies(address, name):
     if engine is not None:
         engine.generate("fault", "dies")
     began = time.monotonic()
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(RolloutError, match=f"the engine at {address} is gone"):
-        patched.setattr(sizes, "PACK_BYTES", 6000)  # most is still to be sent
-        patched.setattr(sizes, "LARGE_BYTES", 5000)
+    with pytest.raises(RolloutError, match=f"the engine at {address} is gone"):
         strategy.update_engine_weights(actor)
     assert time.monotonic() - began < 5
     dist.barrier()
@@ -581,11 +581,11 @@ def test_arguments_and_results_are_what_they_were():
         assert turned.is_conj() and torch.equal(engine.generate(turned, turned.imag)[0][0], turned.resolve_conj())
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sizes, "HEADER_BYTES", 1000)
-            with pytest.raises(RolloutError, match=r"cannot send a header: it is .* expected at most 1000"):
+            with pytest.raises(RolloutError, match=r"cannot send a header: it has .* expected at most 1000"):
                 engine.generate("x" * 1000)
         with pytest.raises(RolloutError, match="failed: cannot send the result: it is a Keeper"):
             engine.generate("itself")
-        with pytest.raises(RolloutError, match="Keeper has no such method"):
+        with pytest.raises(RolloutError, match="Keeper does not have this method"):
             engine.weight_checksums()
         assert engine.is_asleep is False
         engine.sleep()
@@ -605,9 +605,9 @@ def weights_of_many_kinds():
         yield f"weight{i}", (torch.randn(shape, generator=generator) * 9).to(kinds[i % len(kinds)])
 
 
-def test_weights_arrive_in_packs_whole_and_stay_as_they_are_while_they_are_held(monkeypatch):
-    monkeypatch.setattr(sizes, "PACK_BYTES", 20000)
-    monkeypatch.setattr(sizes, "LARGE_BYTES", 10000)
+@pytest.mark.parametrize("large_bytes", [1, 10000, 1 << 20])
+def test_weights_arrive_complete_and_do_not_change_while_they_are_held(large_bytes, monkeypatch):
+    monkeypatch.setattr(sizes, "LARGE_BYTES", large_bytes)
     engine = Keeper()
     expected = dict(weights_of_many_kinds())
     with served(engine) as end:
@@ -616,29 +616,6 @@ def test_weights_arrive_in_packs_whole_and_stay_as_they_are_while_they_are_held(
             assert len(engine.held) == 12
             for name, tensor in engine.held.items():
                 assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
-
-
-def test_the_memory_of_an_arriving_stream_is_that_of_two_packs(monkeypatch):
-    monkeypatch.setattr(sizes, "PACK_BYTES", 20000)
-    monkeypatch.setattr(sizes, "LARGE_BYTES", 10000)
-    rooms = []
-    empty = torch.empty
-
-    class LetsGo(Keeper):
-        def update_weights(self, weights):
-            for _ in weights:
-                pass
-
-    def counted(*size, **options):
-        if threading.current_thread().name.startswith("ThreadPool") and size[0] > 5000:
-            rooms.append(size[0])
-        return empty(*size, **options)
-
-    with served(LetsGo()) as end:
-        monkeypatch.setattr(remote_module.torch, "empty", counted)
-        end.update_weights((f"{i}", torch.zeros(5000 if i % 4 else 100)) for i in range(40))
-        monkeypatch.undo()
-    assert len(rooms) <= 3 and sum(rooms) <= 60000
 
 
 def test_a_stream_that_fails_is_no_update_and_the_next_one_is():
@@ -653,7 +630,7 @@ def test_a_stream_that_fails_is_no_update_and_the_next_one_is():
     with served(engine) as end:
         with pytest.raises(ValueError, match="not today"):
             end.update_weights(failing())
-        with pytest.raises(RolloutError, match="has not all of its weights"):
+        with pytest.raises(RolloutError, match="does not have all of its weights"):
             end.generate(torch.zeros(1, 2, dtype=torch.long))
         end.update_weights(stream_weights(build("llama_tied")))
         assert end.weight_checksums() == weight_checksums(stream_weights(build("llama_tied")))
@@ -695,8 +672,7 @@ def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_o
 
 
 def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
-    monkeypatch.setattr(link_module, "_HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(sizes, "PACK_BYTES", 2000)
+    monkeypatch.setattr(connection_module, "_HEARTBEAT_SECONDS", 0.1)
 
     class Slow(Keeper):
         def update_weights(self, weights):
@@ -719,7 +695,7 @@ def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
 
 def serve_or_generate(address, serves, told):
     """Serve, or generate once and tell it."""
-    link_module._HEARTBEAT_SECONDS = 0.1
+    connection_module._HEARTBEAT_SECONDS = 0.1
     if serves:
         serve(Keeper(), address)
     engine = RemoteEngine(address)
@@ -729,7 +705,7 @@ def serve_or_generate(address, serves, told):
 
 @pytest.mark.parametrize("silent", ["server", "trainer"])
 def test_silence_of_the_other_end_is_heard_of_also_between_calls(silent, monkeypatch, caplog):
-    monkeypatch.setattr(link_module, "_HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(connection_module, "_HEARTBEAT_SECONDS", 0.1)
     address, (ours, theirs) = free_address(), processes.Pipe()
     other = processes.Process(target=serve_or_generate, args=(address, silent == "server", theirs), daemon=True)
     other.start()
@@ -743,10 +719,10 @@ def test_silence_of_the_other_end_is_heard_of_also_between_calls(silent, monkeyp
             assert not thread.is_alive() and "is gone: no heartbeat for 3 s" in caplog.text
         else:
             end = RemoteEngine(address, timeout_seconds=20)
-            end._link._seconds = 3
+            end._connection._seconds = 3
             assert end.generate() == [(), {}]
             os.kill(other.pid, signal.SIGSTOP)
-            assert end._link._closed.wait(60), "nobody asks while it falls silent"
+            assert end._connection._closed.wait(60), "nobody asks while it falls silent"
             for _ in range(2):
                 with pytest.raises(RolloutError, match=r"is gone \(no heartbeat for 3 s\)"):
                     end.generate()
@@ -770,7 +746,7 @@ def test_a_greeting_that_is_wrong_or_incomplete_leaves_the_server_to_the_next():
         strangers.append(socket.create_connection((host, int(port))))
         strangers[-1].sendall(said)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(link_module, "_BACKLOG", 0)  # of halves, none is kept
+        patched.setattr(connection_module, "_BACKLOG", 0)  # of halves, none is kept
         thread = threading.Thread(target=serve, args=(engine, address))
         thread.start()
         strangers[-1].settimeout(10)
@@ -785,7 +761,7 @@ def test_a_greeting_that_is_wrong_or_incomplete_leaves_the_server_to_the_next():
 
 def test_a_server_by_rank_names_the_address_by_which_it_reaches_the_store():
     store = dist.PrefixStore("any", dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
-    assert link_module._own_hosts(store) == ["127.0.0.1", socket.gethostname()]
+    assert connection_module._own_hosts(store) == ["127.0.0.1", socket.gethostname()]
 
 
 @pytest.mark.parametrize(
@@ -803,30 +779,31 @@ def test_a_server_by_rank_names_the_address_by_which_it_reaches_the_store():
         {"call": "generate", "args": [], "kwargs": {}, "tensors": 3},
         {"call": "generate", "args": [{"tensor": 0}], "kwargs": {}},
         {"call": "generate", "args": [{}], "kwargs": []},
-        [{"call": "update_weights"}, {"pack": [["a", "float32", [3], 0]], "bytes": 4}],
-        [{"call": "update_weights"}, {"pack": [["a", "float32"]], "bytes": 12}],
-        [{"call": "update_weights"}, {"pack": [], "bytes": -4}],
+        [{"call": "update_weights"}, {"weight": "a"}],
+        [{"call": "update_weights"}, {"weight": "a", "tensors": [["float32"]]}],
+        [{"call": "update_weights"}, {"weight": "a", "tensors": [["float32", [-4]]]}],
         [{"call": "update_weights"}, {"call": "generate"}],
     ],
     ids=str,
 )
 def test_what_cannot_be_understood_ends_the_session_and_not_the_server(said, caplog):
     with served(Keeper()) as end:
-        link = end._link
+        connection = end._connection
         for part in said if isinstance(said, list) else [said]:
             if isinstance(part, dict):
-                link.send(part)
+                connection.send(part)
             else:
-                link.send_bytes(part)
+                connection._output.write(part)
+                connection._output.flush()
         with pytest.raises(RolloutError, match="is gone"):
             end.generate()
-    assert "it does not keep to the protocol" in caplog.text or "in the middle of an update" in caplog.text
+    assert "it violates the protocol" in caplog.text or "in the middle of an update" in caplog.text
 
 
 def test_what_the_engine_says_and_cannot_be_understood_is_a_lost_engine(monkeypatch):
     with served(Keeper()) as end:
-        monkeypatch.setattr(remote_module, "packed", lambda *_: {"tensor": 7})
-        with pytest.raises(RolloutError, match=r"is gone \(it does not keep to the protocol: IndexError"):
+        monkeypatch.setattr(remote_module, "to_json", lambda *_: {"tensor": 7})
+        with pytest.raises(RolloutError, match=r"is gone \(it violates the protocol: IndexError"):
             end.generate()
 
 
@@ -849,33 +826,40 @@ def test_weights_that_are_more_than_their_bytes_are_refused_and_the_next_update_
     odd = [whole, torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
     with served(Keeper()) as end:
         for tensor in odd:
-            with pytest.raises(RolloutError, match=r"cannot send odd: it is a .*expected a plain dense one"):
+            with pytest.raises(RolloutError, match=r"cannot send odd: it is a .*expected a plain dense tensor"):
                 end.update_weights(iter([("fine", torch.ones(2)), ("odd", tensor)]))
         end.update_weights(iter([("fine", torch.nn.Parameter(torch.ones(2)))]))
 
 
-def test_a_large_weight_arrives_while_the_one_before_is_used_and_no_more_are_on_their_way(monkeypatch):
+def test_the_next_weights_are_received_while_the_engine_uses_one_and_no_more_than_these(monkeypatch):
     monkeypatch.setattr(sizes, "LARGE_BYTES", 1000)
-    asked, seen, count = [], [], 10
+    yielded, seen, live, count = [], [], [], 10
+    read_tensor = Connection._read_tensor
+
+    def counted(self, *described):
+        tensor = read_tensor(self, *described)
+        live.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
 
     class Watching(Keeper):
         def update_weights(self, weights):
             for i, _ in enumerate(weights):
                 deadline = time.monotonic() + 60
-                while len(asked) < min(i + 4, count) and time.monotonic() < deadline:
+                while len(yielded) < min(i + 3, count) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                time.sleep(0.05)  # would more be asked for, it came now
-                seen.append(len(asked))
+                time.sleep(0.05)  # time for a request that must not come
+                seen.append((len(yielded), sum(one() is not None for one in live) <= 3))
 
     def stream():
         for i in range(count):
-            asked.append(i)
-            yield f"{i}", torch.zeros(6 << 20)  # more than sockets hold
+            yielded.append(i)
+            yield f"{i}", torch.zeros(6 << 20)  # more than the buffers of the sockets
 
+    monkeypatch.setattr(Connection, "_read_tensor", counted)
     with served(Watching()) as end:
         end.update_weights(stream())
-    # While weight i is used, i + 1 has arrived, i + 2 is on its way, and i + 3 waits.
-    assert seen == [min(i + 4, count) for i in range(count)]
+    # While the engine uses weight i, i + 1 has been received, and i + 2 is being sent.
+    assert seen == [(min(i + 3, count), True) for i in range(count)]
 
 
 def test_what_serves_at_an_address_listens_there_alone():
@@ -897,13 +881,13 @@ def test_the_engine_is_free_when_its_trainers_end_is_dropped():
 
 def test_where_nobody_serves_and_what_is_no_place_is_an_error_that_says_so():
     address = free_address()
-    with pytest.raises(RolloutError, match=f"nobody serves at {address}"):
+    with pytest.raises(RolloutError, match=f"no server listens at {address}"):
         RemoteEngine(address, timeout_seconds=1)
     for options in ({}, {"address": "localhost:1", "peer": 1}, {"address": "localhost"}, {"peer": 1}):
         with pytest.raises(RolloutError, match="cannot reach another process"):
             RemoteEngine(**options)
     with served(Keeper()) as first:
-        with pytest.raises(RolloutError, match=r"has not answered in 0\.3 s, expected a server that has no trainer"):
+        with pytest.raises(RolloutError, match=r"has not answered in 0\.3 s, expected a server without a trainer"):
             RemoteEngine(first._where, timeout_seconds=0.3)
     with socket.socket() as taken:
         taken.bind(("localhost", 0))

@@ -344,11 +344,6 @@ def storage_address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def storage_uses(tensor: torch.Tensor) -> int:
-    """Return the number of references to a tensor's storage, including those of this call."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
 def free_pinned_memory() -> None:
     """Release the pinned host memory that torch caches."""
     if hasattr(torch._C, "_host_emptyCache"):

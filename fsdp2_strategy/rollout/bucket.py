@@ -12,7 +12,6 @@ tensor is a view of the buffer. It is copied only if rows are padded for alignme
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2_strategy.distributed.process_group import current_device, group_in_use
-from fsdp2_strategy.distributed.torch_internals import storage_uses
 from fsdp2_strategy.model.placeholders import values_of, whole_of
 
 _ALIGNMENT = 16
@@ -61,14 +59,14 @@ def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -
         tensors: tensors as this rank holds them, by name.
         differing: the ``id`` of each tensor whose values may differ between ranks (statistics of a batch norm).
     """
-    alike: dict[object, Route] = {}  # most tensors share a few layouts, and asking torch is slow
+    route_by_layout: dict[object, Route] = {}  # most tensors share a few layouts, and asking torch is slow
     routes = {}
     for name, tensor in tensors.items():
         differs = id(tensor) in differing
         kind = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else differs
-        if kind not in alike:
-            alike[kind] = _route_of(tensor, differs=differs)
-        routes[name] = alike[kind]
+        if kind not in route_by_layout:
+            route_by_layout[kind] = _route_of(tensor, differs=differs)
+        routes[name] = route_by_layout[kind]
     return routes
 
 
@@ -109,12 +107,12 @@ class Part:
     def write(self, row: torch.Tensor) -> None:
         """Write this rank's shard into its slice of the row; collective if ``is_gathered_alone``."""
         local = whole_of(self.tensor) if self.route.is_gathered_alone else values_of(self.tensor)
-        room = self._values_in(row)
-        if local.device != room.device:  # cast first: fewer bytes are copied to the device
+        target = self._values_in(row)
+        if local.device != target.device:  # cast first: fewer bytes are copied to the device
             local = local.to(self.dtype)
         for dim, length in enumerate(local.shape):
-            room = room.narrow(dim, 0, length) if length != room.shape[dim] else room
-        room.copy_(local, non_blocking=True)
+            target = target.narrow(dim, 0, length) if length != target.shape[dim] else target
+        target.copy_(local, non_blocking=True)
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from its slice of all rows: contiguous, and a view if possible."""
@@ -135,7 +133,7 @@ class Bucket:
 
     def __init__(self) -> None:
         self.parts: dict[str, Part] = {}
-        self._places: dict[str, slice] = {}
+        self._slices: dict[str, slice] = {}
         self._row_bytes = 0
         self._rows: torch.Tensor | None = None
         self._works: Sequence[dist.Work] = ()
@@ -143,7 +141,7 @@ class Bucket:
     def add(self, name: str, part: Part) -> None:
         """Add a part; its route must have the same key as those of the others."""
         self.parts[name] = part
-        self._places[name] = slice(self._row_bytes, self._row_bytes + part.row_bytes)
+        self._slices[name] = slice(self._row_bytes, self._row_bytes + part.row_bytes)
         self._row_bytes += part.row_bytes
 
     @property
@@ -156,17 +154,15 @@ class Bucket:
         """Length of the buffer that it needs."""
         return self._row_bytes * self.route.ranks
 
-    def start(self, buffer: torch.Tensor) -> None:
-        """Write this rank's row and start to gather the others; collective.
-
-        Args:
-            buffer: at least ``nbytes`` bytes, which only this bucket uses until `end`.
-        """
+    def start(self) -> None:
+        """Allocate the buffer, write this rank's row, and start to gather the others; collective."""
         route = self.route
-        rows = self._rows = buffer[: self.nbytes].view(route.ranks, self._row_bytes)
+        # A new buffer each time: tensors that the caller holds are views of the old ones.
+        rows = torch.empty((route.ranks, self._row_bytes), dtype=torch.uint8, device=current_device())
+        self._rows = rows
         own = 0 if route.group is None else dist.get_rank(route.group)
         for name, part in self.parts.items():
-            part.write(rows[own, self._places[name]])
+            part.write(rows[own, self._slices[name]])
         if route.from_rank_0_of is not None:
             self._works = [dist.broadcast(rows, group_src=0, group=route.from_rank_0_of, async_op=True)]
         elif route.group is not None:
@@ -178,12 +174,12 @@ class Bucket:
             work.wait()
         self._works = ()
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         """Return the full tensor of a part, contiguous; it may be a view of the buffer."""
         assert self._rows is not None
-        return self.parts[name].read(self._rows[:, self._places[name]])
+        return self.parts[name].read(self._rows[:, self._slices[name]])
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Release the buffer."""
         self._rows = None
 
@@ -198,43 +194,16 @@ def _gather(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
     return [dist.broadcast(row, group_src=i, group=group, async_op=True) for i, row in enumerate(rows)]
 
 
-class Buffers:
-    """Buffers that are used in turn, so that one bucket is gathered while the bucket before it is read.
+def may_start_early(buckets: Sequence[Bucket], bucket_bytes: int) -> bool:
+    """Return whether a bucket can be gathered while the caller may still hold a tensor of the last but one.
 
-    There are three, because a loop still holds the last tensor of one bucket while it requests the first of the next.
-    If three would take too much memory, there are two; a bucket is then started after the caller has used the first
-    tensor of the bucket before it. If other tensors still share a buffer's memory when it is to be used again, a new
-    buffer replaces it. So a tensor that was returned does not change while it is held.
+    A loop holds the last tensor of a bucket, and so its buffer, until it has received the first tensor of the next one.
+    A bucket that is started before that is the third one in memory. All ranks get the same result.
+
+    Args:
+        buckets: the buckets in their order.
+        bucket_bytes: the limit on memory is twice this, or twice the largest bucket.
     """
-
-    def __init__(self, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
-        sizes = [bucket.nbytes for bucket in buckets]
-        largest = [max(sizes[turn::3], default=0) for turn in range(3)]
-        self.may_begin_early = sum(largest) <= 2 * max(bucket_bytes, *largest)
-        count = 3 if self.may_begin_early else 2
-        self._sizes = [max(sizes[turn::count], default=0) for turn in range(count)]
-        self._held = [self._new(size) for size in self._sizes]
-        self._turn = 0
-
-    def _new(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=current_device())
-
-    def next(self) -> torch.Tensor:
-        """Return the next buffer; replace it first if other tensors still use its memory."""
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._held)
-        if is_looked_into(self._held[turn]):
-            self._held[turn] = self._new(self._sizes[turn])
-        return self._held[turn]
-
-
-def is_looked_into(buffer: torch.Tensor) -> bool:
-    """Return whether other tensors share a buffer's memory; wait a little, because gloo's threads release it late."""
-    for _ in range(10):
-        if storage_uses(buffer) <= _USES_ALONE:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-_USES_ALONE = storage_uses(torch.empty(1))
+    nbytes = [bucket.nbytes for bucket in buckets]
+    three = [sum(nbytes[i : i + 3]) for i in range(len(nbytes))]
+    return max(three, default=0) <= 2 * max([bucket_bytes, *nbytes])

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from math import prod
+from io import BufferedReader, BufferedWriter
 from typing import Any
 
 import torch
@@ -34,13 +34,16 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.distributed.torch_internals import default_store
 from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.hf.safetensors_format import memory_of
 
 _HEARTBEAT_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
+_BUFFER_BYTES = 1 << 20
+_CLOSED = "the connection is closed"
 _BACKLOG = 128
 _ID_BYTES = 16
-_TAKEN = b"fsdp2 engine v02"
+_ACCEPTED = b"fsdp2 engine v02"
 _REQUESTS, _HEARTBEATS = b"r", b"h"
 _OPEN_TO_ALL = b"fsdp2 trainer 02"
 """The key of a server at an address. A server at a rank has a random key, which only the default group can read."""
@@ -51,14 +54,14 @@ _DTYPES = {
 }
 
 
-class GoneError(Exception):
+class ConnectionLostError(Exception):
     """The connection to the other process is lost, or that process violates the protocol."""
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
-def name_of_end(address: str | None, peer: int | None) -> str:
+def peer_name(address: str | None, peer: int | None) -> str:
     """Check an address or a rank, and return its name for messages.
 
     Raises:
@@ -66,20 +69,20 @@ def name_of_end(address: str | None, peer: int | None) -> str:
     """
     if (address is None) == (peer is None):
         raise RolloutError(
-            f"cannot reach another process: address is {address!r} and peer {peer!r}, expected one of both. Give "
-            "'host:port', or its rank in the default group (remote_engine_address or remote_engine_rank)."
+            f"cannot reach another process: address is {address!r} and peer is {peer!r}, expected one of them. Set the "
+            "address 'host:port', or the rank in the default group (remote_engine_address or remote_engine_rank)."
         )
     if address is not None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise RolloutError(
-                f"cannot reach another process: address is {address!r}, expected 'host:port'. Give it so."
+                f"cannot reach another process: address is {address!r}, expected 'host:port'. Correct it."
             )
         return address
     if not dist.is_initialized() or not 0 <= peer < dist.get_world_size() or peer == dist.get_rank():  # type: ignore[operator]
         raise RolloutError(
-            f"cannot reach another process: peer is {peer}, expected the rank of another in the default group. Start "
-            "the group first, or give an address."
+            f"cannot reach another process: peer is {peer}, expected the rank of another process in the default "
+            "group. Initialise the group first, or pass an address."
         )
     return f"rank {peer}"
 
@@ -126,8 +129,8 @@ class Listener:
                 self._greet()
             requests, heartbeats = self._waiting.popleft()
             try:
-                requests.sendall(_TAKEN)
-                if _read(requests, len(_TAKEN)) == _TAKEN:
+                requests.sendall(_ACCEPTED)
+                if _read(requests, len(_ACCEPTED)) == _ACCEPTED:
                     return Connection(requests, heartbeats, seconds)
             except OSError:  # this trainer has given up
                 pass
@@ -165,7 +168,7 @@ def listen(address: str | None, peer: int | None) -> Listener:
     Raises:
         RolloutError: the address is in use, or is not an address of this host; or the default group's store is gone.
     """
-    where = name_of_end(address, peer)
+    where = peer_name(address, peer)
     if where not in _listeners:
         try:
             if address is None:
@@ -179,13 +182,13 @@ def listen(address: str | None, peer: int | None) -> Listener:
     listener = _listeners[where]
     if address is None:
         store = default_store()
-        told = {"hosts": _own_hosts(store), "port": listener.port, "key": listener.key.hex()}
+        published = {"hosts": _own_hosts(store), "port": listener.port, "key": listener.key.hex()}
         try:
-            store.set(_entry(dist.get_rank(), peer), json.dumps(told))
+            store.set(_entry(dist.get_rank(), peer), json.dumps(published))
         except RuntimeError as error:
             raise RolloutError(
                 f"cannot serve {where}: the store of the default group is gone ({_first_line(error)}), expected it to "
-                "stay. Start all ranks again."
+                "be reachable. Start all ranks again."
             ) from error
     return listener
 
@@ -215,12 +218,12 @@ def connect(address: str | None, peer: int | None, seconds: float) -> Connection
     Raises:
         RolloutError: no server listens there, or it does not accept this trainer in time.
     """
-    where = name_of_end(address, peer)
+    where = peer_name(address, peer)
     deadline = time.monotonic() + seconds
     if address is not None:
         hosts, port, key = [_split(address)[0]], _split(address)[1], _OPEN_TO_ALL
     else:
-        hosts, port, key = _told_by(peer, where, seconds)
+        hosts, port, key = _published_address(peer, where, seconds)
     sockets: list[socket.socket] = []
     try:
         trainer = secrets.token_bytes(_ID_BYTES)
@@ -228,16 +231,16 @@ def connect(address: str | None, peer: int | None, seconds: float) -> Connection
             sockets.append(_connect_to(hosts, port, where, deadline))
             sockets[-1].sendall(key + trainer + purpose)
         sockets[0].settimeout(max(deadline - time.monotonic(), 0.01))
-        if _read(sockets[0], len(_TAKEN)) != _TAKEN:
+        if _read(sockets[0], len(_ACCEPTED)) != _ACCEPTED:
             raise OSError("another program listens there")
-        sockets[0].sendall(_TAKEN)
+        sockets[0].sendall(_ACCEPTED)
     except BaseException as error:
         for each in sockets:
             each.close()
         if isinstance(error, TimeoutError):
             raise RolloutError(
-                f"cannot reach an engine: {where} has not answered in {seconds:g} s, expected a server that has no "
-                "trainer. Call serve there, and end the trainer before."
+                f"cannot reach an engine: {where} has not answered in {seconds:g} s, expected a server without a "
+                "trainer. Call serve there, and close the connection of its current trainer."
             ) from error
         if isinstance(error, OSError):
             raise RolloutError(
@@ -249,7 +252,7 @@ def connect(address: str | None, peer: int | None, seconds: float) -> Connection
     return Connection(requests, heartbeats, seconds)
 
 
-def _told_by(peer: int | None, where: str, seconds: float) -> tuple[list[str], int, bytes]:
+def _published_address(peer: int | None, where: str, seconds: float) -> tuple[list[str], int, bytes]:
     """Read the hosts, port and key of a server from the default store."""
     store, entry = default_store(), _entry(peer or 0, dist.get_rank())
     try:
@@ -275,8 +278,8 @@ def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) ->
                 failure = failure or error
         if time.monotonic() + _RETRY_SECONDS >= deadline or isinstance(failure, OverflowError):
             raise RolloutError(
-                f"cannot reach an engine: nobody serves at {where} ({_first_line(failure)}), expected a server of that "
-                "name and port. Check the address, and whether the server has started."
+                f"cannot reach an engine: no server listens at {where} ({_first_line(failure)}), expected one. Check "
+                "the address, and whether the server has started."
             ) from failure
         time.sleep(_RETRY_SECONDS)
 
@@ -301,10 +304,17 @@ class Connection:
         self._reason = ""
         requests.settimeout(None)
         requests.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._output = BufferedWriter(socket.SocketIO(requests, "w"), _BUFFER_BYTES)
+        self._input = BufferedReader(socket.SocketIO(requests, "r"), _BUFFER_BYTES)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a header and tensors.
+    def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
+        """Send a header and tensors; the tensors can be changed afterwards.
+
+        Args:
+            header: JSON content.
+            tensors: plain tensors; see `is_plain`.
+            flush: False if another message follows at once; small messages are then sent together.
 
         Raises:
             RolloutError: the header is too large; nothing has been sent.
@@ -313,45 +323,36 @@ class Connection:
         text = json.dumps({**header, "tensors": described} if described else header).encode()
         if len(text) > sizes.HEADER_BYTES:
             raise RolloutError(
-                f"cannot send a header: it is {len(text)} bytes long, expected at most {sizes.HEADER_BYTES}. "
-                "Send numbers as tensors."
+                f"cannot send a header: it has {len(text)} bytes, expected at most {sizes.HEADER_BYTES}. Send numbers "
+                "as tensors."
             )
-        self.send_bytes(struct.pack("<q", len(text)) + text)
-        for tensor in tensors:
-            self.send_bytes(bytes_of(tensor).numpy().data)
+        with self._connection_errors():
+            self._output.write(struct.pack("<q", len(text)) + text)
+            for tensor in tensors:
+                self._output.write(memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+            if flush:
+                self._output.flush()
 
-    def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes whose length an earlier header contains; return when the buffer can be written to again."""
-        with self._or_gone():
-            self._requests.sendall(data)
-
-    def receive(self) -> dict[str, Any]:
-        """Receive a header; wait for it without a time-out."""
-        with self._or_gone():
-            [length] = struct.unpack("<q", _read(self._requests, 8))
-        with understood():
+    def receive(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Receive a header and its tensors, in host memory; wait for them without a time-out."""
+        with protocol_errors(), self._connection_errors():
+            [length] = struct.unpack("<q", self._read(8))
             if not 0 < length <= sizes.HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-        with self._or_gone():
-            text = _read(self._requests, length)
-        with understood():
-            header: dict[str, Any] = dict(json.loads(text))
-        return header
+            header: dict[str, Any] = dict(json.loads(self._read(length)))
+            return header, [self._read_tensor(dtype, shape) for dtype, shape in header.get("tensors", ())]
 
-    def receive_into(self, flat: torch.Tensor) -> None:
-        """Receive bytes into a flat uint8 tensor in host memory."""
-        with self._or_gone():
-            _read_into(self._requests, flat.numpy().data)
+    def _read(self, nbytes: int) -> bytes:
+        data = self._input.read(nbytes)
+        if len(data) < nbytes:
+            raise ConnectionError(_CLOSED)
+        return data
 
-    def receive_tensors(self, header: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Receive the tensors that follow a header, and return them on the device of this process."""
-        tensors = []
-        with understood():
-            for dtype, shape in header.get("tensors", ()):
-                flat = torch.empty(prod(shape) * _DTYPES[dtype].itemsize, dtype=torch.uint8, device="cpu")
-                tensors.append(view_of(flat, dtype, shape, 0))
-                self.receive_into(flat)
-        return [tensor.to(current_device()) for tensor in tensors]
+    def _read_tensor(self, dtype: str, shape: list[int]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
+        if self._input.readinto(memory_of(tensor)) < tensor.nbytes:
+            raise ConnectionError(_CLOSED)
+        return tensor
 
     def close(self) -> None:
         """Close the connection, which wakes all calls that wait at either end; can be repeated."""
@@ -360,7 +361,9 @@ class Connection:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         with self._in_use:  # while a thread still uses the descriptor, its number must not be reused
-            self._requests.close()
+            for stream in (self._output, self._input, self._requests):
+                with suppress(OSError):
+                    stream.close()
 
     def _watch(self) -> None:
         """Send and receive heartbeats; see [Note: heartbeats]."""
@@ -372,6 +375,7 @@ class Connection:
                     self._heartbeats.send(b".")
                 with suppress(BlockingIOError):
                     if not self._heartbeats.recv(1 << 12):
+                        self._reason = _CLOSED
                         break
                     heard = time.monotonic()
                 if time.monotonic() - heard >= self._seconds:
@@ -380,56 +384,38 @@ class Connection:
         self.close()
 
     @contextmanager
-    def _or_gone(self) -> Iterator[None]:
+    def _connection_errors(self) -> Iterator[None]:
         try:
             with self._in_use:
                 yield
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._closed.is_set():
+                raise
             self.close()
-            raise GoneError(self._reason or _first_line(error)) from error
+            raise ConnectionLostError(self._reason or _first_line(error)) from error
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    _read_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _read_into(connection: socket.socket, view: memoryview) -> None:
-    while view:
-        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
-        if not count:
-            raise ConnectionError("the connection is closed")
-        view = view[count:]
+    """Read during a handshake, exactly ``nbytes``: what follows belongs to the session."""
+    data = b""
+    while len(data) < nbytes:
+        received = connection.recv(nbytes - len(data))
+        if not received:
+            raise ConnectionError(_CLOSED)
+        data += received
+    return data
 
 
 @contextmanager
-def understood() -> Iterator[None]:
-    """Raise `GoneError` if the block cannot interpret a message, because the other end violates the protocol."""
+def protocol_errors() -> Iterator[None]:
+    """Raise `ConnectionLostError` if the block cannot interpret a message of the other end."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise GoneError(f"it does not keep to the protocol: {type(error).__name__}: {_first_line(error)}") from error
+        raise ConnectionLostError(f"it violates the protocol: {type(error).__name__}: {_first_line(error)}") from error
 
 
 # --- values as headers and tensors -----------------------------------------------------------------------------------
-
-
-def entry_of(name: str, tensor: torch.Tensor, begin: int) -> tuple[str, str, list[int], int]:
-    """Return a tensor's entry in a header: its name, dtype, shape, and the offset of its bytes in a buffer."""
-    return name, _dtype_name(tensor), list(tensor.shape), begin
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in host memory; a view if the tensor is there and contiguous."""
-    own = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # with one element, any stride is contiguous
-
-
-def view_of(flat: torch.Tensor, dtype: str, shape: Sequence[int], begin: int) -> torch.Tensor:
-    """Return a tensor as a view of a buffer, in which its bytes start at ``begin``."""
-    kind = _DTYPES[dtype]
-    return flat[begin : begin + prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
@@ -442,7 +428,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
+def to_json(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
     """Return a value as JSON content; append its tensors to ``tensors``.
 
     Raises:
@@ -454,29 +440,28 @@ def packed(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):
-        keys = [packed(key, f"a key of {what}", tensors) for key in value]
-        values = [packed(inner, f"{what}[{key!r}]", tensors) for key, inner in value.items()]
+        keys = [to_json(key, f"a key of {what}", tensors) for key in value]
+        values = [to_json(inner, f"{what}[{key!r}]", tensors) for key, inner in value.items()]
         return {"dict": list(zip(keys, values, strict=True))}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [packed(v, f"{what}[{i}]", tensors) for i, v in enumerate(value)]}
+        return {kind: [to_json(v, f"{what}[{i}]", tensors) for i, v in enumerate(value)]}
     raise RolloutError(
         f"cannot send {what}: it is a {type(value).__name__}, expected numbers, strings, None, plain dense tensors, "
-        "and lists, tuples and mappings of them. Nothing is pickled between trainer and engine: convert it (a DTensor "
-        "with full_tensor)."
+        "and lists, tuples and mappings of them. Convert it (a DTensor with full_tensor): nothing is pickled."
     )
 
 
-def unpacked(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that was passed to `packed`."""
+def from_json(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value that was passed to `to_json`, with its tensors on the device of this process."""
     if not isinstance(value, dict):
         return value
     [(kind, inner)] = value.items()
     if kind == "tensor":
-        return tensors[inner]
+        return tensors[inner].to(current_device())
     if kind == "dict":
-        return {unpacked(k, tensors): unpacked(v, tensors) for k, v in inner}
-    return (list if kind == "list" else tuple)(unpacked(v, tensors) for v in inner)
+        return {from_json(k, tensors): from_json(v, tensors) for k, v in inner}
+    return (list if kind == "list" else tuple)(from_json(v, tensors) for v in inner)
 
 
 def _first_line(error: BaseException | None) -> str:

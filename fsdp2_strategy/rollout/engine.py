@@ -74,8 +74,8 @@ class TransformersEngine:
         root: Any = without_adapters(unwrap_model(model)).model
         if not is_transformers_model(root) or not root.can_generate():
             raise RolloutError(
-                f"cannot generate: the model is a {type(root).__name__}, expected one of transformers that has "
-                "generate. Name another engine."
+                f"cannot generate: the model is a {type(root).__name__}, expected a transformers model with a "
+                "generate method. Use another engine."
             )
 
         def room(original: torch.Tensor) -> torch.Tensor:
@@ -86,13 +86,13 @@ class TransformersEngine:
             return torch.empty(original.shape, dtype=its_dtype, device=current_device())
 
         copied: Any = twin(root, room).eval().requires_grad_(False)
-        _own_configs(copied)
+        _copy_configs(copied)
         copied.config.dtype = dtype or copied.dtype
         keep_dtypes(copied, dtype_plan(copied, dtype) if dtype else None)
         if any(buffer.is_meta for buffer in root.buffers()):
             _compute_buffers(copied)
         self.model = copied
-        self._inbox = _Inbox(self.model)
+        self._loader = _WeightLoader(self.model)
         self.is_asleep = False
         self._has_weights = False
 
@@ -105,7 +105,7 @@ class TransformersEngine:
         """
         self._check_awake("update its weights")
         self._has_weights = False
-        self._inbox.take(weights)
+        self._loader.load(weights)
         self._has_weights = True
 
     def weight_checksums(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ class TransformersEngine:
         self._check_awake("generate")
         if not self._has_weights:
             raise RolloutError(
-                "cannot generate: the engine has not all of its weights, expected a whole update. Call "
+                "cannot generate: the engine does not have all of its weights, expected a complete update. Call "
                 "update_engine_weights first."
             )
         with torch.no_grad():
@@ -153,7 +153,7 @@ def _compute_buffers(model: Any) -> None:
     model.initialize_weights()
 
 
-def _own_configs(model: nn.Module) -> None:
+def _copy_configs(model: nn.Module) -> None:
     """Copy each configuration once, and replace it in all modules that refer to it."""
     from transformers import GenerationConfig, PretrainedConfig  # noqa: PLC0415
 
@@ -164,7 +164,7 @@ def _own_configs(model: nn.Module) -> None:
                 vars(module)[name] = copy.deepcopy(value, memo)
 
 
-class _Inbox:
+class _WeightLoader:
     """Load weights under Hugging Face names into a full model, by the conversions that apply to files."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -187,12 +187,12 @@ class _Inbox:
         reached = {id(state[own_name]) for own_name in recipe}
         if lost := [name for name, p in model.named_parameters() if id(p) not in reached]:
             raise RolloutError(
-                f"cannot make an engine: {some(lost)} of {type(model).__name__} are in no stream of its weights, "
-                "expected all parameters. Name another engine."
+                f"cannot make an engine: {some(lost)} of {type(model).__name__} are not in the stream of its weights, "
+                "expected all parameters. Use another engine."
             )
 
     @torch.no_grad()
-    def take(self, weights: Weights) -> None:
+    def load(self, weights: Weights) -> None:
         """Write all weights into the model; raise if they are not exactly those that it needs."""
         # Read in each update, because `sleep` and `wake_up` move the parameters to new memory.
         state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
@@ -213,20 +213,20 @@ class _Inbox:
                 kept = {n: t for n, t in kept.items() if any(n in needed for *_, needed in pending)}
         if missing:
             raise RolloutError(
-                f"cannot update weights: {some(list(missing))} did not come, expected all {len(self._expected)}. "
-                "Stream the whole model."
+                f"cannot update weights: {some(list(missing))} were not received, expected all {len(self._expected)} "
+                "weights. Stream the whole model."
             )
 
     def _check(self, name: str, tensor: torch.Tensor, missing: Mapping[str, None]) -> None:
         if name not in missing:
             raise RolloutError(
-                f"cannot update weights: {name} came {'twice' if name in self._expected else 'unasked'}, expected "
-                f"each of {len(self._expected)} names once.{did_you_mean(name, missing)}"
+                f"cannot update weights: {name} {'was received twice' if name in self._expected else 'is unknown'}, "
+                f"expected each of {len(self._expected)} names once.{did_you_mean(name, missing)}"
             )
         if tuple(tensor.shape) != self._expected[name].shape:
             raise RolloutError(
                 f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
-                f"{list(self._expected[name].shape)}. Stream the model that the engine was made for."
+                f"{list(self._expected[name].shape)}. Stream the model from which the engine was created."
             )
 
 
@@ -245,8 +245,8 @@ Factory = Callable[[Any, nn.Module | None, torch.dtype | None], RolloutEngine | 
 def _transformers_engine(_args: Any, actor: nn.Module | None, dtype: torch.dtype | None) -> RolloutEngine:
     if actor is None:
         raise RolloutError(
-            "cannot set up an engine: actor is None, expected the model that the engine 'transformers' copies. Give "
-            "actor=."
+            "cannot set up an engine: actor is None, expected the model that the engine 'transformers' copies. Pass "
+            "actor."
         )
     return TransformersEngine(actor, dtype=dtype)
 
@@ -279,8 +279,8 @@ class Rollout:
                 if engine_type not in ENGINES:
                     raise RolloutError(
                         f"cannot set up an engine: engine_type is {engine_type!r}, expected one of "
-                        f"{', '.join(ENGINES)}, or an engine. Add what builds one to "
-                        f"fsdp2_strategy.rollout.ENGINES[{engine_type!r}]."
+                        f"{', '.join(ENGINES)}, or an engine. To add an engine by name, set "
+                        f"fsdp2_strategy.rollout.ENGINES[{engine_type!r}] to a function that builds it."
                     )
                 built = ENGINES[engine_type](args, actor, self._dtype)
             if built is not None:
@@ -312,14 +312,14 @@ class Rollout:
                     self.sleep()
 
     def _send(self, actor: nn.Module, *, verify: bool) -> None:
-        sent = Sent(stream_weights(actor, dtype=self._dtype), hashed=verify)
+        sent = CountedStream(stream_weights(actor, dtype=self._dtype), hashed=verify)
         try:
             if self.engine is not None:
                 self.engine.update_weights(iter(sent))
         finally:
-            sent.run_out()
+            sent.exhaust()
         if self.engine is not None:
-            sent.check_arrival(self.engine)
+            sent.check_complete(self.engine)
 
     def sleep(self) -> None:
         """Put the engine to sleep unless it sleeps already; not collective."""
@@ -347,7 +347,7 @@ def _check_engine(engine: object) -> None:
         )
 
 
-class Sent:
+class CountedStream:
     """An iterator over a stream that counts the tensors that the engine took, and hashes them if ``hashed``."""
 
     def __init__(self, stream: Iterable[tuple[str, torch.Tensor]], *, hashed: bool) -> None:
@@ -372,7 +372,7 @@ class Sent:
             self._taken += 1
             yield name, tensor
 
-    def run_out(self) -> None:
+    def exhaust(self) -> None:
         """Run through the tensors that the engine did not take, because the other ranks need the collectives.
 
         Raises:
@@ -383,12 +383,12 @@ class Sent:
         if self._failure is not None:
             raise self._failure
 
-    def check_arrival(self, engine: RolloutEngine) -> None:
+    def check_complete(self, engine: RolloutEngine) -> None:
         """Raise if the engine did not take all tensors, or if its checksums differ from those that were sent."""
         if self._left:
             raise RolloutError(
                 f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "
-                "all. Let its update_weights run through the iterator."
+                "all. Its update_weights must iterate over all weights."
             )
         if not self._hashed:
             return
@@ -400,6 +400,6 @@ class Sent:
         held: dict[str, str] = checksums()
         if wrong := [name for name, checksum in self._checksums.items() if held.get(name) != checksum]:
             raise RolloutError(
-                f"cannot trust the engine's weights: {some(wrong)} of {len(self._checksums)} differ from what was "
-                "sent, expected none. Update again, and check how the engine takes them."
+                f"cannot trust the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
+                "that were sent, expected none. Update again, and check how the engine loads weights."
             )

@@ -5,17 +5,17 @@ Input, on the trainer: weights and calls, as for any engine. Output: the results
 A request is a header followed by tensors, and so is its answer. Neither has a time-out; see [Note: heartbeats] in
 `connection`.
 
-[Note: packs] Weights are sent in packs: small tensors together in one buffer, each large tensor alone. The trainer
-sends one pack while it fills the next. The server receives one pack while the engine uses the pack before it. Each
-process has two buffers.
+[Note: updates] An update is a request, one message per weight, and a message that ends it. After an error at one end,
+the other end still sends or receives the rest, so that the next request is read from its beginning.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import finalize
 
@@ -26,25 +26,20 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
-from fsdp2_strategy.rollout.bucket import is_looked_into
 from fsdp2_strategy.rollout.connection import (
     Connection,
-    GoneError,
-    bytes_of,
+    ConnectionLostError,
     connect,
-    entry_of,
+    from_json,
     is_plain,
     listen,
-    name_of_end,
-    packed,
-    understood,
-    unpacked,
-    view_of,
+    peer_name,
+    protocol_errors,
+    to_json,
 )
-from fsdp2_strategy.rollout.engine import ENGINES, RolloutEngine, Sent, Weights
+from fsdp2_strategy.rollout.engine import ENGINES, CountedStream, RolloutEngine, Weights
 
 _LEAVE_SECONDS = 1.0
-_ALIGNMENT = 16
 _CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
 
 
@@ -67,35 +62,36 @@ class RemoteEngine:
     """
 
     def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
-        self._where = name_of_end(address, peer)
-        self._link = connect(address, peer, timeout_seconds)
+        self._where = peer_name(address, peer)
+        self._connection = connect(address, peer, timeout_seconds)
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
         # Runs in `close`, or when this object is garbage collected, or when the program ends.
-        self._goodbye = finalize(self, _leave, self._link, self._turn)
+        self._finalizer = finalize(self, _disconnect, self._connection, self._turn)
 
     def close(self) -> None:
         """Close the connection, so that the server can accept another trainer; from any thread; can be repeated."""
         self._lost = self._lost or "it was closed"
-        self._goodbye()
+        self._finalizer()
 
     def update_weights(self, weights: Weights) -> None:
-        """Send all weights to the engine, by Hugging Face name; see [Note: packs]."""
+        """Send all weights to the engine, by Hugging Face name; see [Note: updates]."""
+        action = "update weights"
         failure: Exception | None = None
-        with self._talking("update weights"):
-            self._link.send({"call": "update_weights"})
-            with closing(_Packing(self._link)) as packing:
-                try:
-                    for name, tensor in weights:
-                        packing.put(name, tensor)
-                except GoneError:
-                    raise
-                except Exception as error:  # noqa: BLE001  raised below, after the server has received it
-                    failure = error
-                packing.end(failure)
+        with self._request(action):
+            self._connection.send({"call": "update_weights"}, flush=False)
+            try:
+                for name, tensor in weights:
+                    _check_plain(name, tensor)
+                    self._connection.send({"weight": name}, [tensor], flush=False)
+            except ConnectionLostError:
+                raise
+            except Exception as error:  # noqa: BLE001  raised below, after the server has received it
+                failure = error
+            self._connection.send({"end": None if failure is None else _text(failure)})
             with suppress(RolloutError) if failure else nullcontext():
-                self._answer("update weights")
+                self._receive_answer(action)
         if failure is not None:
             raise failure
 
@@ -117,8 +113,8 @@ class RemoteEngine:
     @property
     def is_asleep(self) -> bool:
         """Whether the engine sleeps: its own ``is_asleep`` if it has one, otherwise what was last called here."""
-        told = self._ask("is_asleep")
-        return self._sleeps if told is None else bool(told)
+        state = self._ask("is_asleep")
+        return self._sleeps if state is None else bool(state)
 
     def generate(self, /, *args: Any, **kwargs: Any) -> Any:
         """Generate with the engine there, with the same arguments and result."""
@@ -126,34 +122,34 @@ class RemoteEngine:
 
     def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
-        given = [packed(value, f"{call}: argument {i}", tensors) for i, value in enumerate(args)]
-        named = {name: packed(value, f"{call}: argument {name}", tensors) for name, value in kwargs.items()}
-        with self._talking(call):
-            self._link.send({"call": call, "args": given, "kwargs": named}, tensors)
-            return self._answer(call)
+        given = [to_json(value, f"{call}: argument {i}", tensors) for i, value in enumerate(args)]
+        named = {name: to_json(value, f"{call}: argument {name}", tensors) for name, value in kwargs.items()}
+        with self._request(call):
+            self._connection.send({"call": call, "args": given, "kwargs": named}, tensors)
+            return self._receive_answer(call)
 
-    def _answer(self, action: str) -> Any:
-        if "error" in (answer := self._link.receive()):
+    def _receive_answer(self, action: str) -> Any:
+        answer, tensors = self._connection.receive()
+        if "error" in answer:
             raise RolloutError(f"cannot {action}: the engine at {self._where} failed: {answer['error']}")
-        tensors = self._link.receive_tensors(answer)
-        with understood():
-            return unpacked(answer["result"], tensors)
+        with protocol_errors():
+            return from_json(answer["result"], tensors)
 
     @contextmanager
-    def _talking(self, action: str) -> Iterator[None]:
+    def _request(self, action: str) -> Iterator[None]:
         """Run one request and its answer, one thread at a time; an error other than `RolloutError` ends the session."""
         with self._turn:
             try:
                 if self._lost is not None:
-                    raise GoneError(self._lost)
+                    raise ConnectionLostError(self._lost)
                 yield
             except RolloutError:
                 raise
             except BaseException as failure:
                 self._lost = self._lost or str(failure) or type(failure).__name__
-                self._link.close()  # the server would take later messages for the rest of this one
-                self._goodbye.detach()
-                if not isinstance(failure, GoneError):
+                self._connection.close()  # the server would take later messages for the rest of this one
+                self._finalizer.detach()
+                if not isinstance(failure, ConnectionLostError):
                     raise
                 raise RolloutError(
                     f"cannot {action}: the engine at {self._where} is gone ({self._lost}), expected its answer. Start "
@@ -184,90 +180,93 @@ def serve(
     Raises:
         RolloutError: the address is invalid or in use, or the store of the default group is gone.
     """
-    where = name_of_end(address, peer)
-    link = listen(address, peer).accept(timeout_seconds)
+    where = peer_name(address, peer)
+    connection = listen(address, peer).accept(timeout_seconds)
     logger.info("serving the trainer at %s", where)
     try:
-        while (request := link.receive()).get("call") != "goodbye":
-            _carry_out(engine, link, request)
-        link.send({"result": None})
-        logger.info("the trainer at %s said goodbye", where)
-    except GoneError as gone:
+        while (request := connection.receive())[0].get("call") != "goodbye":
+            _execute(engine, connection, *request)
+        connection.send({"result": None})
+        logger.info("the trainer at %s has disconnected", where)
+    except ConnectionLostError as gone:
         logger.warning("the trainer at %s is gone: %s", where, gone)
     finally:
-        link.close()
+        connection.close()
 
 
 # --- the server's end ------------------------------------------------------------------------------------------------
 
 
-def _carry_out(engine: RolloutEngine, link: Connection, request: Mapping[str, Any]) -> None:
+def _execute(
+    engine: RolloutEngine, connection: Connection, request: Mapping[str, Any], arguments: Sequence[torch.Tensor]
+) -> None:
     """Execute a request, and send the answer."""
+    call = request.get("call")
+    tensors: list[torch.Tensor] = []
     try:
-        arguments = link.receive_tensors(request)
-        result, tensors = None, list[torch.Tensor]()
-        if request.get("call") == "update_weights":
-            _update(engine, link)
-        else:
-            result = _call(engine, request, arguments)
-        link.send({"result": packed(_without_cache(result), "the result", tensors)}, tensors)
-    except GoneError:
+        if call == "update_weights":
+            _update(engine, connection)
+        result = None if call == "update_weights" else _call(engine, request, arguments)
+        connection.send({"result": to_json(_without_cache(result), "the result", tensors)}, tensors)
+    except ConnectionLostError:
         raise
     except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
-        logger.warning("cannot %s: %s", request.get("call"), _text(failure))
-        link.send({"error": _text(failure)})
+        logger.warning("cannot %s: %s", call, _text(failure))
+        connection.send({"error": _text(failure)})
 
 
 def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
-    with understood():
+    with protocol_errors():
         call = request["call"]
-        args = [unpacked(value, tensors) for value in request["args"]]
-        kwargs = {name: unpacked(value, tensors) for name, value in request["kwargs"].items()}
+        args = [from_json(value, tensors) for value in request["args"]]
+        kwargs = {name: from_json(value, tensors) for name, value in request["kwargs"].items()}
     if call == "is_asleep":
         return getattr(engine, call, None)
     if call not in _CALLS or not callable(method := getattr(engine, call, None)):
-        raise RolloutError(f"cannot {call}: {type(engine).__name__} has no such method, expected one. Add it.")
+        raise RolloutError(f"cannot {call}: {type(engine).__name__} does not have this method, expected it. Add it.")
     return method(*args, **kwargs)
 
 
-def _update(engine: RolloutEngine, link: Connection) -> None:
+def _update(engine: RolloutEngine, connection: Connection) -> None:
     """Pass the received weights to the engine; also receive those that it does not take."""
     with ThreadPoolExecutor(1) as receiver:
-        sent = Sent(_arriving(link, receiver), hashed=False)
+        stream = CountedStream(_received_weights(connection, receiver), hashed=False)
         try:
-            engine.update_weights(iter(sent))
+            engine.update_weights(iter(stream))
         finally:
-            sent.run_out()
-        sent.check_arrival(engine)
+            stream.exhaust()
+        stream.check_complete(engine)
 
 
-def _arriving(link: Connection, receiver: ThreadPoolExecutor) -> Weights:
-    """Yield the tensors of each pack while the next pack is received; see [Note: packs].
+def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> Weights:
+    """Yield the weights of one batch, in host memory, while the next batch is received."""
+    is_last, following = False, receiver.submit(_receive_batch, connection)
+    while not is_last:
+        batch, is_last = following.result()
+        if not is_last:
+            following = receiver.submit(_receive_batch, connection)
+        while batch:
+            yield batch.popleft()
 
-    The next pack reuses the memory of the pack before this one. A loop releases that memory when it gets the first
-    tensor of this pack.
-    """
-    rooms = _Rooms()
 
-    def receive() -> list[tuple[str, torch.Tensor]] | None:
-        header = link.receive()
-        if "pack" in header:
-            with understood():
-                room = rooms.take(header["bytes"])
-                pack = [(name, view_of(room, *described)) for name, *described in header["pack"]]
-            link.receive_into(room)
-            return pack
-        if "end" not in header:
-            raise GoneError("it left in the middle of an update")
-        if header["end"] is not None:
+def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, torch.Tensor]], bool]:
+    """Receive weights of at least ``LARGE_BYTES`` together; return them, and whether they are the last ones."""
+    batch: deque[tuple[str, torch.Tensor]] = deque()
+    nbytes = 0
+    while nbytes < sizes.LARGE_BYTES:
+        header, tensors = connection.receive()
+        if "weight" in header:
+            with protocol_errors():
+                [tensor] = tensors
+            batch.append((str(header["weight"]), tensor))
+            nbytes += tensor.nbytes
+        elif "end" not in header:
+            raise ConnectionLostError("it ended in the middle of an update")
+        elif header["end"] is not None:
             raise RolloutError(f"cannot update weights: the trainer failed: {header['end']}")
-        return None
-
-    pack = receive()
-    while pack is not None:
-        coming = receiver.submit(receive)
-        yield from pack
-        pack = coming.result()
+        else:
+            return batch, True
+    return batch, False
 
 
 def _without_cache(result: Any) -> Any:
@@ -277,101 +276,29 @@ def _without_cache(result: Any) -> Any:
     return {key: value for key, value in result.items() if not hasattr(value, "get_seq_length")}
 
 
-class _Rooms:
-    """Two buffers that are used in turn; a buffer is replaced if other tensors still use its memory."""
-
-    def __init__(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return the next buffer, cut to a length."""
-        buffer = self._buffers.pop(0)
-        if buffer.numel() < nbytes or is_looked_into(buffer):
-            del buffer  # released before the new one is allocated
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._buffers.append(buffer)
-        return buffer[:nbytes]
-
-
 # --- the trainer's end -----------------------------------------------------------------------------------------------
 
 
-def _leave(link: Connection, turn: threading.Lock) -> None:
+def _disconnect(connection: Connection, turn: threading.Lock) -> None:
     """Send "goodbye" and close; if another thread is in a call, close at once and wait for that thread to notice."""
     if turn.acquire(blocking=False):
-        with suppress(GoneError):
-            link.send({"call": "goodbye"})
-            link.receive()
-        link.close()
+        with suppress(ConnectionLostError):
+            connection.send({"call": "goodbye"})
+            connection.receive()
+        connection.close()
     else:
-        link.close()
+        connection.close()
         if not turn.acquire(timeout=_LEAVE_SECONDS):
             return
     turn.release()
 
 
-class _Packing:
-    """Collect tensors into packs, and send one while the next is filled; see [Note: packs]."""
-
-    def __init__(self, link: Connection) -> None:
-        self._link = link
-        self._buffers: list[torch.Tensor] = []
-        self._entries: list[tuple[str, str, list[int], int]] = []
-        self._filled = 0
-        self._sender = ThreadPoolExecutor(1)
-        self._sending: Future[None] | None = None
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor to a pack, or send a large one alone; its memory is then read until it has been sent.
-
-        Raises:
-            RolloutError: it is not a plain dense tensor.
-        """
-        if not is_plain(tensor):
-            raise RolloutError(
-                f"cannot send {name}: it is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, "
-                f"{tensor.device}), expected a plain dense one. Take its full_tensor(), to_dense() or dequantize()."
-            )
-        if tensor.nbytes >= sizes.LARGE_BYTES:
-            self._send_filled()
-            self._send([entry_of(name, tensor, 0)], bytes_of(tensor))
-            return
-        if self._filled + tensor.nbytes > sizes.PACK_BYTES:
-            self._send_filled()
-        if not self._buffers:
-            self._buffers = [torch.empty(sizes.PACK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        self._entries.append(entry_of(name, tensor, self._filled))
-        room = view_of(self._buffers[0], *self._entries[-1][1:])
-        room.copy_(tensor)
-        self._filled += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-    def end(self, failure: Exception | None) -> None:
-        """Send the last pack, and then the end of the update; after a failure, only the failure."""
-        if failure is None:
-            self._send_filled()
-        self._wait()
-        self._link.send({"end": None if failure is None else _text(failure)})
-
-    def close(self) -> None:
-        """End the sending thread; if it is blocked, it ends when the connection is closed."""
-        self._sender.shutdown(wait=False)
-
-    def _send_filled(self) -> None:
-        if self._entries:
-            self._send(self._entries, self._buffers[0][: self._filled])
-            self._buffers.reverse()
-            self._entries, self._filled = [], 0
-
-    def _send(self, entries: Sequence[object], flat: torch.Tensor) -> None:
-        self._wait()
-        self._link.send({"pack": entries, "bytes": flat.numel()})
-        self._sending = self._sender.submit(self._link.send_bytes, flat.numpy().data)
-
-    def _wait(self) -> None:
-        """Wait until the last pack has been sent."""
-        if self._sending is not None:
-            self._sending.result()
-        self._sending = None
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if not is_plain(tensor):
+        raise RolloutError(
+            f"cannot send {name}: it is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device}), "
+            "expected a plain dense tensor. Pass its full_tensor(), to_dense() or dequantize()."
+        )
 
 
 def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
@@ -380,7 +307,7 @@ def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | No
         return default if given is None else given
 
     address, peer = option("remote_engine_address"), option("remote_engine_rank")
-    name_of_end(address, peer)  # on every rank, so that all ranks raise
+    peer_name(address, peer)  # on every rank, so that all ranks raise
     seconds = float(option("remote_engine_timeout_seconds", 60.0))
     return RemoteEngine(address, peer=peer, timeout_seconds=seconds) if is_rank_0() else None
 

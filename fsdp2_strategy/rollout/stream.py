@@ -33,7 +33,7 @@ from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.rollout.bucket import Bucket, Buffers, Part, Route, routes_of
+from fsdp2_strategy.rollout.bucket import Bucket, Part, Route, may_start_early, routes_of
 
 
 def stream_weights(
@@ -72,68 +72,76 @@ def stream_weights(
     root = unwrap_model(model)
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
         try:
-            merged, loads, buffers = _prepared(root, dtype, bucket_bytes)
+            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes)
             merged.gather()
         except CheckpointError as error:
             raise RolloutError(str(error)) from error
-        yield from _run(loads, buffers)
+        yield from _run(buckets, is_early=is_early)
         return
     action = f"stream {original_class(root).__name__}"
     with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
         with all_or_none(action, RolloutError):
             reshard(root)
-            merged, loads, buffers = _prepared(root, dtype, bucket_bytes)
-        agree(action, [load.facts() for load in loads], RolloutError, "the same model and arguments. Call it alike.")
+            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes)
+        facts = [bucket.facts() for bucket in buckets]
+        agree(action, facts, RolloutError, "the same model and arguments on every rank. Call it with the same.")
         if merged.adapters:
             with all_or_none(action, RolloutError):
                 merged.gather()
-    yield from _run(loads, buffers)
+    yield from _run(buckets, is_early=is_early)
 
 
-def _prepared(
+def _prepare(
     root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int | None
-) -> tuple[Merged, list[_Load], Buffers]:
+) -> tuple[Merged, list[_RegionBucket], bool]:
     bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     if bucket_bytes < 1:
-        raise RolloutError(f"cannot stream: bucket_bytes is {bucket_bytes}, expected at least 1. Use 512 * 2**20, say.")
+        raise RolloutError(
+            f"cannot stream weights: bucket_bytes is {bucket_bytes}, expected at least 1. For example, use 512 * 2**20."
+        )
     check_usable(root)
     merged = without_adapters(root)
-    plan = _plan(merged.model, dtype, bucket_bytes) if merged.adapters else _planned(root, dtype, bucket_bytes)
-    loads = [copy.copy(load) for load in plan]  # the plan is cached; the state of its buckets belongs to one stream
-    return merged, loads, Buffers(loads, bucket_bytes)
+    plan = (_make_plan if merged.adapters else _cached_plan)(merged.model, dtype, bucket_bytes)
+    buckets = [copy.copy(bucket) for bucket in plan]  # the plan is cached; the buffers belong to one stream
+    return merged, buckets, may_start_early(buckets, bucket_bytes)
 
 
-def _run(loads: Sequence[_Load], buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one bucket while the next bucket is gathered; collective."""
-    waiting = deque(loads)
-    begun: deque[_Load] = deque()
+def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of one bucket while the next bucket is gathered; collective.
 
-    def begin(at_most: int) -> None:
-        while waiting and len(begun) < at_most:
-            begun.append(waiting.popleft())
-            begun[-1].start(buffers.next())
+    Args:
+        buckets: the buckets in their order.
+        is_early: start a bucket before the caller has released the last tensor of the last but one.
+    """
+    waiting = deque(buckets)
+    started: deque[_RegionBucket] = deque()
 
-    def end() -> None:
-        load = begun.popleft()
-        load.wait()
-        load.end()
+    def start(at_most: int) -> None:
+        while waiting and len(started) < at_most:
+            started.append(waiting.popleft())
+            started[-1].start()
 
-    begin(1)
-    while begun:
-        if buffers.may_begin_early:
-            begin(2)
-        begun[0].wait()
+    def finish() -> None:
+        bucket = started.popleft()
+        bucket.wait()
+        bucket.release()
+
+    start(1)
+    while started:
+        if is_early:
+            start(2)
+        started[0].wait()
         try:
-            for name, make in begun[0].outputs():
+            for name, make in started[0].outputs():
                 yield name, make()
-                begin(2)  # the caller has released the last tensor of the bucket before
+                start(2)  # the caller has released the last tensor of the bucket before
         except BaseException:  # the caller left the loop: take part in the remaining collectives
-            while begun:
-                end()
-                begin(1)
+            while started:
+                finish()
+                start(1)
             raise
-        end()
-        begin(1)
+        finish()
+        start(1)
 
 
 def weight_checksums(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -182,7 +190,7 @@ class _Item:
         }
 
 
-class _Load(Bucket):
+class _RegionBucket(Bucket):
     """A bucket, and the regions that are made of its tensors."""
 
     def __init__(self) -> None:
@@ -191,7 +199,7 @@ class _Load(Bucket):
         self.largest_bytes = 0
         """Size of its largest region."""
 
-    def take(self, parts: Mapping[str, Part], item: _Item) -> None:
+    def add_item(self, parts: Mapping[str, Part], item: _Item) -> None:
         """Add an item."""
         for name, part in parts.items():
             self.add(name, part)
@@ -206,9 +214,9 @@ class _Load(Bucket):
             needed = sources_of(region)
             if is_identity(region, tensors) and self.parts[needed[0]].dtype == region.dtype:
                 sources.clear()
-                yield name, partial(self.whole, needed[0])
+                yield name, partial(self.full_tensor, needed[0])
                 continue
-            sources = {s: sources[s] if s in sources else self.whole(s) for s in needed}
+            sources = {s: sources[s] if s in sources else self.full_tensor(s) for s in needed}
             yield name, partial(assemble, region, sources.__getitem__)
 
     def facts(self) -> list[object]:
@@ -216,11 +224,11 @@ class _Load(Bucket):
         return [self.nbytes, *((name, tuple(r.shape), r.dtype) for name, r in self.regions.items())]
 
 
-_PLAN = Slot[tuple[object, list[_Load]]]("plan of the last stream")
+_PLAN = Slot[tuple[object, list[_RegionBucket]]]("plan of the last stream")
 """The arguments, the ids of the model's tensors at that time, and the buckets."""
 
 
-def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
+def _cached_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_RegionBucket]:
     """Return the plan of a stream; the plan of the last stream is reused if only values have changed since.
 
     A plan refers to its tensors, so no new tensor can get the id of one of them.
@@ -229,11 +237,11 @@ def _planned(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> l
     asked = (dtype, bucket_bytes, sizes.LARGE_BYTES, held)
     known = model_state(root).get(_PLAN)
     if known is None or known[0] != asked:
-        known = model_state(root).set(_PLAN, (asked, _plan(root, dtype, bucket_bytes)))
+        known = model_state(root).set(_PLAN, (asked, _make_plan(root, dtype, bucket_bytes)))
     return known[1]
 
 
-def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Load]:
+def _make_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_RegionBucket]:
     """Put a model's tensors into buckets; names, shapes, dtypes and placements determine the result on every rank."""
     copied = twin(root)
     tensors = tensors_to_write(root, copied)
@@ -241,22 +249,22 @@ def _plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list
     is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     buffers = {id(buffer) for buffer in root.buffers()} if is_shared else set()
     routes = routes_of(tensors, buffers)
-    loads: list[_Load] = []
-    filling: dict[tuple[int, int], _Load] = {}
+    buckets: list[_RegionBucket] = []
+    filling: dict[tuple[int, int], _RegionBucket] = {}
     for item in _items(regions, tensors):
         parts = item.parts(routes)
         route = next(iter(parts.values())).route
         nbytes = sum(part.row_bytes for part in parts.values()) * route.ranks
-        load = filling.get(route.key)
+        bucket = filling.get(route.key)
         if nbytes >= sizes.LARGE_BYTES:
-            loads.append(_Load())
-            loads[-1].take(parts, item)
+            buckets.append(_RegionBucket())
+            buckets[-1].add_item(parts, item)
             continue
-        if not load or load.nbytes + nbytes + max(load.largest_bytes, item.largest_bytes) > bucket_bytes * 2 // 3:
-            load = filling[route.key] = _Load()
-            loads.append(load)
-        load.take(parts, item)
-    return sorted(loads, key=lambda load: load.route.from_rank_0_of is not None)
+        if not bucket or bucket.nbytes + nbytes + max(bucket.largest_bytes, item.largest_bytes) > bucket_bytes * 2 // 3:
+            bucket = filling[route.key] = _RegionBucket()
+            buckets.append(bucket)
+        bucket.add_item(parts, item)
+    return sorted(buckets, key=lambda bucket: bucket.route.from_rank_0_of is not None)
 
 
 def _items(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[_Item]:
