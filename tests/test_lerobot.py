@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.http_server import FileServer
 
 from fsdp2_strategy.data import ResumableLoader
@@ -36,8 +37,7 @@ from fsdp2_strategy.lerobot import LeRobotDataset, video
 from fsdp2_strategy.lerobot import prefetch as staging_module
 from fsdp2_strategy.lerobot.dataset_source import LocalFiles
 from fsdp2_strategy.lerobot.fetching import Fetching
-from fsdp2_strategy.lerobot.frame_barcode import barcode, read_barcode, read_camera
-from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.lerobot.prefetch import Staging
 from fsdp2_strategy.lerobot.video import Decoders
 from fsdp2_strategy.lerobot.worker_counters import NAMES, Counts

@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.worlds import some_rows
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import episode_files, generate
-from fsdp2_strategy.lerobot.generate import DatasetWriter, barcode, read_barcode, read_camera, write_barcoded
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
 

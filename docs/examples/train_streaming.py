@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import interpolate
@@ -34,13 +35,13 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import LeRobotDataset, Metadata
-from fsdp2_strategy.lerobot.generate import write_barcoded
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.vla.shortages import warn_of_shortages
 from fsdp2_strategy.vla.throughput import Rates, Throughput
 
 SIZE, PATCH = 96, 16  # of an image as the policy sees it, and of what becomes one token
 WIDTH, HEADS, LAYERS = 128, 4, 4
-STATE, ACTION = "observation.state", "action"
+STATE, ACTION, CAMERA = "observation.state", "action", "observation.images.top"  # CAMERA: of generated data alone
 
 Batch = dict[str, Any]
 
@@ -176,8 +177,27 @@ def generate(strategy: FSDPV2Strategy, root: Path, episodes: int) -> None:
         if strategy.is_rank_0() and not root.exists():
             unfinished = root.with_name(f"{root.name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_barcoded(unfinished, [20 + 7 * i % 25 for i in range(episodes)])
+            features = {
+                STATE: {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+                ACTION: {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+                CAMERA: {"dtype": "video", "shape": (64, 96, 3), "names": ["height", "width", "channels"]},
+            }
+            files = {"episodes_per_data_file": 4, "episodes_per_video_file": 3}  # several, as a large data set has
+            with DatasetWriter(unfinished, fps=10, features=features, **files) as writer:
+                for i in range(episodes):
+                    writer.add_episode(demonstration(i, 20 + 7 * i % 25), task="move the square to the corner")
             unfinished.rename(root)
+
+
+def demonstration(seed: int, length: int) -> dict[str, np.ndarray]:
+    """Return an episode in which a white square moves from a random position to the corner of a noisy image."""
+    random = np.random.default_rng(seed)
+    path = np.linspace(random.random(2), 1.0, length, dtype=np.float32)
+    images = random.integers(0, 128, (length, 64, 96, 3), dtype=np.uint8)
+    for image, (x, y) in zip(images, path, strict=True):
+        left, top = int(80 * x), int(48 * y)
+        image[top : top + 16, left : left + 16] = 255
+    return {STATE: path, ACTION: np.concatenate([path[1:], path[-1:]]), CAMERA: images}
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -297,12 +317,7 @@ def parse(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--repo_id", help="data set of the Hub")
     add("--root", help="folder or URL of the data set, instead")
-    add(
-        "--generate",
-        type=int,
-        metavar="EPISODES",
-        help="write a data set of so many to --root first",
-    )
+    add("--generate", type=int, metavar="EPISODES", help="first write a data set with this many episodes to --root")
     add("--tolerance_s", type=float, default=1e-4, help="seconds that a frame may be off from where it is asked for")
     add("--output_dir", type=Path, default=Path("runs/streaming"))
     add("--cache_dir", type=Path, help="where files of a remote data set are for a while; a fast disk of each host")

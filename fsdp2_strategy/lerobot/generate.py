@@ -25,16 +25,11 @@ import pyarrow as pa
 from fsdp2_strategy.errors import DataError, did_you_mean
 from fsdp2_strategy.lerobot.episode_files import EpisodesFile, Files, RowsFile, write_tasks
 from fsdp2_strategy.lerobot.features import CAMERAS, OWN, checked_feature, checked_values, column, schema_of, size_of
-from fsdp2_strategy.lerobot.frame_barcode import barcode, read_barcode, read_camera
 from fsdp2_strategy.lerobot.mp4 import Codec, EncodedEpisode, Encoding, VideoFile, encode
 from fsdp2_strategy.lerobot.stats import Stats, aggregate, feature_stats, image_stats
 
-__all__ = ["DatasetWriter", "barcode", "read_barcode", "read_camera", "write_barcoded"]
-
 _DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-
-TASKS = ("pick up the cube", "put the cube into the box", "öffne die Schublade")
 
 
 class DatasetWriter:
@@ -285,68 +280,6 @@ class DatasetWriter:
         self._is_closed = True
         for files in (self._data, *self._videos.values(), self._episodes):
             files.close()
-
-
-def write_barcoded(
-    root: str | Path,
-    lengths: Sequence[int],
-    *,
-    fps: int = 10,
-    cameras: Sequence[str] = ("observation.images.top",),
-    image_cameras: Sequence[str] = (),
-    height: int = 64,
-    width: int = 96,
-    tasks: Sequence[str] = TASKS,
-    episodes_per_data_file: int | None = 4,
-    episodes_per_video_file: int | None = 3,
-    **options: Any,
-) -> Path:
-    """Write a data set whose values identify the episode and frame that they belong to.
-
-    ``observation.state`` is (episode, frame), ``action`` (episode + 0.5, frame + 0.5), both exact in float32.
-    ``next.done`` is True for the last frame of an episode. Images are ``barcode(episode, frame, camera=...)``; cameras
-    are numbered from 0, videos before images. Episode ``i`` has the task ``tasks[i % len(tasks)]``.
-
-    Args:
-        root: a folder that does not exist or is empty.
-        lengths: number of frames of each episode.
-        fps: frames per second.
-        cameras: names of the features that are stored as video.
-        image_cameras: names of the features that are stored as PNG in the tables.
-        height: height of the images, an even number.
-        width: width of the images, an even number.
-        tasks: tasks in words.
-        episodes_per_data_file: maximum number of episodes per file.
-        episodes_per_video_file: maximum number of episodes per file.
-        options: further arguments of ``DatasetWriter``.
-
-    Returns:
-        The folder.
-    """
-    image = {"shape": (height, width, 3), "names": ["height", "width", "channels"]}
-    features: dict[str, dict[str, Any]] = {
-        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
-        "action": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
-        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
-        **{name: {"dtype": "video", **image} for name in cameras},
-        **{name: {"dtype": "image", **image} for name in image_cameras},
-    }
-    with DatasetWriter(
-        root,
-        fps=fps,
-        features=features,
-        episodes_per_data_file=episodes_per_data_file,
-        episodes_per_video_file=episodes_per_video_file,
-        **options,
-    ) as writer:
-        for episode, length in enumerate(lengths):
-            state = np.stack([np.full(length, episode), np.arange(length)], axis=-1).astype(np.float32)
-            frames = {"observation.state": state, "action": state + 0.5, "next.done": np.arange(length) == length - 1}
-            for camera, name in enumerate([*cameras, *image_cameras]):
-                images = [barcode(episode, frame, height, width, camera=camera) for frame in range(length)]
-                frames[name] = np.stack(images)
-            writer.add_episode(frames, tasks[episode % len(tasks)])
-    return Path(root)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
