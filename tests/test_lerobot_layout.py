@@ -727,7 +727,7 @@ def test_a_robots_folder_takes_no_adapters_beside_weights_and_no_weights_beside_
     first, second = policies if adapted else policies[::-1]
     save_policy(first, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(CheckpointError, match=r"cannot export .* .*: .* contains (adapter_)?model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"cannot export .*: .* contains (adapter_)?model.safetensors"):
         save_policy(second, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     save_policy(first, tmp_path)

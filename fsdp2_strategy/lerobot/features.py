@@ -34,13 +34,7 @@ STANDARD_COLUMNS: dict[str, Feature] = {
 }
 
 _TYPES: dict[str, pa.DataType] = {
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint8": pa.uint8(),
-    "bool": pa.bool_(),
-    "string": pa.string(),
+    name: pa.type_for_alias(name) for name in ("float32", "float64", "int32", "int64", "uint8", "bool", "string")
 }
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
