@@ -48,9 +48,10 @@ from torch.utils.data import DataLoader
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.lerobot import LeRobotDataset
 from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
-from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.barcodes import write_barcoded
 from helpers.http_server import FileServer
 
 PARTS = ("frames", "rows", "workers", "memory", "bytes")

@@ -79,7 +79,6 @@ MOVED = {
     "vla.export": "lerobot.policy_export",
     "vla.groups": "vla.parameter_groups",
     "vla.lerobot": "lerobot",
-    "vla.lerobot.barcode": "lerobot.frame_barcode",
     "vla.lerobot.cache": "lerobot.byte_cache",
     "vla.lerobot.counts": "lerobot.worker_counters",
     "vla.lerobot.files": "lerobot.episode_files",

@@ -28,17 +28,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.http_server import FileServer
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.lerobot import LeRobotDataset, video
-from fsdp2_strategy.lerobot import prefetch as staging_module
+from fsdp2_strategy.lerobot import LeRobotDataset, prefetch, video
+from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
 from fsdp2_strategy.lerobot.dataset_source import LocalFiles
-from fsdp2_strategy.lerobot.fetching import Fetching
-from fsdp2_strategy.lerobot.frame_barcode import barcode, read_barcode, read_camera
-from fsdp2_strategy.lerobot.generate import DatasetWriter, write_barcoded
-from fsdp2_strategy.lerobot.prefetch import Staging
+from fsdp2_strategy.lerobot.fetching import EpisodeFetcher
+from fsdp2_strategy.lerobot.generate import DatasetWriter
+from fsdp2_strategy.lerobot.prefetch import EpisodePrefetcher
 from fsdp2_strategy.lerobot.video import Decoders
 from fsdp2_strategy.lerobot.worker_counters import NAMES, Counts
 
@@ -144,12 +144,15 @@ def test_steps_that_are_no_frames_and_arguments_that_do_not_fit_are_refused(root
     root = roots("gop 2")
     LeRobotDataset(root, delta_timestamps={"action": [0.10004]}, tolerance_s=1e-4).close()
     for options, message in [
-        ({"delta_timestamps": {"action": [0.1, 0.15]}}, r"\[0.15\], expected multiples of 1/10 within 0.0001"),
+        (
+            {"delta_timestamps": {"action": [0.1, 0.15]}},
+            r"\[0.15\], expected at least one, all multiples of 1/10 within 0.0001",
+        ),
         ({"delta_timestamps": {"actoin": [0.0]}}, "Did you mean 'action'"),
         ({"delta_timestamps": {"action": []}}, "at least one"),
-        ({"episodes": [1, 8]}, "expected some of 0 to 7"),
+        ({"episodes": [1, 8]}, "all in 0 to 7"),
         ({"episodes": [1, 1]}, "each once"),
-        ({"episodes": []}, "expected some"),
+        ({"episodes": []}, "expected at least one"),
         ({"pool": 0}, "pool is 0"),
         ({"decoder_cache": 129}, "decoder_cache 129"),
         ({"on_corrupt": "ignore"}, "'ignore'"),
@@ -273,7 +276,7 @@ def test_each_frame_once_an_epoch_over_ranks_and_workers_and_none_decoded_beside
 def test_workers_decode_though_the_trainer_has_looked_at_a_sample_before(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"), pool=3)) as dataset:
         check(dataset[0], 0, 0)
-        assert len(dataset._decoders) == len(CAMERAS)
+        assert len(dataset._decoders._open) == len(CAMERAS)
         loader = ResumableLoader(dataset, 4, pool=3, num_workers=1)
         batch = next(iter(loader))
         loader.close()
@@ -302,7 +305,7 @@ def test_what_is_held_is_two_pools_at_most_and_decoders_are_few(roots):
             for _ in loader:
                 dataset.pause()  # so that nothing comes or goes meanwhile
                 assert len(list(dataset._folder.path.glob("episode-*.arrow"))) <= 5  # a batch may span two blocks
-                assert len(dataset._decoders) <= 2 and len(dataset._rows._mapped) <= 2
+                assert len(dataset._decoders._open) <= 2 and len(dataset._rows._mapped) <= 2
 
 
 def test_data_files_of_one_row_group_or_another_order_give_the_same_rows(roots, copied):
@@ -321,7 +324,7 @@ from fsdp2_strategy.lerobot import LeRobotDataset
 count = lambda: len(os.listdir("/proc/self/task")) - threading.active_count()
 before = count()
 dataset = LeRobotDataset(sys.argv[1])
-dataset._rows.cut_out(range(len(dataset.metadata.lengths)))
+dataset._rows.extract(range(len(dataset.metadata.lengths)))
 print(count() - before)
 dataset.close()
 """
@@ -361,8 +364,8 @@ def test_numbers_come_in_the_dtype_that_the_data_set_says_however_they_are_store
         ("action", lambda row: row[:1], pa.list_(pa.float32()), r"action of episode 0: .* shape \(5,2\)"),
         ("action", lambda row: None, pa.list_(pa.float32()), "action of episode 0"),
         ("next.done", lambda value: None, None, "next.done of episode 0: 5 values are missing"),
-        ("task_index", lambda value: -1, None, r"a task_index is -1, expected one of meta/tasks\.parquet"),
-        ("task_index", lambda value: 99, None, "a task_index is 99"),
+        ("task_index", lambda value: -1, None, r"its task_index is -1, expected an index in meta/tasks\.parquet"),
+        ("task_index", lambda value: 99, None, "its task_index is 99"),
     ],
 )
 def test_values_that_are_not_what_the_data_set_says_are_named_or_left_out(copied, column, change, kind, message):
@@ -436,7 +439,7 @@ def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large,
         loader, most = ResumableLoader(dataset, 4, pool=2), 0
         for _ in loader:
             dataset.pause()
-            most = max(most, dataset._source.cached_bytes())
+            most = max(most, _bytes_on_disk(dataset._source._folder))
         loader.close()
     sent = sum(served.sent.values())
     # A quarter of the videos: and a block at each end of an episode, the index, and the rows, which share a group
@@ -458,12 +461,12 @@ def test_room_that_is_too_small_for_a_pool_is_an_error(large, server, tmp_path):
 def test_with_little_room_the_next_episodes_wait(large, server, tmp_path):
     served = server(large)
     with contextlib.closing(LeRobotDataset(served.url, pool=2, cache_dir=tmp_path, disk_bytes=1)) as dataset:
-        dataset._staging.hold([3, 4], [5, 6])
-        with pytest.raises(DataError, match="cannot hold 2 episodes"):
+        dataset._prefetcher.hold([3, 4], [5, 6])
+        with pytest.raises(DataError, match="cannot cache 2 episodes"):
             while True:
-                dataset._staging.hold([3, 4], [5, 6])
+                dataset._prefetcher.hold([3, 4], [5, 6])
                 time.sleep(0.01)
-        assert dataset._staging._held == {3, 4}
+        assert dataset._prefetcher._started == {3, 4}
 
 
 @pytest.mark.full
@@ -544,7 +547,7 @@ def test_a_disk_that_fails_is_an_error_and_never_left_out(roots):
 
     with contextlib.closing(LeRobotDataset(roots("gop 2"), on_corrupt="skip")) as dataset:
         dataset._source.open = lambda path: Failing(roots("gop 2") / path)
-        with pytest.raises(DataError, match="Look after the disk") as raised:
+        with pytest.raises(DataError, match="Check the disk") as raised:
             dataset[0]
         assert not isinstance(raised.value, CorruptDataError)
 
@@ -635,18 +638,18 @@ def test_what_a_killed_process_left_is_swept_by_the_next(roots, tmp_path):
 # --- threads and processes -----------------------------------------------------------------------------------------
 
 
-def test_a_child_forked_while_rows_are_cut_out_keeps_nobody_from_cutting(roots):
+def test_a_child_forked_while_rows_are_extract_keeps_nobody_from_cutting(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
         rows, begun, forked = dataset._rows, threading.Event(), threading.Event()
-        cut_out_of = rows._cut_out_of
+        extract_from = rows._extract_from
 
         def slowly(path, episodes):
             begun.set()
             forked.wait()
-            cut_out_of(path, episodes)
+            extract_from(path, episodes)
 
-        rows._cut_out_of = slowly
-        thread = threading.Thread(target=rows.cut_out, args=([0],))
+        rows._extract_from = slowly
+        thread = threading.Thread(target=rows.extract, args=([0],))
         thread.start()
         begun.wait()
         other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -662,102 +665,105 @@ def test_a_child_forked_while_rows_are_cut_out_keeps_nobody_from_cutting(roots):
 
 
 def test_a_thread_that_waits_for_a_server_keeps_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(staging_module, "_LAST_SECONDS", 0.1)
-    begun, free, let_go = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(prefetch, "_PAUSE_SECONDS", 0.1)
+    begun, free, released = threading.Event(), threading.Event(), []
 
     def fetch(_):
         begun.set()
         free.wait()
 
-    staging = Staging(lambda _: None, fetch, let_go.append, lambda: 0, None)
-    staging.hold([0], [])
+    prefetcher = EpisodePrefetcher(lambda _: None, fetch, released.append, lambda: 0, None)
+    prefetcher.hold([0], [])
     begun.wait()
-    staging.pause()  # returns
-    staging.hold([1], [])
-    assert not let_go
+    prefetcher.pause()  # returns
+    prefetcher.hold([1], [])
+    assert not released
     free.set()
-    while let_go != [0]:
+    while released != [0]:
         time.sleep(0.001)
-    staging.pause()
+    prefetcher.pause()
 
 
-def test_episodes_that_threads_were_too_late_for_are_let_go_too():
-    begun, free, let_go = threading.Semaphore(0), threading.Event(), []
+def test_episodes_that_threads_were_too_late_for_are_released_too():
+    begun, free, released = threading.Semaphore(0), threading.Event(), []
 
     def fetch(_):
         begun.release()
         free.wait()
 
-    staging = Staging(lambda _: None, fetch, let_go.append, lambda: 0, None)
-    staging.hold([0, 1, 2, 3, 4, 5], [6])
+    prefetcher = EpisodePrefetcher(lambda _: None, fetch, released.append, lambda: 0, None)
+    prefetcher.hold([0, 1, 2, 3, 4, 5], [6])
     for _ in range(4):
         begun.acquire()
-    staging.hold([7], [])
-    assert sorted(let_go) == [4, 5, 6]  # whoever needed them got them by itself
+    prefetcher.hold([7], [])
+    assert sorted(released) == [4, 5, 6]  # whoever needed them got them by itself
     free.set()
-    staging.pause()
-    assert sorted(let_go) == list(range(7))
+    prefetcher.pause()
+    assert sorted(released) == list(range(7))
 
 
-def test_an_episode_that_cannot_be_let_go_keeps_no_other_waiting(caplog):
-    let_go, fetched = [], []
+def test_an_episode_that_cannot_be_released_keeps_no_other_waiting(caplog):
+    released, fetched = [], []
 
     def fail(episode):
-        let_go.append(episode)
+        released.append(episode)
         raise DataError("the server is gone")
 
-    staging = Staging(lambda _: None, fetched.append, fail, lambda: 0, None)
+    prefetcher = EpisodePrefetcher(lambda _: None, fetched.append, fail, lambda: 0, None)
     for episodes in ([0, 1], [2, 3], [4]):
-        staging.hold(episodes, [])
+        prefetcher.hold(episodes, [])
         while set(episodes) - set(fetched):
             time.sleep(0.001)
-    staging.pause()
-    assert sorted(let_go) == [0, 1, 2, 3] and "cannot let go of episode 3: the server is gone" in caplog.text
+    prefetcher.pause()
+    assert (
+        sorted(released) == [0, 1, 2, 3]
+        and "cannot delete the cached data of episode 3: the server is gone" in caplog.text
+    )
 
 
 def test_letting_go_asks_nothing_of_the_server(roots, server, tmp_path):
     served = server(roots("gop 2"))
     with contextlib.closing(LeRobotDataset(served.url, cache_dir=tmp_path)) as dataset:
-        fetching = Fetching(dataset._source, dataset.metadata, dataset._rows)
-        fetching.want([0, 1, 2])
-        fetching.fetch(0)  # cuts out all three, of one file
-        fetching.want([1, 2])
-        fetching.let_go(0)
-        fetching.fetch(1)
-        fetching.fetch(2)
+        fetcher = EpisodeFetcher(dataset._source, dataset.metadata, dataset._rows)
+        fetcher.announce([0, 1, 2])
+        fetcher.fetch(0)  # cuts out all three, of one file
+        fetcher.announce([1, 2])
+        fetcher.release(0)
+        fetcher.fetch(1)
+        fetcher.fetch(2)
         served.forget()
-        fetching.let_go(1)
-        fetching.let_go(2)
+        fetcher.release(1)
+        fetcher.release(2)
         assert not served.heads and not served.requests
-        assert not dataset._source.cached_bytes() and not list(dataset._folder.path.glob("episode-*"))
+        assert not _bytes_on_disk(dataset._source._folder) and not list(dataset._folder.path.glob("episode-*"))
 
 
-def test_rows_that_left_while_they_were_cut_out_leave_no_file(roots):
+def test_rows_that_left_while_they_were_extract_leave_no_file(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
-        fetching, cut_out = Fetching(dataset._source, dataset.metadata, dataset._rows), dataset._rows.cut_out
+        fetcher, extract = EpisodeFetcher(dataset._source, dataset.metadata, dataset._rows), dataset._rows.extract
 
         def late(episodes):
-            fetching.want([0, 3])
-            cut_out(episodes)
+            fetcher.announce([0, 3])
+            extract(episodes)
 
-        dataset._rows.cut_out = late
-        fetching.want([0, 1, 2])
-        fetching.fetch(0)
+        dataset._rows.extract = late
+        fetcher.announce([0, 1, 2])
+        fetcher.fetch(0)
         assert [path.name for path in dataset._folder.path.glob("episode-*")] == ["episode-000000.arrow"]
 
 
-def test_rows_that_another_let_go_of_are_cut_out_again(roots):
+def test_rows_that_another_released_of_are_extract_again(roots):
     with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
         rows, calls = dataset._rows, []
-        cut_out = rows.cut_out
+        extract = rows.extract
 
         def and_gone(episodes):
-            cut_out(episodes)
+            extract(episodes)
             calls.append(episodes)
             if len(calls) < 3:
-                rows.forget(0)
+                rows.delete(0)
 
-        rows.cut_out = and_gone
+        rows.extract = and_gone
         check(dataset[0], 0, 0)
         assert len(calls) == 3
 
@@ -802,7 +808,7 @@ def fill(folder):
 
 def test_a_cache_that_cannot_be_made_is_named(roots, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=f"cannot cache a data set: {tmp_path}/file/cache fails"):
+    with pytest.raises(DataError, match=f"cannot cache a data set: writing to {tmp_path}/file/cache failed"):
         LeRobotDataset(roots("gop 2"), cache_dir=tmp_path / "file" / "cache")
 
 
@@ -811,7 +817,7 @@ def test_a_full_disk_is_named_and_leaves_no_sample_out(roots, small_disk, on_cor
     with contextlib.closing(LeRobotDataset(roots("gop 2"), cache_dir=small_disk, on_corrupt=on_corrupt)) as dataset:
         fill(small_disk)
         with pytest.raises(
-            DataError, match=rf"cannot cache the rows of episode 0: {small_disk}.*No space left on device"
+            DataError, match=rf"cannot cache the rows of episode 0: writing to {small_disk}.*No space left on device"
         ) as raised:
             dataset[0]
         assert not isinstance(raised.value, CorruptDataError)

@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.worlds import some_rows
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import episode_files, generate
-from fsdp2_strategy.lerobot.generate import DatasetWriter, barcode, read_barcode, read_camera, write_barcoded
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
 
@@ -525,8 +526,8 @@ def test_files_end_before_they_outgrow_their_size(tmp_path):
 
 
 def test_files_of_episodes_end_before_they_outgrow_their_size(tmp_path):
-    written = episode_files.Files(
-        tmp_path, ".parquet", episode_files.EpisodesFile, chunks_size=1000, most_episodes=None, most_bytes=4000
+    written = episode_files.RollingWriter(
+        tmp_path, ".parquet", episode_files.EpisodesFile, chunks_size=1000, max_episodes=None, max_bytes=4000
     )
     places = [written.append({"episode_index": i, "stats": [float(i)] * 100}) for i in range(10)]
     written.close()
@@ -548,12 +549,12 @@ GOOD = {"state": np.zeros((3, 2), np.float32), "note": ["a", "b", "c"]}
         ({"state": np.zeros((3, 3), np.float32)}, r"of shape \(3, 3\), expected"),
         ({"state": np.zeros(3, np.float32)}, r"of shape \(3,\), expected"),
         ({"state": np.zeros((2, 2), np.float32)}, "numbers of frames are {'state': 2, 'note': 3}"),
-        ({"note": "abc"}, "'note' is not a sequence of texts"),
-        ({"note": ["a", "b", 3]}, "'note' is not a sequence of texts"),
-        ({"stat": np.zeros((3, 2), np.float32)}, "'stat' is no feature.*Did you mean 'state'"),
-        ({"index": np.arange(3)}, "'index' is no feature"),
+        ({"note": "abc"}, "'note' is not a sequence of strings"),
+        ({"note": ["a", "b", 3]}, "'note' is not a sequence of strings"),
+        ({"stat": np.zeros((3, 2), np.float32)}, "'stat' is not a feature.*Did you mean 'state'"),
+        ({"index": np.arange(3)}, "'index' is not a feature"),
         ({"state": None}, r"expected \['state'\] too"),
-        ({"state": np.zeros((0, 2), np.float32), "note": []}, "expected one number, at least 1"),
+        ({"state": np.zeros((0, 2), np.float32), "note": []}, "expected the same number for all, at least 1"),
     ],
 )
 def test_an_episode_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, change, message):
@@ -578,7 +579,7 @@ def test_images_that_do_not_fit_are_refused(tmp_path):
 def test_tasks_are_one_or_one_a_frame(tmp_path):
     with DatasetWriter(tmp_path / "set", fps=10, features=SIMPLE) as writer:
         for task in (["a", "b"], ["a", "b", 3], []):
-            with pytest.raises(DataError, match="expected a text, or one a frame"):
+            with pytest.raises(DataError, match="expected a string, or a sequence of 3 strings"):
                 writer.add_episode(GOOD, task)
         writer.add_episode(GOOD, ["a", "b", "a"])
 
@@ -605,7 +606,7 @@ def test_features_that_cannot_be_written_are_refused(tmp_path, feature, message)
 
 @pytest.mark.parametrize("name", ["timestamp", "task_index", "a/b", ""])
 def test_names_that_are_taken_are_refused(tmp_path, name):
-    with pytest.raises(DataError, match="name that is taken"):
+    with pytest.raises(DataError, match="name that is empty, reserved"):
         DatasetWriter(tmp_path / "set", fps=10, features={name: {"dtype": "float32", "shape": (1,)}})
 
 
@@ -631,7 +632,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
 def test_a_folder_that_holds_something_is_refused(tmp_path):
     (tmp_path / "mine").write_text("precious")
     for root in (tmp_path, tmp_path / "mine"):
-        with pytest.raises(DataError, match="is not empty"):
+        with pytest.raises(DataError, match="is not an empty folder"):
             DatasetWriter(root, fps=10, features=SIMPLE)
     assert (tmp_path / "mine").read_text() == "precious"
 
@@ -671,7 +672,7 @@ def test_a_writer_whose_files_failed_does_not_go_on(tmp_path, monkeypatch):
         patch.setattr(generate.VideoFile, "append", fails)
         with pytest.raises(OSError, match="No space left"):
             writer.add_episode(frames, "go")
-    with pytest.raises(DataError, match="an episode is half-written"):
+    with pytest.raises(DataError, match="the writer has written an episode only in part"):
         writer.add_episode(frames, "go")
     with pytest.raises(DataError, match="1 episodes and a part of one"):
         writer.close()

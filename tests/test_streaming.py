@@ -299,11 +299,11 @@ def test_a_resume_begins_elsewhere_keeps_its_batch_and_then_goes_on_with_its_own
     own = [*arguments(tmp_path / "own", data, 2), "--resume_from", str(whole / "checkpoints"), "--steps"]
     with warnings_of_the_log() as lines:
         assert train_streaming.main([*own, str(STEPS + 2)]) == 0
-    assert lines == ["goes on with its global batch of 16 samples, not 8 (--batch_size 8 x 1 ranks)"]
+    assert lines == ["the run continues with its global batch of 16 samples instead of 8 (--batch_size 8 x 1 ranks)"]
     assert [len(ids) for ids in given(tmp_path / "own")[0].values()] == [BATCH, BATCH]
     assert train_streaming.main([*own, str(STEPS + 3)]) == 0
     assert [entry["step"] for entry in logged(tmp_path / "own")] == [STEPS + 1, STEPS + 2, STEPS + 3], "no step again"
-    with pytest.raises(SystemExit, match="holds no checkpoint"):
+    with pytest.raises(SystemExit, match="contains no checkpoint"):
         train_streaming.main(arguments(tmp_path / "new", data, 1, "--resume_from", str(tmp_path / "nowhere")))
 
 
@@ -311,5 +311,5 @@ def test_which_data_set_must_be_said(capsys):
     for wrong in ([], ["--repo_id", "a/b", "--generate", "3"], ["--root", "https://a/b", "--generate", "3"]):
         with pytest.raises(SystemExit):
             train_streaming.parse(wrong)
-    assert "give it as --root" in capsys.readouterr().err
+    assert "pass it as --root" in capsys.readouterr().err
     assert train_streaming.parse(["--repo_id", "a/b"]).episode_pool_size == 64

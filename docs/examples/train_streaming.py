@@ -1,12 +1,12 @@
-"""Train a policy on streamed robot data, on any number of ranks and hosts; killed at any moment, it goes on exactly.
+"""Train a policy on streamed robot data, on any number of ranks and hosts; a killed run resumes exactly.
 
-It reads LeRobot v3 data sets from a folder, a URL or the Hub. Tables of some episodes are in memory, video is decoded
-for the samples that leave, and files of a remote data set are on disk for as long as their episodes are needed.
+It reads LeRobot v3 data sets from a folder, a URL or the Hub. The rows of some episodes are in memory, video frames are
+decoded for the samples of each batch, and remote files are on disk as long as their episodes are needed.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_streaming.py \
         --generate 32 --root runs/streaming/data --output_dir runs/streaming --episode_pool_size 8
 
-``--repo_id`` takes a data set of the Hub instead; several hosts, SLURM and accelerate are in docs/multi_node.md.
+``--repo_id`` names a data set of the Hub instead. docs/multi_node.md describes several hosts, SLURM and accelerate.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import interpolate
@@ -34,28 +35,28 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import LeRobotDataset, Metadata
-from fsdp2_strategy.lerobot.generate import write_barcoded
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.vla.shortages import warn_of_shortages
 from fsdp2_strategy.vla.throughput import Rates, Throughput
 
-SIZE, PATCH = 96, 16  # of an image as the policy sees it, and of what becomes one token
+SIZE, PATCH = 96, 16  # of the images that the policy gets, and of the patch that becomes one token
 WIDTH, HEADS, LAYERS = 128, 4, 4
-STATE, ACTION = "observation.state", "action"
+STATE, ACTION, CAMERA = "observation.state", "action", "observation.images.top"  # CAMERA: only in generated data
 
 Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the order of samples follows from, beside data and seed: a run keeps it, on whatever ranks it goes on."""
+    """What determines the order of samples, together with data and seed; a run keeps it on any number of ranks."""
 
     global_batch_size: int
-    lanes: int  # each rank of the first start has one, and with it episodes of its own
+    lanes: int  # one per rank of the first start; each has its own episodes
     pool: int  # episodes that are mixed at a time, over all lanes
 
 
 class Policy(nn.Module):
-    """Patches of all cameras, the state, and a query for each action go through blocks; the queries become actions."""
+    """A transformer over the patches of all cameras, the state, and one query per action; its outputs are actions."""
 
     def __init__(self, cameras: int, state_size: int, action_size: int, actions: int) -> None:
         super().__init__()
@@ -72,19 +73,19 @@ class Policy(nn.Module):
 
     def forward(self, images: list[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
         """Return actions (batch, actions, action_size) for images (batch, 3, SIZE, SIZE) and states (batch, size)."""
-        seen = [
+        patches = [
             self.patches(image).flatten(2).transpose(1, 2) + self.places + camera
             for image, camera in zip(images, self.cameras, strict=True)
         ]
         queries = self.queries.expand(len(state), -1, -1)
-        x = torch.cat([*seen, self.state(state).unsqueeze(1), queries], dim=1)
+        x = torch.cat([*patches, self.state(state).unsqueeze(1), queries], dim=1)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x[:, -queries.shape[1] :]))
 
 
 class Task:
-    """What a data set is to the policy: which of its features go in and come out, at which scale."""
+    """The features of a data set that are inputs and outputs of the policy, and their scale."""
 
     def __init__(self, metadata: Metadata, n_action_steps: int) -> None:
         self.cameras, self.stats, self.n_action_steps = metadata.camera_keys, metadata.stats, n_action_steps
@@ -96,13 +97,13 @@ class Task:
         return Policy(len(self.cameras), self.state_size, self.action_size, self.n_action_steps)
 
     def loss(self, policy: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the actions' mean errors, and how many actions count."""
+        """Return the sum of the mean errors of the actions that count, and their number."""
         images = [2 * interpolate(batch[name], (SIZE, SIZE), mode="area") - 1 for name in self.cameras]
-        wanted = self._scaled(ACTION, batch[ACTION].reshape(-1, self.n_action_steps, self.action_size))
-        state = wanted.new_zeros(len(wanted), 1)
+        target = self._scaled(ACTION, batch[ACTION].reshape(-1, self.n_action_steps, self.action_size))
+        state = target.new_zeros(len(target), 1)
         if STATE in batch:
             state = self._scaled(STATE, batch[STATE].reshape(-1, self.state_size))
-        error = (policy(images, state).float() - wanted).abs().mean(dim=2)
+        error = (policy(images, state).float() - target).abs().mean(dim=2)
         counts = ~batch[f"{ACTION}_is_pad"]
         if "sample_mask" in batch:  # a sample that could not be read
             counts = counts & batch["sample_mask"][:, None]
@@ -110,7 +111,7 @@ class Task:
 
     def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
         mean, std = (self.stats[name][which].flatten().to(value.device) for which in ("mean", "std"))
-        return (value.float() - mean) / torch.where(std < 1e-6, 1.0, std)  # what never changes stays about 0
+        return (value.float() - mean) / torch.where(std < 1e-6, 1.0, std)  # constant values stay about 0
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def open_dataset(args: argparse.Namespace, **options: Any) -> LeRobotDataset:
 
 
 def read_task(args: argparse.Namespace) -> Task:
-    with all_or_none("open the data set", DataError), closing(open_dataset(args)) as data:  # which reads metadata alone
+    with all_or_none("open the data set", DataError), closing(open_dataset(args)) as data:  # reads only metadata
         return Task(data.metadata, args.n_action_steps)
 
 
@@ -162,7 +163,7 @@ def open_loader(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, 
 
 
 def batches_on(device: torch.device, loader: ResumableLoader) -> Iterator[Batch]:
-    """Give batch after batch, epoch after epoch."""
+    """Yield the batches of one epoch after the other."""
     for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
         yield {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -171,20 +172,39 @@ def batches_on(device: torch.device, loader: ResumableLoader) -> Iterator[Batch]
 
 
 def generate(strategy: FSDPV2Strategy, root: Path, episodes: int) -> None:
-    """Write a data set of episodes of unequal lengths, where there is none; the others wait for rank 0."""
+    """Write a data set with episodes of different lengths if it does not exist; collective, rank 0 writes."""
     with all_or_none("generate a data set", DataError):
         if strategy.is_rank_0() and not root.exists():
             unfinished = root.with_name(f"{root.name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_barcoded(unfinished, [20 + 7 * i % 25 for i in range(episodes)])
+            features = {
+                STATE: {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+                ACTION: {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+                CAMERA: {"dtype": "video", "shape": (64, 96, 3), "names": ["height", "width", "channels"]},
+            }
+            files = {"episodes_per_data_file": 4, "episodes_per_video_file": 3}  # several files, as in a large data set
+            with DatasetWriter(unfinished, fps=10, features=features, **files) as writer:
+                for i in range(episodes):
+                    writer.add_episode(demonstration(i, 20 + 7 * i % 25), task="move the square to the corner")
             unfinished.rename(root)
+
+
+def demonstration(seed: int, length: int) -> dict[str, np.ndarray]:
+    """Return an episode in which a white square moves from a random position to the corner of a noisy image."""
+    random = np.random.default_rng(seed)
+    path = np.linspace(random.random(2), 1.0, length, dtype=np.float32)
+    images = random.integers(0, 128, (length, 64, 96, 3), dtype=np.uint8)
+    for image, (x, y) in zip(images, path, strict=True):
+        left, top = int(80 * x), int(48 * y)
+        image[top : top + 16, left : left + 16] = 255
+    return {STATE: path, ACTION: np.concatenate([path[1:], path[-1:]]), CAMERA: images}
 
 
 # --- training --------------------------------------------------------------------------------------------------------
 
 
 class Journal:
-    """What a run writes beside checkpoints: a line at each report, and with --log_ids what each rank was given."""
+    """The log of a run: a line per report, and with --log_ids the samples that each rank received."""
 
     def __init__(self, strategy: FSDPV2Strategy, args: argparse.Namespace, files: ExitStack) -> None:
         self.writes = strategy.is_rank_0()
@@ -197,12 +217,12 @@ class Journal:
             self.ids = files.enter_context((args.output_dir / name).open("w"))
 
     def batch(self, number: int, batch: Batch) -> None:
-        """Note which samples this rank has of a global batch."""
+        """Log the samples of a global batch that this rank received."""
         if self.ids:
             print(json.dumps({"batch": number, "index": batch["index"].tolist()}), file=self.ids, flush=True)
 
     def report(self, rates: Rates, **facts: float) -> None:
-        """Note how far the run is, and how fast."""
+        """Log the progress and speed of the run."""
         if self.log:
             speed = {
                 "frames_per_second": rates.frames_per_second,
@@ -214,7 +234,7 @@ class Journal:
 
 
 def measure_loading(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journal: Journal) -> int:
-    """Load as training does, and do nothing else."""
+    """Load batches as training does, without training."""
     loader, meter = open_loader(strategy, args, plan, read_task(args)), Throughput()
     for batch in itertools.islice(meter.over(batches_on(strategy.device, loader)), args.steps):
         journal.batch(loader.batches - 1, batch)
@@ -226,9 +246,9 @@ def measure_loading(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Pl
 
 
 def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journal: Journal) -> int:
-    """Return the exit status: a run that was told to stop is not through, and is started again."""
+    """Train, and return the exit status; a preempted run has a status other than 0, so that it is started again."""
     task = read_task(args)
-    with strategy.init_model_context(meta_init=True):  # no rank ever holds the whole model
+    with strategy.init_model_context(meta_init=True):  # no rank allocates the full model
         policy = task.policy().train()
     policy = strategy.prepare_model(policy, is_training=True)
     optimizer = strategy.create_optimizer(policy, lr=args.lr, weight_decay=0.01)
@@ -241,22 +261,22 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
         plan = Plan(**state["plan"])
         log("resumed from %s, at step %d", resumed, strategy.global_step(policy))
         if plan.global_batch_size != (asked := args.batch_size * strategy.world_size):
-            message = "goes on with its global batch of %d samples, not %d (--batch_size %d x %d ranks)"
+            message = "the run continues with its global batch of %d samples instead of %d (--batch_size %d x %d ranks)"
             log(message, plan.global_batch_size, asked, args.batch_size, strategy.world_size, level=logging.WARNING)
     loader = open_loader(strategy, args, plan, task)
     if resumed:
-        load_checkpoint(policy, resumed, load_model=False, dataloader=loader)  # whose batches the first load told
+        load_checkpoint(policy, resumed, load_model=False, dataloader=loader)  # its batch size was in the client state
 
     meter = Throughput()
     batches = meter.over(batches_on(strategy.device, loader))
     preempted = False
     while strategy.global_step(policy) < args.steps and not preempted:
-        with all_or_none("load a batch", DataError):  # what one rank cannot read ends all of them, by name
+        with all_or_none("load a batch", DataError):  # an error on one rank is raised on all ranks
             batch = next(batches)
         journal.batch(loader.batches - 1, batch)
         loss, count = task.loss(policy, batch)
         total = strategy.all_reduce(torch.stack([loss.detach().double(), count.double()]), "sum").tolist()
-        items = max(total[1], 1.0)  # each action weighs the same, however samples fall to ranks
+        items = max(total[1], 1.0)  # each action has the same weight on any number of ranks
         strategy.backward(loss, policy, optimizer, num_items_in_batch=items)
         result = strategy.optimizer_step(optimizer, policy, scheduler)
         meter.count(len(batch["index"]))
@@ -276,11 +296,11 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
 
 
 def where_to_resume(own: Path, resume_from: Path | None) -> Path:
-    """Return where checkpoints are: a run's own come first, so that one that is started again never rewinds."""
+    """Return the folder to resume from: a run's own checkpoints first, so that a restarted run loses no steps."""
     if resume_from is None or list_checkpoints(own):
         return own
     if not list_checkpoints(resume_from) and not list_checkpoints(resume_from.parent):
-        raise SystemExit(f"cannot resume: {resume_from} holds no checkpoint, expected one, or a folder of some.")
+        raise SystemExit(f"cannot resume: {resume_from} contains no checkpoint, expected one. Change --resume_from.")
     return resume_from
 
 
@@ -288,7 +308,10 @@ def finish(strategy: FSDPV2Strategy, loader: ResumableLoader, meter: Throughput)
     rates = meter.total()
     log("%s; the first batch took %.2f s", rates, rates.first_batch_seconds)
     loader.close()
-    log("all ranks, with what was fetched ahead: %s", strategy.all_reduce(loader.dataset.counts, "sum"))
+    log(
+        "samples and frames of all ranks, including those loaded ahead: %s",
+        strategy.all_reduce(loader.dataset.counts, "sum"),
+    )
     loader.dataset.close()
 
 
@@ -296,37 +319,36 @@ def parse(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--repo_id", help="data set of the Hub")
-    add("--root", help="folder or URL of the data set, instead")
-    add(
-        "--generate",
-        type=int,
-        metavar="EPISODES",
-        help="write a data set of so many to --root first",
-    )
-    add("--tolerance_s", type=float, default=1e-4, help="seconds that a frame may be off from where it is asked for")
+    add("--root", help="folder or URL of the data set; takes precedence over --repo_id")
+    add("--generate", type=int, metavar="EPISODES", help="first write a data set with this many episodes to --root")
+    add("--tolerance_s", type=float, default=1e-4, help="seconds by which a video frame may differ from its timestamp")
     add("--output_dir", type=Path, default=Path("runs/streaming"))
-    add("--cache_dir", type=Path, help="where files of a remote data set are for a while; a fast disk of each host")
+    add("--cache_dir", type=Path, help="folder for temporary files of a remote data set, on a local disk of each host")
     add("--steps", type=int, default=200)
-    add("--batch_size", type=int, default=16, help="samples of a step on one rank, when a run is first started")
-    add("--num_workers", type=int, default=2, help="processes of each rank that decode")
+    add("--batch_size", type=int, default=16, help="samples of a step on one rank, at the first start")
+    add("--num_workers", type=int, default=2, help="processes per rank that decode")
     add("--episode_pool_size", type=int, default=64, help="episodes that one rank mixes at a time")
-    add("--video_decoder_cache_size", type=int, help="open files of a process; by default as the pool, at most 128")
-    add("--n_action_steps", type=int, default=16, help="actions that the policy gives at once")
-    add("--on_corrupt", choices=["raise", "skip"], default="raise", help="what to do about a sample that is damaged")
+    add(
+        "--video_decoder_cache_size",
+        type=int,
+        help="videos that a process keeps open; by default the pool, at most 128",
+    )
+    add("--n_action_steps", type=int, default=16, help="actions that the policy predicts at once")
+    add("--on_corrupt", choices=["raise", "skip"], default="raise", help="how to handle corrupt samples")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=42)
     add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     add("--save_freq", type=int, default=50)
     add("--log_freq", type=int, default=10)
-    add("--log_ids", action="store_true", help="note which samples each rank was given, in ids-START-RANK.jsonl")
-    add("--resume_from", type=Path, help="checkpoint, or folder of some, for a run that has none of its own yet")
-    add("--dummy", action="store_true", help="measure loading alone")
-    add("--buffer_size", type=int, help="ignored: --episode_pool_size says how much is mixed")
+    add("--log_ids", action="store_true", help="write the samples that each rank received to ids-START-RANK.jsonl")
+    add("--resume_from", type=Path, help="checkpoint, or folder of checkpoints, for a run without its own")
+    add("--dummy", action="store_true", help="only measure loading")
+    add("--buffer_size", type=int, help="ignored: --episode_pool_size sets the number of episodes that are mixed")
     args = parser.parse_args(arguments)
     if args.repo_id is None and args.root is None:
-        parser.error("which data set? Give --repo_id or --root.")
+        parser.error("the data set is missing: pass --repo_id or --root.")
     if args.generate and (args.root is None or "://" in args.root):
-        parser.error("--generate writes to a folder: give it as --root.")
+        parser.error("--generate writes to a folder: pass it as --root.")
     return args
 
 
@@ -337,7 +359,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     with FSDPV2Strategy(config=config) as strategy, ExitStack() as files:
         if args.buffer_size is not None:
-            log("--buffer_size is ignored: --episode_pool_size says how much is mixed", level=logging.WARNING)
+            log("--buffer_size is ignored: use --episode_pool_size", level=logging.WARNING)
         if args.generate:
             generate(strategy, Path(args.root), args.generate)
         ranks = strategy.world_size
@@ -347,4 +369,4 @@ def main(arguments: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # gloo's threads can abort an interpreter that is on its way out
+    os._exit(main())  # gloo's threads can abort a Python process while it exits

@@ -1,12 +1,12 @@
-"""Train a vision-language-action policy on demonstrations, and let it do the task itself every so often.
+"""Train a vision-language-action policy on demonstrations, and evaluate it in a simulator at intervals.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_vla.py --run-dir runs/vla
 
-An expert shows how to put a puck on a pad (table.py), which is written as a data set in LeRobot's format. A tiny
-PaliGemma sees the image and reads the instruction, and a flow-matching head gives the next actions (flow_vla.py).
-Backbone and head have rates of their own, and the backbone stands still for the first steps; or, with
---freeze-backbone, all the time. Killed at any moment, a run goes on where it was. What it leaves: vla.jsonl (losses),
-success.jsonl, checkpoints, and policy/, which alone can do the task.
+An expert puts a puck on a pad (table.py); its demonstrations are written as a data set in LeRobot's format. The inputs
+of a tiny PaliGemma are the image and the instruction, and a flow-matching head predicts the next actions (flow_vla.py).
+Backbone and head have their own learning rates. The backbone is frozen for the first steps, or with --freeze-backbone
+always. A killed run resumes from its last checkpoint. Output: vla.jsonl (losses), success.jsonl, checkpoints, and
+policy/, which can be used without the trainer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fsdp2_strategy.lerobot import LeRobotDataset
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, save_policy
 
-UNSEEN = 1_000_000  # from this seed on, tables that no demonstration is of
+UNSEEN = 1_000_000  # the first seed of tables without demonstrations
 
 
 # --- demonstrations --------------------------------------------------------------------------------------------------
 
 
 def write_demonstrations(root: Path, episodes: int, *, distractors: bool = True) -> Path:
-    """Write what the expert does as a data set in LeRobot's format, where there is none yet."""
+    """Write the expert's demonstrations as a data set in LeRobot's format, if it does not exist."""
     if not root.exists():
         unfinished = root.with_name(f"{root.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -60,7 +60,7 @@ def write_demonstrations(root: Path, episodes: int, *, distractors: bool = True)
 
 
 def open_demonstrations(root: Path) -> LeRobotDataset:
-    """Give frames with the actions of the next moments."""
+    """Open the data set, with the next actions of each frame."""
     return LeRobotDataset(root, delta_timestamps={"action": [i / FPS for i in range(CHUNK)]})
 
 
@@ -74,17 +74,17 @@ def drive(
     noise_seed: int,
     watch: Callable[[Tables], object] = lambda _: None,
 ) -> np.ndarray:
-    """Let a policy act on tables until their time is over; collective where it is sharded.
+    """Run a policy on tables for the maximum number of steps; collective if it is sharded.
 
     Args:
         policy: sharded or not.
-        processor: that goes with it.
-        tables: as many on every rank.
-        noise_seed: of the noise that the flow begins from; the trainer's random state stays what it is.
-        watch: is shown the tables at first and after each step.
+        processor: the policy's processor.
+        tables: the tables; the same number on every rank.
+        noise_seed: seed of the noise that the flow starts from; the trainer's random state does not change.
+        watch: called with the tables at the start and after each step.
 
     Returns:
-        Which tables were done at some moment, (n,).
+        Whether each table was done at some step, (n,).
     """
     done = np.zeros(len(tables), dtype=bool)
     policy.eval()
@@ -97,7 +97,7 @@ def drive(
             observation = {CAMERA: images, "observation.state": torch.from_numpy(tables.state)}
             chosen = policy.select_action(processor(observation | {"task": tables.instructions}))
             actions = processor.actions(chosen).numpy()
-            actions[done] = np.concatenate([tables.magnet, -np.ones((len(tables), 1))], axis=1)[done]  # it rests
+            actions[done] = np.concatenate([tables.magnet, -np.ones((len(tables), 1))], axis=1)[done]  # stay in place
             tables.step(actions)
             done |= tables.done
             watch(tables)
@@ -105,7 +105,7 @@ def drive(
 
 
 def evaluate(strategy: VLAFSDPStrategy, processor: Processor, args: argparse.Namespace) -> dict[str, float]:
-    """Let the sharded policy act, each rank on tables of its own; collective, and the same on every rank."""
+    """Evaluate the sharded policy, each rank on its own tables; collective, returns the same on every rank."""
     step = strategy.global_step(strategy.vla)
     seeds, noise_seed = trials(args.eval_episodes, args.seed, step, strategy.get_rank(), strategy.world_size)
     done = drive(strategy.vla, processor, Tables(seeds, distractors=args.distractors), noise_seed)
@@ -114,7 +114,7 @@ def evaluate(strategy: VLAFSDPStrategy, processor: Processor, args: argparse.Nam
 
 
 def trials(episodes: int, seed: int, step: int, rank: int, ranks: int) -> tuple[range, int]:
-    """Return the tables that a rank tries at a step, and the seed of its noise."""
+    """Return the seeds of the tables that a rank evaluates at a step, and the seed of its noise."""
     return range(UNSEEN + rank, UNSEEN + episodes // ranks * ranks, ranks), (seed * 1_000_003 + step) * 1_009 + rank
 
 
@@ -122,11 +122,11 @@ def trials(episodes: int, seed: int, step: int, rank: int, ranks: int) -> tuple[
 
 
 def train(args: argparse.Namespace) -> int:
-    """Return the exit status: a run that was told to stop is not through, and is started again."""
+    """Train, and return the exit status; a preempted run has a status other than 0, so that it is started again."""
     args.run_dir.mkdir(parents=True, exist_ok=True)
     backbone = make_backbone(args.run_dir / "backbone")
     torch.manual_seed(args.seed)
-    with init_on_meta():  # no rank ever holds the whole model
+    with init_on_meta():  # no rank allocates the full model
         vla = FlowVLA.on(backbone)
     vla.backbone.requires_grad_(not args.freeze_backbone)
     with strategy_for(vla, args) as strategy:
@@ -136,9 +136,9 @@ def train(args: argparse.Namespace) -> int:
         with closing(open_demonstrations(args.run_dir / "data")) as data:
             processor = Processor(data.metadata.stats)
             strategy.run_setup(args.run_dir, len(data), {"GemmaDecoderLayer", "SiglipEncoderLayer", FlowBlock})
-            went_on = strategy.load_optimizer_and_scheduler(args.run_dir)
-            if strategy.is_rank_0() and went_on:
-                print(f"resumed at {went_on}", flush=True)
+            resumed = strategy.load_optimizer_and_scheduler(args.run_dir)
+            if strategy.is_rank_0() and resumed:
+                print(f"resumed at {resumed}", flush=True)
             (args.run_dir / f"rank{strategy.get_rank()}.pid").write_text(str(os.getpid()))
             loader = ResumableLoader(data, args.batch_size, seed=args.seed, pool=64, collate_fn=processor.collate)
             if not learn(strategy, args, loader, processor):
@@ -152,7 +152,7 @@ def strategy_for(vla: FlowVLA, args: argparse.Namespace) -> VLAFSDPStrategy:
         vla,
         device_id=int(os.environ.get("LOCAL_RANK", "0")),
         stage="vla-train",
-        epochs=1_000_000,  # steps decide
+        epochs=1_000_000,  # max_steps ends the run
         max_steps=args.steps,
         global_batch_size=args.batch_size,
         per_device_batch_size=args.batch_size // int(os.environ.get("WORLD_SIZE", "1")),
@@ -172,7 +172,7 @@ def strategy_for(vla: FlowVLA, args: argparse.Namespace) -> VLAFSDPStrategy:
 
 
 def learn(strategy: VLAFSDPStrategy, args: argparse.Namespace, loader: ResumableLoader, processor: Processor) -> bool:
-    """Train from one evaluation to the next; say whether the run is through."""
+    """Train, and evaluate at intervals; return False if the run was preempted."""
     metrics = VLAMetrics(("jsonl",), "vla", args.run_dir, vars(args))
     while True:
         step = strategy.global_step(strategy.vla)
@@ -204,20 +204,20 @@ def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs/vla"))
-    add("--episodes", type=int, default=500, help="demonstrations; they are made once")
+    add("--episodes", type=int, default=500, help="number of demonstrations, which are written once")
     add("--steps", type=int, default=2500)
     add("--batch-size", type=int, default=64, help="samples of a step over all ranks")
     add("--backbone-learning-rate", type=float, default=2e-3)
     add("--action-model-learning-rate", type=float, default=2e-3)
     add("--save-interval", type=int, default=100)
     add("--eval-interval", type=int, default=250)
-    add("--eval-episodes", type=int, default=128, help="tables on which the policy is tried, over all ranks")
-    add("--distractors", action=argparse.BooleanOptionalAction, default=True, help="what is not to be taken is there")
-    add("--freeze-backbone", action="store_true", help="train the action model alone, and save it alone")
+    add("--eval-episodes", type=int, default=128, help="tables of an evaluation, over all ranks")
+    add("--distractors", action=argparse.BooleanOptionalAction, default=True, help="put other objects on the tables")
+    add("--freeze-backbone", action="store_true", help="train and save only the action model")
     add("--bf16", action=argparse.BooleanOptionalAction, default=False)
     add("--seed", type=int, default=42)
     return parser.parse_args(command_line)
 
 
 if __name__ == "__main__":
-    os._exit(train(arguments()))  # gloo's threads can abort an interpreter that is on its way out
+    os._exit(train(arguments()))  # gloo's threads can abort a Python process while it exits

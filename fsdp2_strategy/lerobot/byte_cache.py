@@ -23,88 +23,22 @@ import ctypes
 import fcntl
 import os
 import re
-import secrets
-import shutil
 import struct
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Self
 
 BLOCK_BYTES = 64 << 10
 
-_COUNT_AT, _SIZE_AT, _FLAGS_AT, _PAGE_BYTES = 4, 8, 16, 4096
+_COUNT_OFFSET, _SIZE_OFFSET, _FLAGS_OFFSET, _PAGE_BYTES = 4, 8, 16, 4096
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class CacheFolder:
-    """A folder of cached files, which `close` deletes.
-
-    Each object has a shared lock on its folder. A folder without a lock is abandoned, for example because its processes
-    were killed. The next object that is created or unpickled in the same ``cache_dir`` deletes it. Forked children
-    share the lock of their parent; unpickled copies have their own.
-
-    Args:
-        cache_dir: the parent folder.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
-
-    def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
-        self.path = Path(cache_dir).absolute() / f"files-{secrets.token_hex(8)}"
-        self._hold()
-
-    def __getstate__(self) -> dict[str, Path]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, Path]) -> None:
-        self.path = state["path"]
-        self._hold()
-
-    def file(self, name: str) -> Path:
-        """Return the path of the cached file for a remote file."""
-        return self.path / blake2b(name.encode(), digest_size=16).hexdigest()
-
-    def used_bytes(self) -> int:
-        """Return the disk space that the files take."""
-        total = 0
-        for file in self.path.glob("*"):
-            with suppress(FileNotFoundError):
-                total += file.stat().st_blocks * 512
-        return total
-
-    def close(self) -> None:
-        """Delete the folder, for all processes."""
-        for file in self.path.glob("*"):
-            delete(file)
-        with suppress(OSError):  # another process has just created a file: the folder is deleted later, as abandoned
-            self.path.rmdir()
-        self._release()
-
-    def _hold(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(beside, fcntl.LOCK_EX)
-            for other in self.path.parent.glob("files-*"):
-                if other != self.path and _is_abandoned(other):
-                    shutil.rmtree(other)
-            self.path.mkdir(exist_ok=True)
-            fd = os.open(self.path, os.O_RDONLY)
-            self._release = weakref.finalize(self, os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        finally:
-            fcntl.flock(beside, fcntl.LOCK_UN)  # closing does not unlock if a forked child has it open
-            os.close(beside)
-
-
 class CacheFile:
-    """An open cached file; `begin` opens it.
+    """An open cached file.
 
     Attributes:
         size: size of the remote file in bytes.
@@ -112,27 +46,27 @@ class CacheFile:
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd, self.size = fd, size
-        self._data_at = -(-(_FLAGS_AT + blocks(size)) // _PAGE_BYTES) * _PAGE_BYTES
+        self._data_offset = -(-(_FLAGS_OFFSET + blocks(size)) // _PAGE_BYTES) * _PAGE_BYTES
 
     @classmethod
-    def begin(cls, path: Path, ask_size: Callable[[], int]) -> CacheFile:
+    def open(cls, path: Path, request_size: Callable[[], int]) -> CacheFile:
         """Open a cached file; create it if it does not exist.
 
         Args:
-            path: a path from `CacheFolder.file`.
-            ask_size: returns the size of the remote file; one process or thread calls it, while others wait.
+            path: the path of the cached file.
+            request_size: returns the size of the remote file; one process or thread calls it, while others wait.
         """
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 with _locked(fd, 0, 1):
-                    if not _is_begun(fd) and os.fstat(fd).st_nlink:
-                        _write(fd, ask_size().to_bytes(8, "little"), _SIZE_AT)
+                    if not _is_valid(fd) and os.fstat(fd).st_nlink:
+                        _write(fd, request_size().to_bytes(8, "little"), _SIZE_OFFSET)
                         _write(fd, bytes([1]), 0)
-                    # `delete` unlinks, then truncates. If it unlinks after this check, `is_dropped` is true later.
+                    # `drop` unlinks, then truncates. If it unlinks after this check, `is_dropped` is true later.
                     if os.fstat(fd).st_nlink:
-                        size = int.from_bytes(os.pread(fd, 8, _SIZE_AT), "little")
-                        if _is_begun(fd):
+                        size = int.from_bytes(os.pread(fd, 8, _SIZE_OFFSET), "little")
+                        if _is_valid(fd):
                             return cls(fd, size)
                     os.ftruncate(fd, 0)
             except BaseException:
@@ -141,47 +75,47 @@ class CacheFile:
             os.close(fd)
 
     def is_dropped(self) -> bool:
-        """Return whether the file was dropped; call `begin` again to read more."""
-        return not _is_begun(self._fd)
+        """Return whether the file was dropped; call `open` again to read more."""
+        return not _is_valid(self._fd)
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
         """Return the runs (first, end) of blocks in the range ``first`` to ``end`` (exclusive) that are not cached."""
-        flags = os.pread(self._fd, end - first, _FLAGS_AT + first).ljust(end - first, b"\0")
+        flags = os.pread(self._fd, end - first, _FLAGS_OFFSET + first).ljust(end - first, b"\0")
         return [(first + run.start(), first + run.end()) for run in re.finditer(rb"\0+", flags)]
 
     @contextmanager
     def locked(self, first: int, end: int) -> Iterator[None]:
         """Lock a range of blocks for fetching; wait until no other process or thread fetches them."""
-        with _locked(self._fd, _FLAGS_AT + first, end - first):
+        with _locked(self._fd, _FLAGS_OFFSET + first, end - first):
             yield
 
-    def put(self, start: int, data: bytes) -> None:
+    def write(self, start: int, data: bytes) -> None:
         """Write whole blocks (the last may be short) from offset ``start`` on; a dropped file stays empty."""
-        _write(self._fd, data, self._data_at + start)
-        _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_AT + start // BLOCK_BYTES)
-        if self.is_dropped():  # so the data was written after `delete` freed the disk space
+        _write(self._fd, data, self._data_offset + start)
+        _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_OFFSET + start // BLOCK_BYTES)
+        if self.is_dropped():  # so the data was written after `drop` freed the disk space
             os.ftruncate(self._fd, 0)
 
-    def copy(self, start: int, into: memoryview) -> bool:
+    def read_into(self, start: int, into: memoryview) -> bool:
         """Copy bytes from offset ``start`` on; return False if some are not cached, or were freed meanwhile."""
-        before = os.pread(self._fd, _SIZE_AT, 0)
+        before = os.pread(self._fd, _SIZE_OFFSET, 0)
         if self.missing(start // BLOCK_BYTES, blocks(start + len(into))):
             return False
         copied = 0
-        while copied < len(into) and (n := os.preadv(self._fd, [into[copied:]], self._data_at + start + copied)):
+        while copied < len(into) and (n := os.preadv(self._fd, [into[copied:]], self._data_offset + start + copied)):
             copied += n
-        return copied == len(into) and not self.is_dropped() and os.pread(self._fd, _SIZE_AT, 0) == before
+        return copied == len(into) and not self.is_dropped() and os.pread(self._fd, _SIZE_OFFSET, 0) == before
 
-    def forget(self, first: int, end: int) -> None:
+    def free(self, first: int, end: int) -> None:
         """Remove blocks from the cache, and free their disk space if the file system supports it."""
-        with self.locked(first, end), _locked(self._fd, _COUNT_AT, _SIZE_AT - _COUNT_AT):
+        with self.locked(first, end), _locked(self._fd, _COUNT_OFFSET, 4):
             if self.is_dropped():
                 return
-            _write(self._fd, bytes(end - first), _FLAGS_AT + first)
-            count = struct.unpack("<I", os.pread(self._fd, 4, _COUNT_AT))[0]
-            _write(self._fd, struct.pack("<I", (count + 1) % (1 << 32)), _COUNT_AT)
-            where, length = self._data_at + first * BLOCK_BYTES, (end - first) * BLOCK_BYTES
-            _libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(where), ctypes.c_int64(length))
+            _write(self._fd, bytes(end - first), _FLAGS_OFFSET + first)
+            count = struct.unpack("<I", os.pread(self._fd, 4, _COUNT_OFFSET))[0]
+            _write(self._fd, struct.pack("<I", (count + 1) % (1 << 32)), _COUNT_OFFSET)
+            offset, length = self._data_offset + first * BLOCK_BYTES, (end - first) * BLOCK_BYTES
+            _libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +135,7 @@ def blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
-def delete(path: Path) -> None:
+def drop(path: Path) -> None:
     """Drop a cached file, if it exists: its disk space is free at once, even if processes have it open."""
     with suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR)
@@ -212,15 +146,15 @@ def delete(path: Path) -> None:
             os.close(fd)
 
 
-def _is_begun(fd: int) -> bool:
+def _is_valid(fd: int) -> bool:
     return os.pread(fd, 1, 0) == b"\1"
 
 
-def _write(fd: int, data: bytes, at: int) -> None:
+def _write(fd: int, data: bytes, offset: int) -> None:
     rest = memoryview(data)
     while rest:
-        written = os.pwrite(fd, rest, at)
-        rest, at = rest[written:], at + written
+        written = os.pwrite(fd, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 @contextmanager
@@ -231,14 +165,3 @@ def _locked(fd: int, start: int, length: int) -> Iterator[None]:
         yield
     finally:  # closing does not unlock if a forked child has it open
         fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
-
-
-def _is_abandoned(folder: Path) -> bool:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True

@@ -55,17 +55,17 @@ class LeRobotLayout:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"cannot lay out checkpoints: {name} is {value!r}, expected a whole number of at least 1. Count "
-                    "optimizer steps of the run, and samples of one process."
+                    f"cannot lay out checkpoints: {name} is {value!r}, expected an integer of at least 1. Pass the "
+                    "number of optimizer steps of the run, and of samples per batch of one process."
                 )
-        check_beside(self.train_config, self.preprocessor, self.postprocessor)
+        check_sidecars(self.train_config, self.preprocessor, self.postprocessor)
 
     def tag(self, step: int) -> str:
         """Return LeRobot's name for the checkpoint of a step."""
         return f"{step:0{max(6, len(str(self.total_steps)))}d}"
 
 
-def check_beside(train_config: Any, preprocessor: Any, postprocessor: Any) -> None:
+def check_sidecars(train_config: Any, preprocessor: Any, postprocessor: Any) -> None:
     """Check that the objects for a policy's sidecar files can be saved.
 
     Raises:
@@ -109,10 +109,10 @@ class BesidePolicy:
             ConfigError: an object cannot be saved.
             CheckpointError: ``train_config`` contains a value that JSON cannot represent.
         """
-        check_beside(train_config, preprocessor, postprocessor)
+        check_sidecars(train_config, preprocessor, postprocessor)
         config = None if is_transformers_model(policy) else getattr(policy, "config", None)
         if not hasattr(train_config, "save_pretrained"):
-            train_config = _plain(train_config)
+            train_config = _to_json(train_config)
             check_json(train_config, "train_config")
         return cls(
             config=copy.deepcopy(config) if hasattr(config, "save_pretrained") else None,
@@ -130,14 +130,14 @@ class BesidePolicy:
             write_json(folder / TRAIN_CONFIG, self.train_config)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert a configuration to JSON values: dataclasses to dicts, paths to strings, enum members to their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if isinstance(value, PurePath):
         return str(value)
     return value.value if isinstance(value, Enum) else value

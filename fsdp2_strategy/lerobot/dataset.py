@@ -30,10 +30,10 @@ from torch.utils.data import Dataset
 
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CorruptDataError, DataError
-from fsdp2_strategy.lerobot.dataset_source import naming_the_disk, open_source
-from fsdp2_strategy.lerobot.fetching import Fetching
+from fsdp2_strategy.lerobot.dataset_source import cache_errors, open_source
+from fsdp2_strategy.lerobot.fetching import EpisodeFetcher
 from fsdp2_strategy.lerobot.metadata import Metadata, corrupt
-from fsdp2_strategy.lerobot.prefetch import Staging
+from fsdp2_strategy.lerobot.prefetch import EpisodePrefetcher
 from fsdp2_strategy.lerobot.rows import EpisodeRows, Rows
 from fsdp2_strategy.lerobot.video import Decoders, picture
 from fsdp2_strategy.lerobot.windows import Offsets, offsets_of, window
@@ -41,7 +41,7 @@ from fsdp2_strategy.lerobot.worker_counters import Counts
 
 Sample = dict[str, Any]
 
-_MOST_DECODERS = 128
+_MAX_DECODERS = 128
 _PREFIX = "fsdp2-lerobot-"
 
 
@@ -98,21 +98,21 @@ class LeRobotDataset(Dataset[Sample]):
     ) -> None:
         if on_corrupt not in {"raise", "skip"} or video_dtype not in {torch.float32, torch.uint8}:
             raise DataError(
-                f"cannot read a data set: on_corrupt is {on_corrupt!r}, video_dtype {video_dtype}, expected 'raise' or "
-                "'skip', and torch.float32 or torch.uint8. Choose among them."
+                f"cannot read a data set: on_corrupt is {on_corrupt!r} and video_dtype {video_dtype}, expected 'raise' "
+                "or 'skip', and torch.float32 or torch.uint8. Pass one of these."
             )
-        decoder_cache = min(pool, _MOST_DECODERS) if decoder_cache is None else decoder_cache
-        if pool < 1 or not 1 <= decoder_cache <= _MOST_DECODERS:
+        decoder_cache = min(pool, _MAX_DECODERS) if decoder_cache is None else decoder_cache
+        if pool < 1 or not 1 <= decoder_cache <= _MAX_DECODERS:
             raise DataError(
-                f"cannot read a data set: pool is {pool}, decoder_cache {decoder_cache}, expected at least 1, and 1 to "
-                f"{_MOST_DECODERS}. An open video takes some MB in each worker."
+                f"cannot read a data set: pool is {pool} and decoder_cache {decoder_cache}, expected at least 1, and 1 "
+                f"to {_MAX_DECODERS}. Pass such numbers; an open video takes some MB in each worker."
             )
         self._folder = _Folder(cache_dir)
         options = {"tries": tries, "timeout_seconds": timeout_seconds, "storage_options": storage_options}
         self._source = open_source(root, self._folder.path / "files", **options)
         self.metadata = metadata = Metadata.read(self._source)
         """The data set's metadata; ``metadata.stats`` are the statistics for normalisation."""
-        self._episodes = _chosen(episodes, metadata.total_episodes)
+        self._episodes = _check_episodes(episodes, metadata.total_episodes)
         self.episode_lengths: npt.NDArray[np.int64] = metadata.lengths[self._episodes]
         """Number of frames of each used episode."""
         self._begins = np.concatenate([[0], np.cumsum(self.episode_lengths)])
@@ -120,7 +120,7 @@ class LeRobotDataset(Dataset[Sample]):
         self._tolerance_s, self._on_corrupt = tolerance_s, on_corrupt
         self._dtype, self._transform = video_dtype, image_transforms
         self._counts = Counts(self._folder.path)
-        self._bounds = pool, decoder_cache, disk_bytes
+        self._limits = pool, decoder_cache, disk_bytes
         self._begin_process()
 
     def __len__(self) -> int:
@@ -136,14 +136,14 @@ class LeRobotDataset(Dataset[Sample]):
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        place = int(np.searchsorted(self._begins, i, side="right")) - 1
-        episode, frame = int(self._episodes[place]), int(i - self._begins[place])
+        position = int(np.searchsorted(self._begins, i, side="right")) - 1
+        episode, frame = int(self._episodes[position]), int(i - self._begins[position])
         try:
             sample = self._sample(episode, frame)
         except CorruptDataError as error:
             if self._on_corrupt == "raise":
                 raise
-            self._report(error)
+            self._log_once(error)
             self._counts.add(samples_skipped=1)
             return self._blank(episode, frame) | {"sample_mask": torch.tensor(False)}
         self._counts.add(samples=1)
@@ -164,29 +164,31 @@ class LeRobotDataset(Dataset[Sample]):
         Raises:
             DataError: an earlier call's present episodes took more than ``disk_bytes``.
         """
-        self._staging.hold(self._episodes[list(now)].tolist(), self._episodes[list(soon)].tolist())
+        self._prefetcher.hold(self._episodes[list(now)].tolist(), self._episodes[list(soon)].tolist())
 
     def pause(self) -> None:
         """End the fetching threads, so that the process can fork safely; the next `hold` starts them again."""
-        self._staging.pause()
+        self._prefetcher.pause()
 
     def close(self) -> None:
         """Close all files, and delete the fetched bytes and extracted rows."""
-        self._staging.pause()
+        self._prefetcher.pause()
         self._decoders.close()
         self._folder.remove()
 
     def _begin_process(self) -> None:
-        pool, decoders, disk_bytes = self._bounds
+        pool, decoders, disk_bytes = self._limits
         self._rows = EpisodeRows(self._source, self.metadata, self._folder.path, pool)
         self._decoders = Decoders(self._source, decoders, self._counts)
-        fetching = Fetching(self._source, self.metadata, self._rows)
-        on_disk = partial(_bytes_on_disk, self._folder.path)
-        self._staging = Staging(fetching.want, fetching.fetch, fetching.let_go, on_disk, disk_bytes)
-        self._staging.end_with(self)
+        fetcher = EpisodeFetcher(self._source, self.metadata, self._rows)
+        used_bytes = partial(_bytes_on_disk, self._folder.path)
+        self._prefetcher = EpisodePrefetcher(
+            fetcher.announce, fetcher.fetch, fetcher.release, used_bytes, max_bytes=disk_bytes
+        )
+        self._prefetcher.end_with(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_the_process = {"_rows", "_decoders", "_staging"}
+        of_the_process = {"_rows", "_decoders", "_prefetcher"}
         return {name: value for name, value in vars(self).items() if name not in of_the_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,37 +198,36 @@ class LeRobotDataset(Dataset[Sample]):
     def _sample(self, episode: int, frame: int) -> Sample:
         rows, length = self._rows[episode], int(self.metadata.lengths[episode])
         sample: Sample = {}
-        alone = np.asarray([frame])
         for key in self.metadata.features:
-            held, is_padding = alone, None
+            wanted, is_padding = np.asarray([frame]), None
             if key in self._offsets:
-                held, is_padding = window(frame, self._offsets[key], length)
+                wanted, is_padding = window(frame, self._offsets[key], length)
                 sample[f"{key}_is_pad"] = torch.from_numpy(is_padding)
             if key in self.metadata.camera_keys:
-                pictures = self._pictures(key, episode, rows, held)
-                sample[key] = self._as_wanted(pictures if is_padding is not None else pictures[0])
+                pictures = self._pictures(key, episode, rows, wanted)
+                sample[key] = self._convert_images(pictures if is_padding is not None else pictures[0])
             else:
-                sample[key] = _tensor(rows[key], frame if is_padding is None else held)
+                sample[key] = _tensor(rows[key], frame if is_padding is None else wanted)
         sample["task"] = self._task(episode, int(rows["task_index"][frame]))
         return sample
 
     def _task(self, episode: int, number: int) -> str:
         if not 0 <= number < len(self.metadata.tasks):
-            found, expected = f"a task_index is {number}", "one of meta/tasks.parquet"
+            found, expected = f"its task_index is {number}", "an index in meta/tasks.parquet"
             raise corrupt(self._source, self.metadata.data_path(episode), found, expected)
         return self.metadata.tasks[number]
 
-    def _pictures(self, key: str, episode: int, rows: Rows, held: Offsets) -> torch.Tensor:
+    def _pictures(self, key: str, episode: int, rows: Rows, wanted: Offsets) -> torch.Tensor:
         if key in self.metadata.video_keys:
             span = self.metadata.video(key, episode)
-            seconds = [span.begin_seconds + int(row) / self.metadata.fps for row in held]
+            seconds = [span.begin_seconds + int(row) / self.metadata.fps for row in wanted]
             return self._decoders.frames(span.path, seconds, self._tolerance_s)
         try:
-            return torch.stack([picture(rows[key][int(row)].as_py()["bytes"]) for row in held])
+            return torch.stack([picture(rows[key][int(row)].as_py()["bytes"]) for row in wanted])
         except (av.FFmpegError, TypeError, IndexError, StopIteration) as error:
             raise corrupt(self._source, self.metadata.data_path(episode), error, f"images of {key}") from error
 
-    def _as_wanted(self, pictures: torch.Tensor) -> torch.Tensor:
+    def _convert_images(self, pictures: torch.Tensor) -> torch.Tensor:
         if self._dtype == torch.float32:
             pictures = pictures.to(torch.float32).div_(255)
         return pictures if self._transform is None else self._transform(pictures)
@@ -239,7 +240,7 @@ class LeRobotDataset(Dataset[Sample]):
             if steps:
                 sample[f"{key}_is_pad"] = torch.ones(steps, dtype=torch.bool)
             if key in self.metadata.camera_keys:
-                sample[key] = self._as_wanted(torch.zeros(*steps, *_shape_of_picture(feature), dtype=torch.uint8))
+                sample[key] = self._convert_images(torch.zeros(*steps, *_shape_of_picture(feature), dtype=torch.uint8))
             elif feature["dtype"] == "string":
                 sample[key] = [""] * steps[0] if steps else ""
             else:
@@ -248,24 +249,24 @@ class LeRobotDataset(Dataset[Sample]):
         numbers = {"episode_index": episode, "frame_index": frame, "index": self.metadata.first_index(episode) + frame}
         return sample | {key: torch.full_like(sample[key], number) for key, number in numbers.items()}
 
-    def _report(self, error: CorruptDataError) -> None:
+    def _log_once(self, error: CorruptDataError) -> None:
         """Log an error, unless a process of this rank has already logged one for the same file."""
         digest = blake2b(error.location.encode(), digest_size=8).hexdigest()
         with suppress(FileExistsError):
             (self._folder.path / f"reported-{digest}").touch(exist_ok=False)
-            logger.warning("left a sample out: %s", error)
+            logger.warning("skipped a sample: %s", error)
 
 
 class _Folder:
     """A temporary folder, deleted with this object; the constructor also deletes those of killed processes."""
 
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
-        within = Path(parent if parent is not None else tempfile.gettempdir())
-        with naming_the_disk("a data set", within):
-            within.mkdir(parents=True, exist_ok=True)
-            for old in within.glob(f"{_PREFIX}*"):
-                _sweep(old)
-            self.path, lock = _begun(within)
+        parent = Path(parent if parent is not None else tempfile.gettempdir())
+        with cache_errors("a data set", parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            for old in parent.glob(f"{_PREFIX}*"):
+                _delete_if_abandoned(old)
+            self.path, lock = _create_locked_folder(parent)
         self._remove: Callable[[], object] | None = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
 
     def remove(self) -> None:
@@ -277,10 +278,10 @@ class _Folder:
         return {"path": self.path, "_remove": None}
 
 
-def _begun(within: Path) -> tuple[Path, IO[str]]:
+def _create_locked_folder(parent: Path) -> tuple[Path, IO[str]]:
     """Return a new folder and its lock file; forked workers inherit the lock."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = (path / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock.fileno()).st_nlink:  # 0: another process deleted it before it was locked
@@ -302,7 +303,7 @@ def _remove(path: Path, owner: int, lock: IO[str]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _sweep(old: Path) -> None:
+def _delete_if_abandoned(old: Path) -> None:
     """Delete a folder, unless a running process holds its lock."""
     try:
         with (old / "lock").open("r") as lock:
@@ -312,11 +313,12 @@ def _sweep(old: Path) -> None:
         return  # in use, or just being created
 
 
-def _chosen(episodes: Sequence[int] | None, total: int) -> npt.NDArray[np.int64]:
+def _check_episodes(episodes: Sequence[int] | None, total: int) -> npt.NDArray[np.int64]:
     chosen = np.arange(total) if episodes is None else np.asarray(list(episodes), dtype=np.int64)
     if not chosen.size or chosen.min() < 0 or chosen.max() >= total or len(np.unique(chosen)) < len(chosen):
         raise DataError(
-            f"cannot use the episodes {chosen[:5].tolist()}…: expected some of 0 to {total - 1}, each once. Name those."
+            f"cannot select episodes: the first ones are {chosen[:5].tolist()}, expected at least one, all in 0 to "
+            f"{total - 1}, each once. Change episodes."
         )
     return chosen
 

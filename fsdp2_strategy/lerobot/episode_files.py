@@ -21,7 +21,7 @@ _Episode_contra = TypeVar("_Episode_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The location of an episode."""
 
     chunk: int
@@ -43,7 +43,7 @@ class File(Protocol[_Episode_contra]):
         """Finish the file."""
 
 
-class Files(Generic[_Episode]):
+class RollingWriter(Generic[_Episode]):
     """Write episodes to files; start a new file if the last is full, and a new chunk folder if the last is full.
 
     Args:
@@ -51,8 +51,8 @@ class Files(Generic[_Episode]):
         suffix: suffix of the file names.
         begin: opens a new file at a path.
         chunks_size: number of files per chunk.
-        most_episodes: maximum number of episodes per file; None for no limit.
-        most_bytes: start a new file before one is expected to reach this size.
+        max_episodes: maximum number of episodes per file; None for no limit.
+        max_bytes: start a new file before one is expected to reach this size.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Files(Generic[_Episode]):
         begin: Callable[[Path], File[_Episode]],
         *,
         chunks_size: int,
-        most_episodes: int | None,
-        most_bytes: int,
+        max_episodes: int | None,
+        max_bytes: int,
     ) -> None:
         self._folder, self._suffix, self._begin, self._chunks_size = folder, suffix, begin, chunks_size
-        self._most_episodes, self._most_bytes = most_episodes, most_bytes
+        self._max_episodes, self._max_bytes = max_episodes, max_bytes
         self._n_files, self._episodes = 0, 0
         self._file: File[_Episode] | None = None
 
-    def append(self, episode: _Episode) -> Place:
+    def append(self, episode: _Episode) -> Location:
         """Append an episode, and return its location."""
-        file = self._with_room(episode)
+        file = self._file_for(episode)
         start = file.append(episode)
         self._episodes += 1
-        return Place(*divmod(self._n_files - 1, self._chunks_size), start)
+        return Location(*divmod(self._n_files - 1, self._chunks_size), start)
 
     def close(self) -> None:
         """Close the file that is open."""
@@ -83,10 +83,9 @@ class Files(Generic[_Episode]):
             self._file.close()
             self._file = None
 
-    def _with_room(self, episode: _Episode) -> File[_Episode]:
+    def _file_for(self, episode: _Episode) -> File[_Episode]:
         if self._file is not None:
-            is_full = self._episodes == self._most_episodes or self._file.bytes_with(episode) >= self._most_bytes
-            if not is_full:
+            if self._episodes != self._max_episodes and self._file.bytes_with(episode) < self._max_bytes:
                 return self._file
             self.close()
         chunk, index = divmod(self._n_files, self._chunks_size)
@@ -127,16 +126,19 @@ class EpisodesFile:
     def __init__(self, path: Path) -> None:
         self._path, self._bytes = path, 0
         self._rows: list[dict[str, Any]] = []
+        chunk, file = (
+            int(name.removeprefix(kind)) for kind, name in (("chunk-", path.parent.name), ("file-", path.stem))
+        )
+        self._location = {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
 
     def bytes_with(self, episode: dict[str, Any]) -> float:
         """Estimate the size by the size in memory, because no row is written yet."""
-        return self._bytes + _bytes_of(episode)
+        return self._bytes + _table_bytes(episode)
 
     def append(self, episode: dict[str, Any]) -> int:
         """Keep the row; return the number of rows before it."""
-        chunk, file = (int(part.rpartition("-")[2]) for part in (self._path.parent.name, self._path.stem))
-        self._rows.append(episode | {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file})
-        self._bytes += _bytes_of(episode)
+        self._rows.append(episode | self._location)
+        self._bytes += _table_bytes(episode)
         return len(self._rows) - 1
 
     def close(self) -> None:
@@ -163,5 +165,5 @@ def write_tasks(path: Path, tasks: list[str]) -> None:
     pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(about)}), path, compression="snappy")
 
 
-def _bytes_of(row: dict[str, Any]) -> int:
+def _table_bytes(row: dict[str, Any]) -> int:
     return int(pa.Table.from_pylist([row]).nbytes)

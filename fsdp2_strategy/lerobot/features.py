@@ -22,7 +22,7 @@ Feature = dict[str, Any]
 CAMERAS = ("video", "image")
 
 # Columns that every data set has.
-OWN: dict[str, Feature] = {
+STANDARD_COLUMNS: dict[str, Feature] = {
     name: {"dtype": dtype, "shape": [1], "names": None}
     for name, dtype in {
         "timestamp": "float32",
@@ -34,13 +34,7 @@ OWN: dict[str, Feature] = {
 }
 
 _TYPES: dict[str, pa.DataType] = {
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint8": pa.uint8(),
-    "bool": pa.bool_(),
-    "string": pa.string(),
+    name: pa.type_for_alias(name) for name in ("float32", "float64", "int32", "int64", "uint8", "bool", "string")
 }
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
@@ -53,8 +47,8 @@ def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
     """
     dtype, shape = feature.get("dtype"), [int(n) for n in feature.get("shape", ())]
     cannot = f"cannot write a data set: feature {name!r}"
-    if name in OWN or "/" in name or not name:
-        raise DataError(f"{cannot} has a name that is taken or has a '/', expected another. Rename it.")
+    if name in STANDARD_COLUMNS or "/" in name or not name:
+        raise DataError(f"{cannot} has a name that is empty, reserved or contains '/', expected another. Rename it.")
     if dtype not in (*_TYPES, *CAMERAS):
         raise DataError(f"{cannot} has dtype {dtype!r}, expected one of {[*_TYPES, *CAMERAS]}. Convert it.")
     if dtype in CAMERAS:
@@ -79,7 +73,7 @@ def checked_values(name: str, feature: Feature, value: Any) -> Any:
     if dtype == "string":
         if isinstance(value, str) or not all(isinstance(text, str) for text in value):
             raise DataError(
-                f"cannot add an episode: {name!r} is not a sequence of texts, expected one a frame. Convert it."
+                f"cannot add an episode: {name!r} is not a sequence of strings, expected one per frame. Convert it."
             )
         return list(value)
     array = np.asarray(value)

@@ -9,19 +9,18 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import av
 import numpy as np
 import numpy.typing as npt
 
 from fsdp2_strategy.lerobot.dataset_source import RemoteFiles, Source
 from fsdp2_strategy.lerobot.metadata import Metadata, Span
 from fsdp2_strategy.lerobot.rows import EpisodeRows
+from fsdp2_strategy.lerobot.video import open_container
 
 Range = tuple[int, int]
 """First byte and end (exclusive)."""
 
-_NOTHING: Range = (0, 0)
-_BUFFER_BYTES = 1 << 15
+_EMPTY: Range = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class _Packets:
     is_key: npt.NDArray[np.bool_]
 
 
-class Fetching:
+class EpisodeFetcher:
     """Fetch and release episodes; several threads may call the methods at the same time.
 
     Args:
@@ -45,17 +44,17 @@ class Fetching:
 
     def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
         self._source, self._metadata, self._rows = source, metadata, rows
-        self._wanted: dict[str, set[int]] = {}
+        self._announced: dict[str, set[int]] = {}
         self._packets: dict[str, _Packets] = {}
         self._ranges: dict[str, dict[int, Range]] = {}
         self._lock = threading.Lock()
 
-    def want(self, episodes: Iterable[int]) -> None:
+    def announce(self, episodes: Iterable[int]) -> None:
         """Set the episodes that will be fetched, so that `fetch` extracts the rows of one data file together."""
-        wanted: dict[str, set[int]] = {}
+        announced: dict[str, set[int]] = {}
         for episode in episodes:
-            wanted.setdefault(self._metadata.data_path(episode), set()).add(episode)
-        self._wanted = wanted
+            announced.setdefault(self._metadata.data_path(episode), set()).add(episode)
+        self._announced = announced
 
     def fetch(self, episode: int) -> None:
         """Fetch the rows and videos of an episode.
@@ -66,41 +65,41 @@ class Fetching:
         """
         path = self._metadata.data_path(episode)
         with self._lock:
-            self._ranges.setdefault(path, {})[episode] = _NOTHING
-        together = self._wanted.get(path, set()) - {episode}
-        self._rows.cut_out({episode, *together})
-        for left in together - self._wanted.get(path, set()):
-            self._rows.forget(left)
+            self._ranges.setdefault(path, {})[episode] = _EMPTY
+        together = self._announced.get(path, set()) - {episode}
+        self._rows.extract({episode, *together})
+        for released in together - self._announced.get(path, set()):
+            self._rows.delete(released)
         if not isinstance(self._source, RemoteFiles):
             return
         for span in self._spans(episode):
             with self._lock:
-                self._ranges.setdefault(span.path, {})[episode] = _NOTHING
-            found = self._bytes_of(span)
+                self._ranges.setdefault(span.path, {})[episode] = _EMPTY
+            found = self._range_of(span)
             with self._lock:
                 self._ranges[span.path][episode] = found
-            self._source.fetch(span.path, [found])
+            self._source.fetch(span.path, *found)
 
-    def let_go(self, episode: int) -> None:
+    def release(self, episode: int) -> None:
         """Delete the cached data that only this episode needs."""
-        self._rows.forget(episode)
+        self._rows.delete(episode)
         for path in (self._metadata.data_path(episode), *(span.path for span in self._spans(episode))):
             with self._lock:
-                held = self._ranges.get(path, {})
-                given_up = held.pop(episode, _NOTHING)
-                kept = list(held.values())
+                ranges = self._ranges.get(path, {})
+                released = ranges.pop(episode, _EMPTY)
+                kept = list(ranges.values())
                 if not kept:
                     self._ranges.pop(path, None)
                     self._packets.pop(path, None)
             if not kept:
                 self._source.drop(path)
-            elif given_up != _NOTHING:
-                self._source.forget(path, [given_up], kept)
+            elif released != _EMPTY:
+                self._source.free(path, *released, keep=kept)
 
     def _spans(self, episode: int) -> list[Span]:
         return [self._metadata.video(key, episode) for key in self._metadata.video_keys]
 
-    def _bytes_of(self, span: Span) -> Range:
+    def _range_of(self, span: Span) -> Range:
         """Return the byte range of an episode's packets, from the key frame at or before its first frame on."""
         packets = self._packets_of(span.path)
         if not len(packets.seconds):  # the file has no index
@@ -112,7 +111,7 @@ class Fetching:
 
     def _packets_of(self, path: str) -> _Packets:
         if path not in self._packets:
-            with self._source.open(path) as file, av.open(file, buffer_size=_BUFFER_BYTES) as container:
+            with self._source.open(path) as file, open_container(file) as container:
                 stream = container.streams.video[0]
                 found = [(e.timestamp, e.pos, e.size, e.is_keyframe) for e in stream.index_entries]
                 columns = np.asarray(found, dtype=np.int64).reshape(-1, 4).T

@@ -23,18 +23,21 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp2_strategy.errors import DataError, did_you_mean
-from fsdp2_strategy.lerobot.episode_files import EpisodesFile, Files, RowsFile, write_tasks
-from fsdp2_strategy.lerobot.features import CAMERAS, OWN, checked_feature, checked_values, column, schema_of, size_of
-from fsdp2_strategy.lerobot.frame_barcode import barcode, read_barcode, read_camera
+from fsdp2_strategy.lerobot.episode_files import EpisodesFile, RollingWriter, RowsFile, write_tasks
+from fsdp2_strategy.lerobot.features import (
+    CAMERAS,
+    STANDARD_COLUMNS,
+    checked_feature,
+    checked_values,
+    column,
+    schema_of,
+    size_of,
+)
 from fsdp2_strategy.lerobot.mp4 import Codec, EncodedEpisode, Encoding, VideoFile, encode
 from fsdp2_strategy.lerobot.stats import Stats, aggregate, feature_stats, image_stats
 
-__all__ = ["DatasetWriter", "barcode", "read_barcode", "read_camera", "write_barcoded"]
-
 _DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-
-TASKS = ("pick up the cube", "put the cube into the box", "öffne die Schublade")
 
 
 class DatasetWriter:
@@ -90,13 +93,15 @@ class DatasetWriter:
         chunks_size: int = 1000,
     ) -> None:
         self._encoding = Encoding(fps=fps, codec=codec, gop=gop, b_frames=b_frames, crf=crf)
-        self._features = {name: checked_feature(name, feature) for name, feature in features.items()} | OWN
+        self._features = {name: checked_feature(name, feature) for name, feature in features.items()} | STANDARD_COLUMNS
         for name in self._named("video"):
             feature = self._features[name]
             feature["info"] = self._encoding.info(*size_of(feature["shape"]))
         self._root = Path(root)
         if self._root.exists() and (not self._root.is_dir() or any(self._root.iterdir())):
-            raise DataError(f"cannot write a data set: {root} is not empty, expected nothing. Choose another folder.")
+            raise DataError(
+                f"cannot write a data set: {root} is not an empty folder, expected a new or empty one. Choose another."
+            )
         self._robot_type, self._chunks_size = robot_type, chunks_size
         self._sizes = {"data_files_size_in_mb": data_files_size_in_mb, "video_files_size_in_mb": video_files_size_in_mb}
         bounds = {
@@ -106,35 +111,35 @@ class DatasetWriter:
         }
         for bound, value in {**self._sizes, "chunks_size": chunks_size, **bounds}.items():
             if value is not None and value < 1:
-                raise DataError(f"cannot write a data set: {bound} is {value}, expected at least 1. Change it.")
+                raise DataError(f"cannot write a data set: {bound} is {value}, expected at least 1. Increase it.")
 
         self._schema = schema_of(self._features)
-        self._data: Files[pa.Table] = Files(
+        self._data: RollingWriter[pa.Table] = RollingWriter(
             self._root / "data",
             ".parquet",
             partial(RowsFile, schema=self._schema),
             chunks_size=chunks_size,
-            most_episodes=episodes_per_data_file,
-            most_bytes=data_files_size_in_mb << 20,
+            max_episodes=episodes_per_data_file,
+            max_bytes=data_files_size_in_mb << 20,
         )
-        self._videos: dict[str, Files[EncodedEpisode]] = {
-            name: Files(
+        self._videos: dict[str, RollingWriter[EncodedEpisode]] = {
+            name: RollingWriter(
                 self._root / "videos" / name,
                 ".mp4",
                 partial(VideoFile, encoding=self._encoding),
                 chunks_size=chunks_size,
-                most_episodes=episodes_per_video_file,
-                most_bytes=video_files_size_in_mb << 20,
+                max_episodes=episodes_per_video_file,
+                max_bytes=video_files_size_in_mb << 20,
             )
             for name in self._named("video")
         }
-        self._episodes: Files[dict[str, Any]] = Files(
+        self._episodes: RollingWriter[dict[str, Any]] = RollingWriter(
             self._root / "meta/episodes",
             ".parquet",
             EpisodesFile,
             chunks_size=chunks_size,
-            most_episodes=episodes_per_metadata_file,
-            most_bytes=data_files_size_in_mb << 20,
+            max_episodes=episodes_per_metadata_file,
+            max_bytes=data_files_size_in_mb << 20,
         )
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, list[Stats]] = {name: [] for name in self._features if not self._is(name, "string")}
@@ -154,17 +159,15 @@ class DatasetWriter:
                 the episode is written then.
         """
         if self._is_closed or self._is_broken:
-            state = "broken: an episode is half-written" if self._is_broken else "closed"
-            raise DataError(
-                f"cannot add an episode: the writer is {state}, expected an open one. Write another data set."
-            )
+            state = "has written an episode only in part" if self._is_broken else "is closed"
+            raise DataError(f"cannot add an episode: the writer {state}, expected an open one. Write a new data set.")
         values = self._checked(frames)
         length = len(next(iter(values.values())))
         tasks = [task] * length if isinstance(task, str) else list(task)
         if len(tasks) != length or not all(isinstance(text, str) for text in tasks):
             raise DataError(
-                f"cannot add an episode: task has {len(tasks)} entries for {length} frames, expected a text, or one a "
-                "frame. Give as many."
+                f"cannot add an episode: task is {str(task)[:80]!r}, expected a string, or a sequence of {length} "
+                "strings, one per frame. Change it."
             )
         videos = {name: encode(values[name], self._encoding) for name in self._videos}
         stats = {name: image_stats(values[name]) for name in self._named(*CAMERAS)}
@@ -198,9 +201,9 @@ class DatasetWriter:
             return
         self._close_files()
         if self._is_broken or not self._n_episodes:
-            whole = f"{self._n_episodes} episodes{' and a part of one' if self._is_broken else ''}"
+            written = f"{self._n_episodes} episodes{' and a part of one' if self._is_broken else ''}"
             raise DataError(
-                f"cannot finish a data set: it has {whole}, expected whole ones, at least 1. Write it anew."
+                f"cannot finish a data set: it has {written}, expected complete ones, at least 1. Write it again."
             )
         stats = {name: aggregate(episodes) for name, episodes in self._stats.items()}
         as_lists = {name: {key: value.tolist() for key, value in of.items()} for name, of in stats.items()}
@@ -246,32 +249,32 @@ class DatasetWriter:
             "dataset_to_index": self._n_frames + length,
         }
         for name, video in videos.items():
-            place = self._videos[name].append(video)
+            location = self._videos[name].append(video)
             row |= {
-                f"videos/{name}/chunk_index": place.chunk,
-                f"videos/{name}/file_index": place.file,
-                f"videos/{name}/from_timestamp": place.start / self._encoding.fps,
-                f"videos/{name}/to_timestamp": (place.start + length) / self._encoding.fps,
+                f"videos/{name}/chunk_index": location.chunk,
+                f"videos/{name}/file_index": location.file,
+                f"videos/{name}/from_timestamp": location.start / self._encoding.fps,
+                f"videos/{name}/to_timestamp": (location.start + length) / self._encoding.fps,
             }
         return row
 
     def _checked(self, frames: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checked values of all features, images with their channels last."""
-        expected = [name for name in self._features if name not in OWN]
+        expected = [name for name in self._features if name not in STANDARD_COLUMNS]
         for name in frames:
             if name not in expected:
                 raise DataError(
-                    f"cannot add an episode: {name!r} is no feature, expected {expected}."
-                    f"{did_you_mean(name, expected)} Declare it, or leave it out; times and indices are filled in."
+                    f"cannot add an episode: {name!r} is not a feature, expected {expected}."
+                    f"{did_you_mean(name, expected)} Add it to features, or leave it out; times and indices are added."
                 )
         if missing := [name for name in expected if name not in frames]:
-            raise DataError(f"cannot add an episode: frames have {list(frames)}, expected {missing} too. Give them.")
+            raise DataError(f"cannot add an episode: frames contains {list(frames)}, expected {missing} too. Add them.")
         values = {name: checked_values(name, self._features[name], frames[name]) for name in expected}
         lengths = {name: len(array) for name, array in values.items()}
         if len(set(lengths.values())) != 1 or not all(lengths.values()):
             raise DataError(
-                f"cannot add an episode: the numbers of frames are {lengths}, expected one number, at least 1, for "
-                "all. Give as many values of each feature."
+                f"cannot add an episode: the numbers of frames are {lengths}, expected the same number for all, at "
+                "least 1. Pass as many values of each feature."
             )
         return values
 
@@ -285,68 +288,6 @@ class DatasetWriter:
         self._is_closed = True
         for files in (self._data, *self._videos.values(), self._episodes):
             files.close()
-
-
-def write_barcoded(
-    root: str | Path,
-    lengths: Sequence[int],
-    *,
-    fps: int = 10,
-    cameras: Sequence[str] = ("observation.images.top",),
-    image_cameras: Sequence[str] = (),
-    height: int = 64,
-    width: int = 96,
-    tasks: Sequence[str] = TASKS,
-    episodes_per_data_file: int | None = 4,
-    episodes_per_video_file: int | None = 3,
-    **options: Any,
-) -> Path:
-    """Write a data set whose values identify the episode and frame that they belong to.
-
-    ``observation.state`` is (episode, frame), ``action`` (episode + 0.5, frame + 0.5), both exact in float32.
-    ``next.done`` is True for the last frame of an episode. Images are ``barcode(episode, frame, camera=...)``; cameras
-    are numbered from 0, videos before images. Episode ``i`` has the task ``tasks[i % len(tasks)]``.
-
-    Args:
-        root: a folder that does not exist or is empty.
-        lengths: number of frames of each episode.
-        fps: frames per second.
-        cameras: names of the features that are stored as video.
-        image_cameras: names of the features that are stored as PNG in the tables.
-        height: height of the images, an even number.
-        width: width of the images, an even number.
-        tasks: tasks in words.
-        episodes_per_data_file: maximum number of episodes per file.
-        episodes_per_video_file: maximum number of episodes per file.
-        options: further arguments of ``DatasetWriter``.
-
-    Returns:
-        The folder.
-    """
-    image = {"shape": (height, width, 3), "names": ["height", "width", "channels"]}
-    features: dict[str, dict[str, Any]] = {
-        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
-        "action": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
-        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
-        **{name: {"dtype": "video", **image} for name in cameras},
-        **{name: {"dtype": "image", **image} for name in image_cameras},
-    }
-    with DatasetWriter(
-        root,
-        fps=fps,
-        features=features,
-        episodes_per_data_file=episodes_per_data_file,
-        episodes_per_video_file=episodes_per_video_file,
-        **options,
-    ) as writer:
-        for episode, length in enumerate(lengths):
-            state = np.stack([np.full(length, episode), np.arange(length)], axis=-1).astype(np.float32)
-            frames = {"observation.state": state, "action": state + 0.5, "next.done": np.arange(length) == length - 1}
-            for camera, name in enumerate([*cameras, *image_cameras]):
-                images = [barcode(episode, frame, height, width, camera=camera) for frame in range(length)]
-                frames[name] = np.stack(images)
-            writer.add_episode(frames, tasks[episode % len(tasks)])
-    return Path(root)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -25,9 +25,9 @@ from fsdp2_strategy.lerobot.dataset_source import Source
 Column = npt.NDArray[Any]
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-_FACTS = ("features", "fps", "total_episodes", "total_frames", "data_path")
-_WHERE = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
-_WHERE_OF_VIDEO = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+_REQUIRED = ("features", "fps", "total_episodes", "total_frames", "data_path")
+_LOCATION = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
+_VIDEO_LOCATION = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,23 @@ class Metadata:
         if not version.startswith("v3."):
             raise DataError(
                 f"cannot read the data set at {source.location('')}: its version is {version}, expected v3. Convert it "
-                "with LeRobot's script."
+                "with LeRobot's conversion script."
             )
-        if lacking := [name for name in _FACTS if info.get(name) is None]:
-            raise corrupt(source, "meta/info.json", f"it lacks {', '.join(lacking)}", "the facts of LeRobot's format")
+        if lacking := [name for name in _REQUIRED if info.get(name) is None]:
+            raise corrupt(source, "meta/info.json", f"it lacks {', '.join(lacking)}", "the entries of LeRobot's format")
         features = info["features"]
-        if deep := [key for key, feature in features.items() if _is_depth(feature)]:
+        if depth := [key for key, feature in features.items() if _is_depth(feature)]:
             raise DataError(
-                f"cannot read the data set at {source.location('')}: {', '.join(deep)} are depth maps, expected "
-                "colours and numbers. Use a copy of the data set without them."
+                f"cannot read the data set at {source.location('')}: its features {', '.join(depth)} are depth "
+                "maps, expected colour images and numbers. Use a copy of the data set without them."
             )
         videos = [key for key, feature in features.items() if feature["dtype"] == "video"]
-        wanted = [*_WHERE, *(f"videos/{key}/{name}" for key in videos for name in _WHERE_OF_VIDEO)]
+        wanted = [*_LOCATION, *(f"videos/{key}/{name}" for key in videos for name in _VIDEO_LOCATION)]
         columns = _episodes(source, wanted, int(info["total_episodes"]), int(info.get("chunks_size", 1000)))
         if columns["length"].sum() != info["total_frames"]:
             raise CorruptDataError(
                 f"cannot read the data set at {source.location('')}: its episodes have {columns['length'].sum()} "
-                f"frames, expected the {info['total_frames']} of meta/info.json. Write its metadata anew."
+                f"frames, expected {info['total_frames']} as in meta/info.json. Write its metadata again."
             )
         return cls(
             fps=float(info["fps"]),
@@ -130,7 +130,7 @@ class Metadata:
 
     def video(self, key: str, episode: int) -> Span:
         """Return the file and time span of an episode's video."""
-        chunk, file, begin, end = (self._columns[f"videos/{key}/{name}"][episode] for name in _WHERE_OF_VIDEO)
+        chunk, file, begin, end = (self._columns[f"videos/{key}/{name}"][episode] for name in _VIDEO_LOCATION)
         path = str(self.info["video_path"]).format(video_key=key, chunk_index=int(chunk), file_index=int(file))
         return Span(path, float(begin), float(end))
 
@@ -152,11 +152,10 @@ class Metadata:
 
 
 def _json(source: Source, path: str) -> dict[str, Any]:
+    content = source.read(path)
     try:
-        return dict(json.loads(source.read(path)))
+        return dict(json.loads(content))
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
         raise corrupt(source, path, error, "JSON") from error
 
 
@@ -188,38 +187,31 @@ def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -
     """
     tables: list[pa.Table] = []
     rows = 0
-    for path in _numbered(chunk_files):
-        if rows >= count:
-            break
+    while rows < count:
+        chunk, file = divmod(len(tables), chunk_files)
+        path = EPISODES_PATH.format(chunk_index=chunk, file_index=file)
         if tables and not source.exists(path):
             raise CorruptDataError(
-                f"cannot read the data set at {source.location('')}: {path} is missing and {rows} episodes are "
-                f"described, expected {count}. Get the folder meta again."
+                f"cannot read the data set at {source.location('')}: {path} is missing and only {rows} episodes "
+                f"are described, expected {count}. Download the folder meta again."
             )
         tables.append(read_parquet(source, path, wanted))
         rows += tables[-1].num_rows
     if not rows:
         raise DataError(
-            f"cannot read the data set at {source.location('')}: it has no episode, expected one. Record some first."
+            f"cannot read the data set at {source.location('')}: it has no episodes, expected at least one. Record "
+            "some first."
         )
-    whole = pa.concat_tables(tables)
-    columns = {name: whole[name].to_numpy() for name in wanted}
-    by_episode = np.argsort(columns["episode_index"], kind="stable")
-    columns = {name: column[by_episode] for name, column in columns.items()}
+    table = pa.concat_tables(tables)
+    columns = {name: table[name].to_numpy() for name in wanted}
+    order = np.argsort(columns["episode_index"], kind="stable")
+    columns = {name: column[order] for name, column in columns.items()}
     if rows != count or (columns["episode_index"] != np.arange(count)).any():
         raise CorruptDataError(
-            f"cannot read the data set at {source.location('')}: its {rows} episodes are not numbered 0 to "
-            f"{count - 1}, expected each once. Write its metadata anew."
+            f"cannot read the data set at {source.location('')}: its {rows} episodes are not numbered "
+            f"consecutively, expected 0 to {count - 1}, each once. Write its metadata again."
         )
     return columns
-
-
-def _numbered(chunk_files: int) -> Iterator[str]:
-    number = 0
-    while True:
-        chunk, file = divmod(number, chunk_files)
-        yield EPISODES_PATH.format(chunk_index=chunk, file_index=file)
-        number += 1
 
 
 def read_parquet(source: Source, path: str, columns: list[str] | None = None) -> pa.Table:
@@ -252,7 +244,7 @@ def parsing(source: Source, path: str) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # from the operating system, not from pyarrow
             raise DataError(
-                f"cannot read {source.location(path)}: {error}, expected a file that can be read. Look after the disk."
+                f"cannot read {source.location(path)}: {error}, expected a readable file. Check the disk."
             ) from error
         raise corrupt(source, path, error, "a parquet file of LeRobot's format") from error
 
@@ -260,8 +252,8 @@ def parsing(source: Source, path: str) -> Iterator[None]:
 def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptDataError:
     """Return the error for a file with invalid content."""
     return CorruptDataError(
-        f"cannot read {source.location(path)}: {found}, expected {expected}. Get the file again; else "
-        'on_corrupt="skip" leaves out the samples that it spoils, and episodes= whole episodes.',
+        f"cannot read {source.location(path)}: {found}, expected {expected}. Download the file again, "
+        'or exclude its samples by on_corrupt="skip", or its episodes by episodes=.',
         location=source.location(path),
     )
 

@@ -48,7 +48,7 @@ class Encoding:
         for name, least in (("fps", 1), ("gop", 1), ("b_frames", 0)):
             if not isinstance(value := getattr(self, name), int) or value < least:
                 raise DataError(
-                    f"cannot encode videos: {name} is {value!r}, expected an integer from {least}. Set one."
+                    f"cannot encode videos: {name} is {value!r}, expected an integer of at least {least}. Change it."
                 )
         if self.codec not in _CRF:
             raise DataError(f"cannot encode videos: codec is {self.codec!r}, expected one of {list(_CRF)}. Change it.")
@@ -118,8 +118,8 @@ def encode(frames: NDArray[np.uint8], encoding: Encoding) -> EncodedEpisode:
             container.mux(stream.encode())
     except av.FFmpegError as error:
         raise DataError(
-            f"cannot encode a video: {encoding.codec} fails on frames of {height}x{width} ({error}), expected sizes "
-            "and options that it knows. Change them, or the codec."
+            f"cannot encode a video: {encoding.codec} fails on frames of {height}x{width} ({error}), expected a size "
+            "and options that it supports. Change them, or the codec."
         ) from error
     return EncodedEpisode(memory.getvalue(), len(frames))
 

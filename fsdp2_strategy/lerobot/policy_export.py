@@ -58,22 +58,22 @@ def save_policy(
     folder, adapted = Path(output_dir), has_adapters(policy)
     with all_or_none("export a policy", CheckpointError):
         if is_rank_0():
-            _check_of_one_kind(folder, adapted=adapted)
+            _check_folder(folder, adapted=adapted)
         base = twin(base_of(unwrap_model(policy)))
-        beside = BesidePolicy.of(base, train_config, preprocessor, postprocessor)
+        sidecars = BesidePolicy.of(base, train_config, preprocessor, postprocessor)
     save_model(policy, None, folder, dtype=dtype, max_shard_size=sys.maxsize, merge_adapters=not adapted)
     with all_or_none("export a policy", CheckpointError):
         if is_rank_0():
             if adapted:
                 write_configuration(folder, base, {})
-            beside.write(folder)
+            sidecars.write(folder)
 
 
-def _check_of_one_kind(folder: Path, *, adapted: bool) -> None:
+def _check_folder(folder: Path, *, adapted: bool) -> None:
     other = sorted(folder.glob("model*.safetensors*" if adapted else f"{ADAPTER_WEIGHTS}*"))
     if other:
-        kinds = ("adapters", "a folder without weights") if adapted else ("a whole policy", "a folder without adapters")
+        exported, excluded = ("adapters", "full weights") if adapted else ("a full policy", "adapters")
         raise CheckpointError(
-            f"cannot export {kinds[0]} into {folder}: it holds {other[0].name}, expected {kinds[1]}. Choose another "
-            "folder, or remove what it holds."
+            f"cannot export {exported}: {folder} contains {other[0].name}, expected a folder without {excluded}. "
+            "Choose another folder, or delete its files."
         )

@@ -16,35 +16,36 @@ from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CorruptDataError, DataError
 
 _THREADS = 4
-_LAST_SECONDS = 5.0
+_PAUSE_SECONDS = 5.0
 
 
-class Staging:
+class EpisodePrefetcher:
     """Fetch episodes on threads, and release them; see `hold`.
 
     Args:
-        want: called with all present and next episodes, before they are fetched.
-        fetch: fetches an episode; called on threads. Errors are not raised here: the worker that reads the episode
-            meets them again.
-        let_go: releases an episode.
-        bytes_on_disk: returns the disk space that is used.
-        most_bytes: disk space above which the next episodes are not fetched; None for no limit.
+        announce: called with all present and next episodes, before they are fetched.
+        fetch: fetches an episode; called on threads. Its errors are not raised here, because the worker that reads the
+            episode raises them.
+        release: releases an episode.
+        used_bytes: returns the disk space that is used.
+        max_bytes: disk space above which the next episodes are not fetched; None for no limit.
     """
 
     def __init__(
         self,
-        want: Callable[[Iterable[int]], None],
+        announce: Callable[[Iterable[int]], None],
         fetch: Callable[[int], None],
-        let_go: Callable[[int], None],
-        bytes_on_disk: Callable[[], int],
-        most_bytes: int | None,
+        release: Callable[[int], None],
+        used_bytes: Callable[[], int],
+        max_bytes: int | None,
     ) -> None:
-        self._want, self._fetch, self._let_go = want, fetch, let_go
-        self._bytes_on_disk, self._most_bytes = bytes_on_disk, most_bytes
+        self._announce, self._fetch, self._release = announce, fetch, release
+        self._used_bytes, self._max_bytes = used_bytes, max_bytes
         self._now: list[int] = []
         self._soon: list[int] = []
-        self._held: set[int] = set()
-        self._busy: set[int] = set()
+        self._started: set[int] = set()
+        """Episodes that were fetched, or are being fetched, and are not released."""
+        self._in_progress: set[int] = set()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._is_open = False
@@ -61,11 +62,11 @@ class Staging:
         if self._is_open and (now, soon) == (self._now, self._soon):
             return
         with self._changed:
-            gone = self._held.union(self._now, self._soon)  # workers may have fetched those that are not held
+            before = self._started.union(self._now, self._soon)  # workers may have fetched those that no thread did
             self._now, self._soon = now, soon
-            self._want([*now, *soon])
-            for episode in gone.difference(now, soon) - self._busy:
-                self._end(episode)
+            self._announce([*now, *soon])
+            for episode in before.difference(now, soon) - self._in_progress:
+                self._release_episode(episode)
             self._is_open = True
             self._changed.notify_all()
         while len(self._threads) < _THREADS:
@@ -81,7 +82,7 @@ class Staging:
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
-        until = time.monotonic() + _LAST_SECONDS
+        until = time.monotonic() + _PAUSE_SECONDS
         while self._threads:
             self._threads.pop().join(max(0.0, until - time.monotonic()))
 
@@ -99,42 +100,43 @@ class Staging:
                 if self._is_open:
                     logger.warning("cannot fetch episode %d ahead of time: %s", episode, error)
             with self._changed:
-                self._busy.remove(episode)
+                self._in_progress.remove(episode)
                 if episode not in self._now and episode not in self._soon:
-                    self._end(episode)
+                    self._release_episode(episode)
                 self._changed.notify_all()
 
-    def _end(self, episode: int) -> None:
-        self._held.discard(episode)
+    def _release_episode(self, episode: int) -> None:
+        self._started.discard(episode)
         try:
-            self._let_go(episode)
+            self._release(episode)
         except DataError as error:  # its files are deleted with the folder
-            logger.warning("cannot let go of episode %d: %s", episode, error)
+            logger.warning("cannot delete the cached data of episode %d: %s", episode, error)
 
     def _next(self) -> int | None:
         """Wait for an episode to fetch, and return it; return None after `pause`."""
         with self._changed:
             while self._is_open:
                 if (episode := self._missing()) is not None:
-                    self._held.add(episode)
-                    self._busy.add(episode)
+                    self._started.add(episode)
+                    self._in_progress.add(episode)
                     return episode
                 self._changed.wait()
             return None
 
     def _missing(self) -> int | None:
         for episode in self._now:
-            if episode not in self._held:
+            if episode not in self._started:
                 return episode
-        is_full = self._most_bytes is not None and self._bytes_on_disk() > self._most_bytes
-        if is_full and not self._held.intersection(self._soon) and not self._busy and self._error is None:
-            self._error = DataError(
-                f"cannot hold {len(self._now)} episodes: they take {self._bytes_on_disk() / 1e6:.0f} MB on the disk, "
-                f"expected at most the {(self._most_bytes or 0) / 1e6:.0f} MB of disk_bytes. Lower pool, or raise it."
-            )
-        return None if is_full else next((e for e in self._soon if e not in self._held), None)
+        if self._max_bytes is not None and (used := self._used_bytes()) > self._max_bytes:
+            if not self._started.intersection(self._soon) and not self._in_progress and self._error is None:
+                self._error = DataError(
+                    f"cannot cache {len(self._now)} episodes: they take {used / 1e6:.0f} MB on the disk, expected at "
+                    f"most the {self._max_bytes / 1e6:.0f} MB of disk_bytes. Lower pool, or raise disk_bytes."
+                )
+            return None
+        return next((episode for episode in self._soon if episode not in self._started), None)
 
 
-def _end(staging: Staging, process: int) -> None:
+def _end(prefetcher: EpisodePrefetcher, process: int) -> None:
     if process == os.getpid():
-        staging.pause()
+        prefetcher.pause()

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -25,41 +23,49 @@ _T = TypeVar("_T")
 
 
 class RemoteRoot:
-    """A remote root; for its arguments see `fsdp2_strategy.lerobot.dataset_source.RemoteFiles`.
+    """A remote root.
 
     Requests raise a DataError at once if the file is missing, or after the last attempt if all attempts failed.
 
-    Attributes:
-        fetched_bytes: number of bytes of file content that this process has received.
+    Args:
+        url: the root, with a scheme that fsspec supports: http://, https://, s3://, hf://, file://, ...
+        tries: maximum number of attempts per request.
+        timeout_seconds: time limit of one request, which fetches at most 8 MiB if the server supports ranges. File
+            systems of fsspec that are not asynchronous (such as hf://) use their own time limits.
+        backoff_seconds: pause before the second attempt. It doubles with each attempt up to 30 seconds, and is then
+            multiplied by a random factor between 0.5 and 1.5.
+        storage_options: options of fsspec's file system: headers, credentials, ...
+
+    Raises:
+        DataError: no installed package supports the scheme.
     """
 
-    _file_system: tuple[Any, str] | None
-    _lock: threading.Lock
-
     def __init__(
-        self, url: str, *, tries: int, timeout_seconds: float, backoff_seconds: float, storage_options: dict[str, Any]
+        self,
+        url: str,
+        *,
+        tries: int = 5,
+        timeout_seconds: float = 60.0,
+        backoff_seconds: float = 0.5,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.tries = tries
         self.timeout_seconds = timeout_seconds
         self.backoff_seconds = backoff_seconds
-        self.storage_options = storage_options
+        self.storage_options = storage_options or {}
         try:
             fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0])
         except (ImportError, ValueError) as error:
             raise DataError(
-                f"cannot read {url}: {error}, expected a scheme that fsspec knows. Install the package that serves it, "
-                "or give a local folder."
+                f"cannot read {url}: {error}, expected a scheme that fsspec supports. Install the package for this "
+                "scheme, or pass a local folder."
             ) from error
-        self._begin_process()
+        self._connection: tuple[int, Any, str] | None = None
+        """The process that made it, fsspec's file system, and the root's path in it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        of_the_process = {"fetched_bytes", "_file_system", "_lock"}
-        return {name: value for name, value in vars(self).items() if name not in of_the_process}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin_process()
+        return vars(self) | {"_connection": None}
 
     def location(self, path: str) -> str:
         """Return the URL of a file."""
@@ -80,22 +86,22 @@ class RemoteRoot:
         size = self._ask(path, "its size", lambda: self._call("info", path)["size"])
         if size is None:
             raise DataError(
-                f"cannot read {self.location(path)} by ranges: the server gives no size, expected one. Copy the data "
-                "set to a disk, and read it there."
+                f"cannot read byte ranges of {self.location(path)}: its size is missing in the server's answer, "
+                "expected a number. Copy the data set to a local disk."
             )
         return int(size)
 
     def read(self, path: str) -> bytes:
         """Return the whole content of a file."""
-        return self._ask(path, "the whole file", lambda: self._content(path))
+        return bytes(self._ask(path, "the whole file", lambda: self._call("cat_file", path)))
 
     def range(self, path: str, start: int, end: int, size: int) -> bytes:
         """Return bytes ``start`` to ``end`` (exclusive) of a file; all bytes if the server does not support ranges."""
 
         def ask() -> bytes:
-            data = self._content(path, start=start, end=end)
+            data: bytes = self._call("cat_file", path, start=start, end=end)
             if len(data) not in (end - start, size):
-                raise EOFError(f"{len(data)} bytes came, expected {end - start}")
+                raise EOFError(f"received {len(data)} bytes, expected {end - start}")
             return data
 
         return self._ask(path, f"bytes {start} to {end}", ask)
@@ -110,30 +116,24 @@ class RemoteRoot:
             try:
                 return ask()
             except Exception as error:
-                if _is_absence(error):
+                if _is_missing(error):
                     raise DataError(
-                        f"cannot read {self.location(path)}: there is no such file, expected one of the data set. "
-                        "Check the address, and that the copy is whole."
+                        f"cannot read {self.location(path)}: the file is missing, expected a file of the data set. "
+                        "Check the address, and that the copy is complete."
                     ) from error
                 last = error.__cause__ if isinstance(error, FileNotFoundError) else error
         raise DataError(
-            f"cannot read {self.location(path)}: {what} failed {self.tries} times, at last with "
-            f"{type(last).__name__}({last}), expected an answer within {self.timeout_seconds} s. Look after the server "
-            "and the way to it, or allow more tries or a longer time-out."
+            f"cannot read {self.location(path)}: the request for {what} failed {self.tries} times, the last time with "
+            f"{type(last).__name__}({last}), expected an answer within {self.timeout_seconds} s. Check the server and "
+            "the network, or increase tries or timeout_seconds."
         ) from last
 
-    def _content(self, path: str, **arguments: int) -> bytes:
-        data: bytes = self._call("cat_file", path, **arguments)
-        with self._lock:
-            self.fetched_bytes += len(data)
-        return data
-
     def _call(self, name: str, path: str, **arguments: Any) -> Any:
-        with self._lock:
-            if self._file_system is None:
-                self._file_system = fsspec.core.url_to_fs(self.url, **self.storage_options)
-                _kept.append(self._file_system)
-            files, root = self._file_system
+        connection = self._connection
+        if connection is None or connection[0] != os.getpid():
+            self._connection = connection = (os.getpid(), *fsspec.core.url_to_fs(self.url, **self.storage_options))
+            _connections.append(connection)
+        _, files, root = connection
         if files.async_impl:
             method, timeout = getattr(files, f"_{name}"), self.timeout_seconds
             return sync(files.loop, method, f"{root}/{path}", timeout=timeout, **arguments)
@@ -141,14 +141,8 @@ class RemoteRoot:
             arguments["cache_type"] = "none"  # this method opens the file, which reads ahead by default
         return getattr(files, name)(f"{root}/{path}", **arguments)
 
-    def _begin_process(self) -> None:
-        self.fetched_bytes = 0
-        self._file_system = None
-        self._lock = threading.Lock()
-        _roots.add(self)
 
-
-def _is_absence(error: Exception) -> bool:
+def _is_missing(error: Exception) -> bool:
     """Return whether an error means a missing file; fsspec raises FileNotFoundError for other HTTP failures too."""
     if not isinstance(error, FileNotFoundError):
         return False
@@ -159,13 +153,4 @@ def _is_absence(error: Exception) -> bool:
 # A forked child must neither use its parent's connections nor free them: their finalizers would remove the parent's
 # connections from the event loop that both processes share. fsspec's cache keeps file systems alive, but a child clears
 # it. This list keeps them alive in the child too.
-_kept: list[object] = []
-_roots: weakref.WeakSet[RemoteRoot] = weakref.WeakSet()
-
-
-def _begin_child() -> None:
-    for root in list(_roots):
-        root._begin_process()
-
-
-os.register_at_fork(after_in_child=_begin_child)
+_connections: list[object] = []

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fsdp2_strategy.lerobot.dataset_source import Source, naming_the_disk
+from fsdp2_strategy.lerobot.dataset_source import Source, cache_errors
 from fsdp2_strategy.lerobot.metadata import Metadata, corrupt, parsing
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -38,11 +38,11 @@ class EpisodeRows:
         source: the source of the data files.
         metadata: metadata of the data set.
         folder: an existing folder for the extracted files.
-        kept: maximum number of episodes that this process keeps mapped.
+        max_mapped: maximum number of episodes that this process keeps mapped.
     """
 
-    def __init__(self, source: Source, metadata: Metadata, folder: Path, kept: int) -> None:
-        self._source, self._metadata, self._folder, self._kept = source, metadata, folder, kept
+    def __init__(self, source: Source, metadata: Metadata, folder: Path, max_mapped: int) -> None:
+        self._source, self._metadata, self._folder, self._max_mapped = source, metadata, folder, max_mapped
         self._columns = [key for key, feature in metadata.features.items() if feature["dtype"] != "video"]
         self._mapped: OrderedDict[int, Rows] = OrderedDict()
 
@@ -59,19 +59,19 @@ class EpisodeRows:
         table = self._map(episode)
         for old in [old for old in self._mapped if not self._path(old).exists()]:
             del self._mapped[old]  # a deleted file uses disk space until it is unmapped
-        while len(self._mapped) >= self._kept:
+        while len(self._mapped) >= self._max_mapped:
             self._mapped.popitem(last=False)
         rows = {}
         for key in table.column_names:
             try:
                 rows[key] = _array(table[key], self._metadata.features[key])
             except (TypeError, ValueError) as error:
-                found, expected = f"{key} of episode {episode}: {error}", "values as meta/info.json describes them"
+                found, expected = f"{key} of episode {episode}: {error}", "values as described in meta/info.json"
                 raise corrupt(self._source, self._metadata.data_path(episode), found, expected) from error
         self._mapped[episode] = rows
         return rows
 
-    def cut_out(self, episodes: Iterable[int]) -> None:
+    def extract(self, episodes: Iterable[int]) -> None:
         """Write the files of those episodes that have none; see [Note: shared rows].
 
         Raises:
@@ -83,65 +83,63 @@ class EpisodeRows:
             if not self._path(episode).exists():
                 by_file.setdefault(self._metadata.data_path(episode), []).append(episode)
         for path, wanted in by_file.items():
-            with self._one_at_a_time(path):
+            with self._file_lock(path):
                 missing = [episode for episode in wanted if not self._path(episode).exists()]
                 if missing:
-                    self._cut_out_of(path, missing)
+                    self._extract_from(path, missing)
 
-    def forget(self, episode: int) -> None:
+    def delete(self, episode: int) -> None:
         """Delete the file of an episode; a process that has it mapped keeps it until it maps another one."""
         self._path(episode).unlink(missing_ok=True)
 
     def _map(self, episode: int) -> pa.Table:
         while True:
-            self.cut_out([episode])
+            self.extract([episode])
             with suppress(FileNotFoundError), pa.memory_map(str(self._path(episode))) as file:  # deleted since: retry
                 return pa.ipc.open_file(file).read_all()
 
-    def _cut_out_of(self, path: str, episodes: Sequence[int]) -> None:
+    def _extract_from(self, path: str, episodes: Sequence[int]) -> None:
         with self._source.open(path) as opened, parsing(self._source, path):
             file = pq.ParquetFile(opened, pre_buffer=False)  # without threads, as `read_parquet`
             present = set(file.schema_arrow.names)
             if lacking := [key for key in self._columns if key not in present]:
                 raise corrupt(self._source, path, f"it lacks {', '.join(lacking)}", "the features of meta/info.json")
-            places = {episode: self._metadata.first_row(episode) for episode in episodes}
-            if astray := self._cut(file, places):
+            first_rows = {episode: self._metadata.first_row(episode) for episode in episodes}
+            if missing := self._write_episodes(file, first_rows):
                 numbers = file.read(["episode_index"], use_threads=False)["episode_index"].to_numpy()
-                places = {episode: int(np.argmax(numbers == episode)) for episode in astray}
-                astray = self._cut(file, places)
+                missing = self._write_episodes(file, {e: int(np.argmax(numbers == e)) for e in missing})
             footer_bytes = file.metadata.serialized_size
-        self._source.forget(path, [(0, self._source.size(path) - footer_bytes)])  # the row groups are not read again
-        if astray:
-            found = f"it lacks the rows of the episodes {', '.join(map(str, astray[:5]))}"
-            raise corrupt(self._source, path, found, "those that meta/episodes names")
+        self._source.free(path, 0, self._source.size(path) - footer_bytes)  # the row groups are not read again
+        if missing:
+            found = f"it lacks the rows of the episodes {', '.join(map(str, missing[:5]))}"
+            raise corrupt(self._source, path, found, "those that meta/episodes lists")
 
-    def _cut(self, file: pq.ParquetFile, places: Mapping[int, int]) -> list[int]:
+    def _write_episodes(self, file: pq.ParquetFile, first_rows: Mapping[int, int]) -> list[int]:
         """Write the files of episodes that start at the given rows; return those that do not start there."""
-        groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-        begins = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
-        pieces: dict[int, list[pa.Table]] = {episode: [] for episode in places}
-        lengths = {episode: int(self._metadata.lengths[episode]) for episode in places}
-        written: set[int] = set()
+        ends = {episode: first + int(self._metadata.lengths[episode]) for episode, first in first_rows.items()}
+        pieces: dict[int, list[pa.Table]] = {episode: [] for episode in first_rows}
+        missing = list(first_rows)
+        high = 0
         for i in range(file.num_row_groups):
-            low, high = int(begins[i]), int(begins[i + 1])
-            inside = [e for e, first in places.items() if first < high and low < first + lengths[e]]
+            low, high = high, high + file.metadata.row_group(i).num_rows
+            inside = [e for e, first in first_rows.items() if first < high and low < ends[e]]
             if not inside:
                 continue
             table = file.read_row_group(i, self._columns, use_threads=False)
             for episode in inside:
-                first, last = places[episode], places[episode] + lengths[episode]
-                pieces[episode].append(table.slice(max(first - low, 0), min(last, high) - max(first, low)))
-                if last <= high and self._write(episode, pa.concat_tables(pieces.pop(episode))):
-                    written.add(episode)
-        return [episode for episode in places if episode not in written]
+                first, end = first_rows[episode], ends[episode]
+                pieces[episode].append(table.slice(max(first - low, 0), min(end, high) - max(first, low)))
+                if end <= high and self._write(episode, pa.concat_tables(pieces.pop(episode))):
+                    missing.remove(episode)
+        return missing
 
     def _write(self, episode: int, table: pa.Table) -> bool:
         """Write the file of an episode, if ``table`` contains exactly its rows; return whether it does."""
-        right = table["episode_index"].to_numpy() == episode
-        if len(right) != self._metadata.lengths[episode] or not right.all():
+        is_right = table["episode_index"].to_numpy() == episode
+        if len(is_right) != self._metadata.lengths[episode] or not is_right.all():
             return False
         unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
-        with naming_the_disk(f"the rows of episode {episode}", self._folder):  # else the error names the data file
+        with cache_errors(f"the rows of episode {episode}", self._folder):  # else the error names the data file
             try:
                 with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table.combine_chunks())
@@ -154,8 +152,8 @@ class EpisodeRows:
         return self._folder / f"episode-{episode:06d}.arrow"
 
     @contextmanager
-    def _one_at_a_time(self, path: str) -> Iterator[None]:
-        with naming_the_disk(path, self._folder):
+    def _file_lock(self, path: str) -> Iterator[None]:
+        with cache_errors(path, self._folder):
             opened = (self._folder / f"{path.replace('/', '-')}.lock").open("w")
         with opened as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -41,18 +41,14 @@ class Decoders:
 
     Args:
         source: the source of the files.
-        most: maximum number of open files.
+        max_open: maximum number of open files.
         counts: counters of decoded and converted frames.
     """
 
-    def __init__(self, source: Source, most: int, counts: Counts) -> None:
-        self._source, self._most, self._counts = source, most, counts
+    def __init__(self, source: Source, max_open: int, counts: Counts) -> None:
+        self._source, self._max_open, self._counts = source, max_open, counts
         self._open: OrderedDict[str, _Decoder] = OrderedDict()
         self._process = os.getpid()
-
-    def __len__(self) -> int:
-        """Return the number of open files."""
-        return len(self._open)
 
     def frames(self, path: str, seconds: Sequence[float], tolerance_s: float) -> torch.Tensor:
         """Return the frames at times, uint8 of shape (T, C, H, W).
@@ -64,7 +60,7 @@ class Decoders:
         try:
             decoder = self._opened(path)
             before = decoder.decoded
-            pictures = decoder.at(sorted(set(seconds)), tolerance_s)
+            pictures = decoder.frames_at(sorted(set(seconds)), tolerance_s)
         except (av.FFmpegError, IndexError) as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
@@ -88,7 +84,7 @@ class Decoders:
         if path in self._open:
             self._open.move_to_end(path)
             return self._open[path]
-        while len(self._open) >= self._most:
+        while len(self._open) >= self._max_open:
             self._open.popitem(last=False)[1].close()
         self._open[path] = _Decoder(self._source, path)
         return self._open[path]
@@ -104,9 +100,9 @@ class _Decoder:
         if local is not None:  # FFmpeg opens it by name and reads it without Python
             opened.close()
         self._file = None if local is not None else opened
-        self._container = _container(opened if local is None else str(local))
+        self._container = open_container(opened if local is None else str(local))
         if not self._container.streams.video:
-            raise corrupt(source, path, "it has no picture", "a video")
+            raise corrupt(source, path, "it contains no video stream", "one")
         self._stream = self._container.streams.video[0]
         context = self._stream.codec_context
         context.thread_count, context.options = 1, _STRICT
@@ -116,12 +112,9 @@ class _Decoder:
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._last: av.VideoFrame | None = None
 
-    def at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
+    def frames_at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
         """Return the frames at times in ascending order."""
-        found = {}
-        for second in seconds:
-            found[second] = _channels_first(self._frame(second, tolerance_s), self._reformatter)
-        return found
+        return {second: _channels_first(self._frame(second, tolerance_s), self._reformatter) for second in seconds}
 
     def close(self) -> None:
         self._frames = iter(())
@@ -130,40 +123,40 @@ class _Decoder:
             self._file.close()
 
     def _frame(self, second: float, tolerance_s: float) -> av.VideoFrame:
-        wanted = round(second / self._time_base)
-        frame = self._nearest(wanted)
-        if frame is None or abs(_pts(frame) - wanted) > max(tolerance_s / self._time_base, 0.5):
+        target = round(second / self._time_base)
+        frame = self._nearest(target)
+        if frame is None or abs(_pts(frame) - target) > max(tolerance_s / self._time_base, 0.5):
             found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "it has none"
             raise corrupt(self._source, self._path, found, f"a frame at {second:f} seconds within {tolerance_s:g}")
         if frame.is_corrupt:
-            raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is damaged", "a whole one")
+            raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is corrupt", "a valid frame")
         return frame
 
-    def _nearest(self, wanted: int) -> av.VideoFrame | None:
+    def _nearest(self, target: int) -> av.VideoFrame | None:
         """Return the frame that is nearest to a time stamp; decode on, or seek if necessary."""
-        if self._last is None or not self._is_ahead(_pts(self._last), wanted):
-            self._go_back(wanted)
+        if self._last is None or not self._can_decode_on(_pts(self._last), target):
+            self._seek(target)
         before, frame = None, self._last
-        while frame is not None and _pts(frame) < wanted - 1:  # 1 tick: written time stamps are rounded
+        while frame is not None and _pts(frame) < target - 1:  # 1 tick: written time stamps are rounded
             before, frame = frame, self._next()
         self._last = frame
-        if frame is None or (before is not None and wanted - _pts(before) < _pts(frame) - wanted):
+        if frame is None or (before is not None and target - _pts(before) < _pts(frame) - target):
             return before
         return frame
 
-    def _go_back(self, wanted: int) -> None:
+    def _seek(self, target: int) -> None:
         """Seek to a key frame from which decoding reaches a time stamp, and decode the first frame.
 
         Frames shown before a key frame may refer to frames before it, which the index does not record. If the first
         decoded frame is after the time stamp, try earlier key frames.
         """
-        start = wanted
+        start = target
         for _ in range(_KEYS_BACK):
             self._container.seek(start, stream=self._stream, backward=True)
             self._frames = self._container.decode(self._stream)
             self._last = self._next()
             key = self._index.search_timestamp(start, backward=True)
-            if key <= 0 or (self._last is not None and _pts(self._last) <= wanted + 1):
+            if key <= 0 or (self._last is not None and _pts(self._last) <= target + 1):
                 return
             start = self._index[key].timestamp - 1
 
@@ -172,11 +165,11 @@ class _Decoder:
         self.decoded += frame is not None
         return frame
 
-    def _is_ahead(self, at: int, wanted: int) -> bool:
-        """Return whether to decode on from ``at``: ``wanted`` is not before it, and no key frame is in between."""
-        if wanted <= at:
-            return wanted == at
-        key = self._index.search_timestamp(wanted, backward=True)
+    def _can_decode_on(self, at: int, target: int) -> bool:
+        """Return whether to decode on from ``at``: ``target`` is not before it, and no key frame is in between."""
+        if target <= at:
+            return target == at
+        key = self._index.search_timestamp(target, backward=True)
         return key >= 0 and self._index[key].timestamp <= at
 
 
@@ -190,11 +183,12 @@ def picture(content: bytes) -> torch.Tensor:
     Raises:
         av.FFmpegError: it cannot be decoded.
     """
-    with _container(io.BytesIO(content)) as container:
+    with open_container(io.BytesIO(content)) as container:
         return _channels_first(next(container.decode(video=0)), VideoReformatter())
 
 
-def _container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputContainer:
+def open_container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputContainer:
+    """Open a video for reading, with a small buffer."""
     return av.open(file, "r", buffer_size=_BUFFER_BYTES)
 
 

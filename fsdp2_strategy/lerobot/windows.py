@@ -34,7 +34,7 @@ def offsets_of(
     for key, seconds in delta_timestamps.items():
         if key not in features:
             raise DataError(
-                f"cannot make windows: {key!r} is no feature, expected one of {', '.join(sorted(features))}."
+                f"cannot make windows: {key!r} is not a feature, expected one of {', '.join(sorted(features))}."
                 f"{did_you_mean(key, features)}"
             )
         steps = np.asarray(seconds, dtype=np.float64).reshape(-1)
@@ -42,8 +42,8 @@ def offsets_of(
         wrong = steps[np.abs(offsets / fps - steps) > tolerance_s]
         if wrong.size or not steps.size:
             raise DataError(
-                f"cannot make windows of {key!r}: its steps in seconds are {wrong[:3].tolist()}, expected multiples of "
-                f"1/{fps:g} within {tolerance_s:g}, at least one. Round them, or raise tolerance_s."
+                f"cannot make windows of {key!r}: its steps in seconds are {wrong[:3].tolist()}, expected at least "
+                f"one, all multiples of 1/{fps:g} within {tolerance_s:g}. Round them, or increase tolerance_s."
             )
         found[key] = offsets
     return found
@@ -52,5 +52,5 @@ def offsets_of(
 def window(frame: int, offsets: Offsets, length: int) -> tuple[Offsets, npt.NDArray[np.bool_]]:
     """Return the rows of a window, clamped to the ``length`` frames of the episode, and a mask of clamped rows."""
     rows = frame + offsets
-    held = np.clip(rows, 0, length - 1)
-    return held, rows != held
+    clamped = np.clip(rows, 0, length - 1)
+    return clamped, rows != clamped

@@ -1,6 +1,6 @@
-"""Draw and read images that encode their episode, frame and camera, also after a lossy codec.
+"""Data sets whose images and values tell which episode, frame and camera they are of, also after a lossy codec.
 
-Input: the three numbers, or an image. Output: an image, or its numbers.
+Input: these numbers, or an image. Output: a data set in LeRobot's format, an image, or its numbers.
 
 48 cells, 6 rows of 8 in the middle of the image, are white for 1 and black for 0: 16 bits for the episode, 16 for the
 frame, 4 for the camera, and 12 for a checksum of these, each with its highest bit first. The whole image has a texture
@@ -10,13 +10,16 @@ that differs from frame to frame, so that files are about as large as those of r
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 Image = NDArray[np.uint8]
 
@@ -25,6 +28,70 @@ _WIDTHS = {"episode": 16, "frame": 16, "camera": 4}
 _CHECKSUM_BITS = 12
 _BLACK, _WHITE, _TEXTURE = 16, 176, 64
 _LEAST_CELL = 4
+
+TASKS = ("pick up the cube", "put the cube into the box", "öffne die Schublade")
+
+
+def write_barcoded(
+    root: str | Path,
+    lengths: Sequence[int],
+    *,
+    fps: int = 10,
+    cameras: Sequence[str] = ("observation.images.top",),
+    image_cameras: Sequence[str] = (),
+    height: int = 64,
+    width: int = 96,
+    tasks: Sequence[str] = TASKS,
+    episodes_per_data_file: int | None = 4,
+    episodes_per_video_file: int | None = 3,
+    **options: Any,
+) -> Path:
+    """Write a data set whose values identify the episode and frame that they belong to.
+
+    ``observation.state`` is (episode, frame), ``action`` (episode + 0.5, frame + 0.5), both exact in float32.
+    ``next.done`` is True for the last frame of an episode. Images are ``barcode(episode, frame, camera=...)``; cameras
+    are numbered from 0, videos before images. Episode ``i`` has the task ``tasks[i % len(tasks)]``.
+
+    Args:
+        root: a folder that does not exist or is empty.
+        lengths: number of frames of each episode.
+        fps: frames per second.
+        cameras: names of the features that are stored as video.
+        image_cameras: names of the features that are stored as PNG in the tables.
+        height: height of the images, an even number.
+        width: width of the images, an even number.
+        tasks: tasks in words.
+        episodes_per_data_file: maximum number of episodes per file.
+        episodes_per_video_file: maximum number of episodes per file.
+        options: further arguments of ``DatasetWriter``.
+
+    Returns:
+        The folder.
+    """
+    image = {"shape": (height, width, 3), "names": ["height", "width", "channels"]}
+    features: dict[str, dict[str, Any]] = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]},
+        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+        **{name: {"dtype": "video", **image} for name in cameras},
+        **{name: {"dtype": "image", **image} for name in image_cameras},
+    }
+    with DatasetWriter(
+        root,
+        fps=fps,
+        features=features,
+        episodes_per_data_file=episodes_per_data_file,
+        episodes_per_video_file=episodes_per_video_file,
+        **options,
+    ) as writer:
+        for episode, length in enumerate(lengths):
+            state = np.stack([np.full(length, episode), np.arange(length)], axis=-1).astype(np.float32)
+            frames = {"observation.state": state, "action": state + 0.5, "next.done": np.arange(length) == length - 1}
+            for camera, name in enumerate([*cameras, *image_cameras]):
+                images = [barcode(episode, frame, height, width, camera=camera) for frame in range(length)]
+                frames[name] = np.stack(images)
+            writer.add_episode(frames, tasks[episode % len(tasks)])
+    return Path(root)
 
 
 def barcode(episode: int, frame: int, height: int, width: int, *, camera: int = 0) -> Image:
@@ -42,10 +109,6 @@ def barcode(episode: int, frame: int, height: int, width: int, *, camera: int = 
 
     Raises:
         DataError: a number does not fit, or the image is too small.
-
-    Example:
-        >>> read_barcode(barcode(7, 130, 64, 96))
-        (7, 130)
     """
     top, left, cell = _geometry(height, width)
     payload = 0
