@@ -52,7 +52,7 @@ def rank_of_a_round(rank, store, folder, number):
         return noted
 
     directory.commit, directory.remove = noting("commit", directory.commit), noting("rotation", directory.remove)
-    save.write_parts = noting("writing", save.write_parts)
+    save.write_components = noting("writing", save.write_components)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )

@@ -75,8 +75,8 @@ def with_manifest(save_dir: Path) -> list[Checkpoint]:
     """Return all checkpoints with a valid manifest, also those with missing or truncated files; oldest first."""
     if not save_dir.is_dir():
         return []
-    named = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
-    return sorted((c for path in named if (c := read_checkpoint(path))), key=lambda c: c.sequence)
+    paths = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
+    return sorted((c for path in paths if (c := read_checkpoint(path))), key=lambda c: c.sequence)
 
 
 def is_last(path: Path) -> bool:
@@ -131,16 +131,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise _bad_manifest(file, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _bad_manifest(file, f"it is no JSON ({error})") from error
+        raise _bad_manifest(file, f"it is not JSON ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _bad_manifest(file, "it is not ours")
+        raise _bad_manifest(file, f"it is not a manifest of {FORMAT}")
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise _bad_manifest(file, f"its format is version {version!r}, expected {FORMAT_VERSION}")
     if manifest.get("digest") != digest_of_manifest(manifest):
-        raise _bad_manifest(file, "its digest is not that of its content")
+        raise _bad_manifest(file, "its digest does not match its content")
     if missing := _KEYS - manifest.keys():
-        raise _bad_manifest(file, f"it lacks {sorted(missing)[0]}")
+        raise _bad_manifest(file, f"it lacks the key {min(missing)}")
     return manifest
 
 
