@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from harness import SMOKE_TITLE, ValuesError, circumstances, local_of, parse, parser_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -63,8 +62,9 @@ def seconds(call: Callable[[], object]) -> tuple[float, object]:
 
 def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
     """Do what a rank does before it writes a byte."""
-    component = Component.of(folder, tensors)
-    sent = SafetensorsWriter([component]).prepare_local_plan(SavePlan([]))
+    component, planner = Component.of(folder, tensors), DefaultSavePlanner()
+    planner.set_up_planner({})
+    sent = SafetensorsWriter([component]).prepare_local_plan(planner.create_local_plan())
     return sent, list(_together([run for job in component.jobs() for run in _runs(job)]))
 
 

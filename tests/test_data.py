@@ -798,7 +798,7 @@ def test_positions_that_do_not_fit_are_refused_before_anything_is_touched(tmp_pa
     ahead = ResumableLoader(Sequences(), 4, seed=3)
     for _ in range(dist.get_rank()):
         next(iter(ahead))
-    with pytest.raises(CheckpointError, match="loaders that are equally far"):
+    with pytest.raises(CheckpointError, match="loaders at the same position"):
         strategy.save_ckpt(model, tmp_path / "uneven", dataloader=ahead)
     said = []
     handler = logging.Handler()

@@ -137,7 +137,7 @@ def test_random_kills_lose_nothing(tmp_path, capsys):
             directory.recover(tmp_path / "checkpoints")  # as the next load does
             kept = list_checkpoints(tmp_path / "checkpoints")
             newest = kept[-1]
-            assert layout.named_latest(tmp_path / "checkpoints") in [c.tag for c in kept]
+            assert layout.latest_tag(tmp_path / "checkpoints") in [c.tag for c in kept]
             state = json.loads((newest.path / TRAINER_STATE).read_text())
             assert state["client_state"]["value"] >= committed
             assert verify_checkpoint(newest.path).ok

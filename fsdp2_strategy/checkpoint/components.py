@@ -64,13 +64,9 @@ class ModelComponents:
 
     @classmethod
     def of(cls, root: nn.Module, paths: Places, left_out: Container[str] | None) -> ModelComponents:
-        """Lay out a model in our own layout.
+        """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own.
 
-        Args:
-            root: the model.
-            paths: the checkpoint's paths.
-            left_out: None for ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own; names of
-                frozen weights for ``trainable/``, which contains the other parameters and all buffers.
+        If ``left_out`` has names of frozen weights, lay out ``trainable/``: all other parameters, and all buffers.
         """
         if left_out is not None:
             kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}

@@ -25,9 +25,9 @@ from fsdp2_strategy.checkpoint.layout import (
     LAST,
     LATEST,
     Checkpoint,
+    checkpoints_with_manifest,
     digest_of_manifest,
     is_last,
-    with_manifest,
 )
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, has_only_checkpoint_entries
 from fsdp2_strategy.distributed.log import logger
@@ -82,7 +82,7 @@ def recover(save_dir: Path) -> None:
             replaced.rename(final)
 
 
-def sweep(save_dir: Path) -> None:
+def delete_leftovers(save_dir: Path) -> None:
     """Recover, and delete the leftovers of crashed saves and deletions; rank 0 calls it between saves."""
     recover(save_dir)
     for suffix in (_REPLACED, _PARTIAL, _REMOVED):
@@ -142,7 +142,7 @@ def commit(partial: Places, tag: str, entries: Mapping[str, Any], digests: Seque
             "files that other ranks wrote, expected one directory for all ranks. Save into a file system that all "
             "hosts share."
         )
-    sequence = max((c.sequence for c in with_manifest(save_dir)), default=0) + 1
+    sequence = max((c.sequence for c in checkpoints_with_manifest(save_dir)), default=0) + 1
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,

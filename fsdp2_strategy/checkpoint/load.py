@@ -23,7 +23,7 @@ from fsdp2_strategy.checkpoint.data_position import Later, Loader, check_positio
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
-from fsdp2_strategy.checkpoint.layout import is_last, with_manifest
+from fsdp2_strategy.checkpoint.layout import checkpoints_with_manifest, is_last
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
@@ -308,7 +308,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
     if load_dir.is_dir():
         if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
             recover(load_dir)
-        committed = with_manifest(load_dir)[::-1]
+        committed = checkpoints_with_manifest(load_dir)[::-1]
         tags = [checkpoint.tag for checkpoint in committed]
         if tag in tags:
             committed = committed[tags.index(tag) :]

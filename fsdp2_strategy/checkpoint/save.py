@@ -24,7 +24,7 @@ from fsdp2_strategy.checkpoint import background_save, directory
 from fsdp2_strategy.checkpoint.components import ModelComponents, SidecarFiles
 from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
-from fsdp2_strategy.checkpoint.layout import list_checkpoints, named_latest
+from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE
 from fsdp2_strategy.checkpoint.random_state import RngState
@@ -269,7 +269,7 @@ def _execute(plan: _SavePlan) -> None:
         if is_rank_0():
             max_num, max_mem = request.max_num, request.max_mem
             old = checkpoints_to_delete(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            if named_latest(save_dir) in {o.tag for o in old}:  # stale, because of save_latest=False
+            if latest_tag(save_dir) in {o.tag for o in old}:  # stale, because of save_latest=False
                 directory.update_latest(final)
             directory.remove(old)
             for checkpoint in old:
@@ -294,7 +294,7 @@ def _write(plan: _SavePlan) -> list[str]:
             acquire(save_dir)
             directory.check_replaceable(save_dir, tag, paths)
             directory.finish_removals()
-            directory.sweep(save_dir)
+            directory.delete_leftovers(save_dir)
             needed_bytes = sum(component.total_bytes for component in plan.components) + plan.sidecars.total_bytes
             check_space(save_dir, needed_bytes, request.max_mem)
             for path in (*of_rank, paths.of_rank(CHECKSUMS, rank())):
@@ -341,7 +341,7 @@ def end_saving() -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(partial: Path) -> Iterator[None]:
-    """Delete the partial directory if the save fails; if that fails too, the next save sweeps it."""
+    """Delete the partial directory if the save fails; if that fails too, the next save deletes it."""
     try:
         yield
     except CheckpointError:
