@@ -649,7 +649,10 @@ def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
     strategy.save_ckpt(model, tmp_path, "first")
+    in_flight = tmp_path / ".second.partial" / "model"  # as if this run were saving the tag of the second run
+    in_flight.mkdir(parents=True)
     assert 'another run holds its lock ({"host": ' in second_run(tmp_path)
+    assert in_flight.is_dir()
     assert tags(tmp_path) == ["first"]
     strategy.close()
     assert second_run(tmp_path) == "saved"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -204,16 +204,7 @@ def _plan(
 ) -> _SavePlan:
     """Collect the content of the checkpoint, and check that it can be saved.
 
-    Args:
-        root: the model.
-        request: the options of the save.
-        on_disk: the model's components.
-        tokenizer: as for `save_checkpoint`.
-        optimizer: as for `save_checkpoint`.
-        scheduler: as for `save_checkpoint`.
-        ema: as for `save_checkpoint`.
-        dataloader: as for `save_checkpoint`.
-        trainer_state: further entries of ``trainer_state.json``.
+    The objects are those of `save_checkpoint`; ``trainer_state`` has further entries of ``trainer_state.json``.
 
     Raises:
         CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
@@ -258,13 +249,19 @@ def _execute(plan: _SavePlan) -> None:
     request, save_dir = plan.request, plan.request.save_dir
     partial = request.partial_paths
     final = partial.moved_to(request.path)
-    with _removed_on_failure(partial.root):
+    _create_folders(plan)  # its error deletes nothing: another run may be saving the same tag
+    try:
         digests = _write(plan)
         with all_or_none(f"commit {request.tag}", CheckpointError):
             if is_rank_0():
                 directory.commit(partial, request.tag, request.manifest_entries(plan.shard_size), digests)
                 if request.save_latest:
                     directory.update_latest(final)
+    except CheckpointError:
+        if is_rank_0():
+            with contextlib.suppress(OSError):  # the next save deletes it
+                directory.delete(partial.root)
+        raise
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
             max_num, max_mem = request.max_num, request.max_mem
@@ -277,33 +274,42 @@ def _execute(plan: _SavePlan) -> None:
     log("saved %s", final.root)
 
 
+def _create_folders(plan: _SavePlan) -> None:
+    """Lock the directory, delete leftovers of crashed runs, and create the folders of the files; collective.
+
+    Raises:
+        CheckpointError: on every rank: another run saves into the directory, the tag cannot be replaced, or the
+            checkpoint is too large.
+    """
+    request, paths = plan.request, plan.request.partial_paths
+    with all_or_none(f"save into {request.save_dir}", CheckpointError):
+        if is_rank_0():
+            directory.make_directory(request.save_dir)
+            acquire(request.save_dir)
+            directory.check_replaceable(request.save_dir, request.tag, paths)
+            directory.finish_removals()
+            directory.delete_leftovers(request.save_dir)
+            needed_bytes = sum(component.total_bytes for component in plan.components) + plan.sidecars.total_bytes
+            check_space(request.save_dir, needed_bytes, request.max_mem)
+            for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.of_rank is not None else [])):
+                (paths.state / folder).mkdir(parents=True)
+            if paths.is_lerobot:
+                paths.model.mkdir()
+
+
 def _write(plan: _SavePlan) -> list[str]:
     """Write all files except the manifest; collective.
 
     Returns:
         On rank 0, the digests of all ranks' checksum manifests; an empty list on other ranks.
     """
-    request, paths = plan.request, plan.request.partial_paths
-    save_dir, tag = request.save_dir, request.tag
-    with all_or_none(f"save into {save_dir}", CheckpointError):
-        of_rank = {paths.of_rank(RNG, rank()): plan.rng.content()}
-        if plan.data is not None and plan.data.of_rank is not None:
-            of_rank[paths.of_rank(DATA, rank())] = plan.data.of_rank
-        if is_rank_0():
-            directory.make_directory(save_dir)
-            acquire(save_dir)
-            directory.check_replaceable(save_dir, tag, paths)
-            directory.finish_removals()
-            directory.delete_leftovers(save_dir)
-            needed_bytes = sum(component.total_bytes for component in plan.components) + plan.sidecars.total_bytes
-            check_space(save_dir, needed_bytes, request.max_mem)
-            for path in (*of_rank, paths.of_rank(CHECKSUMS, rank())):
-                path.parent.mkdir(parents=True)
-            if paths.is_lerobot:
-                paths.model.mkdir()
+    paths, tag = plan.request.partial_paths, plan.request.tag
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
     with all_or_none(f"write the other files of {tag}", CheckpointError):
+        of_rank = {paths.of_rank(RNG, rank()): plan.rng.content()}
+        if plan.data is not None and plan.data.of_rank is not None:
+            of_rank[paths.of_rank(DATA, rank())] = plan.data.of_rank
         for path, content in of_rank.items():
             write_bytes(path, content)
             blocks[path] = blocks_of(content)
@@ -337,15 +343,3 @@ def end_saving() -> None:
     finally:
         directory.finish_removals()
         release_all()
-
-
-@contextlib.contextmanager
-def _removed_on_failure(partial: Path) -> Iterator[None]:
-    """Delete the partial directory if the save fails; if that fails too, the next save deletes it."""
-    try:
-        yield
-    except CheckpointError:
-        if is_rank_0():
-            with contextlib.suppress(OSError):
-                directory.delete(partial)
-        raise
