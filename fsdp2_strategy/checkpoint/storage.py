@@ -218,11 +218,11 @@ class SafetensorsWriter(StorageWriter):
         Raises:
             CheckpointError: ranks have different names, shapes or dtypes.
         """
-        odd = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
-        if odd:
+        different = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
+        if different:
             raise CheckpointError(
-                f"cannot save: names, shapes or dtypes of the tensors on ranks {odd} differ from those on rank 0, "
-                "expected the same on all ranks. Save the same model and optimizer on all ranks."
+                f"cannot save: names, shapes or dtypes of the tensors on ranks {different} differ from those on rank "
+                "0, expected the same on all ranks. Save the same model and optimizer on all ranks."
             )
         for component in self._components:
             component.folder.mkdir(parents=True, exist_ok=True)
