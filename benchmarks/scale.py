@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, Places
-from fsdp2_strategy.checkpoint.storage import LocalSavePlanner, Part, SafetensorsWriter
+from fsdp2_strategy.checkpoint.storage import Component, SafetensorsWriter
 from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.write import _group_adjacent, _runs
 
@@ -62,11 +62,10 @@ def seconds(call: Callable[[], object]) -> tuple[float, object]:
 
 def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
     """Do what a rank does before it writes a byte."""
-    planner, writer = LocalSavePlanner(), SafetensorsWriter(folder, [Part.of(folder, tensors)])
-    planner.set_up_planner(tensors)
-    sent = writer.prepare_local_plan(planner.create_local_plan())
-    groups = [list(_group_adjacent([run for job in part.jobs() for run in _runs(job)])) for part in writer.parts]
-    return sent, groups[0]
+    component, planner = Component.of(folder, tensors), DefaultSavePlanner()
+    planner.set_up_planner({})
+    sent = SafetensorsWriter([component]).prepare_local_plan(planner.create_local_plan())
+    return sent, list(_group_adjacent([run for job in component.jobs() for run in _runs(job)]))
 
 
 def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
@@ -84,7 +83,7 @@ def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
 
 def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
     """Let rank 0 commit what so many ranks have left; return seconds, and the bytes of the manifest."""
-    partial = Places.of_ours(directory.partial_path(save_dir, "tag"))
+    partial = Places.of(directory.partial_path(save_dir, "tag"), lerobot=False)
     for folder in (partial.model, *partial.of_ranks):
         folder.mkdir(parents=True)
     (partial.model / "model.safetensors").write_bytes(b"0")
@@ -107,7 +106,7 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     blocks: dict[Path, list[Block]] = {}
     for group in groups:
         blocks.setdefault(group[0].path, []).append(Block(group[0].offset, group[-1].end, "0" * 16))
-    places = Places.of_ours(folder)
+    places = Places.of(folder, lerobot=False)
     (folder / CHECKSUMS).mkdir(exist_ok=True)
     directory.write_checksums(places, 0, blocks)
     listed = places.of_rank(CHECKSUMS, 0).read_bytes()

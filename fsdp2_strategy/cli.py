@@ -15,30 +15,27 @@ from fsdp2_strategy.errors import FSDP2StrategyError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 if a checkpoint is corrupt, 2 if the command fails."""
-    parser = argparse.ArgumentParser(prog="fsdp2-strategy", description="Look at, check and export checkpoints.")
-    commands = parser.add_subparsers(required=True)
+    parser = argparse.ArgumentParser(prog="fsdp2-strategy", description="List, verify and export checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("ls", help="list the committed checkpoints of a directory, oldest first")
     command.add_argument("directory", type=Path)
-    command.set_defaults(run="ls")
     command = commands.add_parser("verify", help="read every byte of a checkpoint and compare it with its checksums")
-    command.add_argument("checkpoint", type=Path, help="a checkpoint, or a directory: all of its checkpoints")
-    command.set_defaults(run="verify")
+    command.add_argument("checkpoint", type=Path, help="a checkpoint, or a directory with checkpoints")
     command = commands.add_parser("export", help="make a Hugging Face folder from a checkpoint")
     command.add_argument("checkpoint", type=Path)
     command.add_argument("output", type=Path)
     command.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="of the floating tensors, by default that of the checkpoint",
+        help="dtype of floating-point tensors; by default that of the checkpoint",
     )
-    command.add_argument("--trust", action="store_true", help="unpickle what another system wrote (.distcp, .pt, .bin)")
-    command.add_argument("--beside", type=Path, help="folder whose configuration and tokenizer go beside such weights")
-    command.set_defaults(run="export")
+    command.add_argument("--trust", action="store_true", help="unpickle files of other systems (.distcp, .pt, .bin)")
+    command.add_argument("--beside", type=Path, help="folder to copy configuration and tokenizer from, for such files")
     parsed = parser.parse_args(arguments)
-    from fsdp2_strategy.checkpoint import cli_commands as carry_out  # noqa: PLC0415  ``--help`` need not import torch
+    from fsdp2_strategy.checkpoint import cli_commands  # noqa: PLC0415  ``--help`` need not import torch
 
     try:
-        status: int = getattr(carry_out, parsed.run)(parsed)
+        status: int = getattr(cli_commands, parsed.command)(parsed)
     except FSDP2StrategyError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from fsdp2_strategy import EMA, CheckpointError, list_checkpoints, sizes, verify_checkpoint
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint import save as saving
-from fsdp2_strategy.checkpoint.storage import Part, copied
+from fsdp2_strategy.checkpoint.storage import Component, stage_local
 from fsdp2_strategy.data import ResumableLoader
 
 
@@ -38,14 +38,14 @@ class Gate:
     def __init__(self, monkeypatch):
         self.opened = threading.Event()
         self.reached = threading.Event()
-        write = saving.write_parts
+        write = saving.write_components
 
         def held(*args):
             self.reached.set()
             assert self.opened.wait(60)
             return write(*args)
 
-        monkeypatch.setattr(saving, "write_parts", held)
+        monkeypatch.setattr(saving, "write_components", held)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy, "mlp")
     strategy.save_ckpt(model, tmp_path, "old", client_state={"saved": 1})
-    original = saving.write_parts
+    original = saving.write_components
 
     def failing(*args):
         original(*args)
@@ -156,7 +156,7 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
             raise OSError(errno.ENOSPC, "No space left on device", "model.bin")
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "write_parts", failing)
+        patched.setattr(saving, "write_components", failing)
         strategy.save_ckpt(model, tmp_path, "new", async_save=True)
         train(strategy, model, optimizer, scheduler, [0], "mlp")  # training goes on
         call = {
@@ -294,11 +294,11 @@ def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
     monkeypatch.setattr(sizes, "BLOCK_BYTES", 4 << 10)
     staging = background_save.Staging()
     tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a slab each
-    [part] = copied([Part.of(Path("folder"), tensors)], staging.copies_of)
+    [component] = stage_local([Component.of(Path("folder"), tensors)], staging.copies_of)
     total = sum(t.nbytes for t in tensors.values())
     assert sum(slab.numel() for slab in staging._slabs) <= total * (1 + 1 / 16) + sizes.STAGING_BYTES
     for name, tensor in tensors.items():
-        jobs = [job for job in part.jobs() if job.entry.name == name]
+        jobs = [job for job in component.jobs() if job.entry.name == name]
         assert max(job.tensor.nbytes for job in jobs) <= sizes.BLOCK_BYTES
         assert [job.box[0][0] for job in jobs] == [sum(len(p.tensor) for p in jobs[:i]) for i in range(len(jobs))]
         assert torch.equal(torch.cat([job.tensor for job in jobs]), tensor)

@@ -232,7 +232,7 @@ def test_loading_by_newest_tag_and_directory(tmp_path):
     strategy.save_ckpt(model, tmp_path, "c", max_num=None, save_latest=False)
     assert (tmp_path / "latest").read_text() == "a\n"
     with pytest.raises(
-        CheckpointError, match=r"'global_step8' is no committed checkpoint .*Did you mean 'global_step9'"
+        CheckpointError, match=r"'global_step8' is not a committed checkpoint .*Did you mean 'global_step9'"
     ):
         strategy.load_ckpt(model, tmp_path, tag="global_step8")
 
@@ -478,7 +478,7 @@ def crash_at_every_step(tmp_path, tag):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("call", ["write_parts", "blocks_of"])
+@pytest.mark.parametrize("call", ["write_components", "blocks_of"])
 def test_a_disk_that_fails_on_one_rank_raises_on_all_and_loses_nothing(tmp_path, call):
     strategy = strategy_for()
     model, *_ = prepared(strategy, "mlp")
@@ -524,12 +524,12 @@ def test_a_real_full_disk_refuses_or_fails_on_every_rank(tmp_path):
         with pytest.raises(CheckpointError, match="GB free"):
             strategy.save_ckpt(model, disk, "new")
         # The check is only a check: let the disk be full behind its back.
-        check, saving.check_room = saving.check_room, lambda *_: None
+        check, saving.check_space = saving.check_space, lambda *_: None
         try:
             with pytest.raises(CheckpointError, match="No space left on device"):
                 strategy.save_ckpt(model, disk, "new")
         finally:
-            saving.check_room = check
+            saving.check_space = check
         assert strategy.load_ckpt(model, disk)[1] == {"saved": 1}
     finally:
         dist.barrier()
@@ -677,7 +677,7 @@ def test_what_we_did_not_make_is_never_touched(tmp_path):
         (tmp_path / ".download.partial").write_text("mine")
         (tmp_path / ".mine.partial" / "x").mkdir(parents=True)
     dist.barrier()
-    with pytest.raises(CheckpointError, match="best exists and is no checkpoint of ours"):
+    with pytest.raises(CheckpointError, match="best exists and is not a checkpoint of this package"):
         strategy.save_ckpt(model, tmp_path, "best")
     strategy.save_ckpt(model, tmp_path, "good")
     dist.barrier()

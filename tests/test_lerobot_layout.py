@@ -424,14 +424,14 @@ def test_what_we_did_not_make_is_never_touched(tmp_path):
         (tmp_path / "run2" / "last").mkdir(parents=True)
     dist.barrier()
     for tag in ("000000", "000001"):
-        with pytest.raises(CheckpointError, match="is no checkpoint of ours"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint of this package"):
             strategy.save_ckpt(policy, tmp_path, tag, layout=layout_of())
-    with pytest.raises(CheckpointError, match="last exists and is no link"):
+    with pytest.raises(CheckpointError, match="last exists and is not a link"):
         strategy.save_ckpt(policy, tmp_path / "run2", layout=layout_of())
     with pytest.raises(CheckpointError, match="tag is 'last'"):
         strategy.save_ckpt(policy, tmp_path, "last", layout=layout_of())
     strategy.save_ckpt(policy, tmp_path, "a", layout=layout_of())
-    with pytest.raises(CheckpointError, match="last exists and is no checkpoint of ours"):
+    with pytest.raises(CheckpointError, match="last exists and is not a checkpoint of this package"):
         strategy.save_ckpt(policy, tmp_path, "last")
     assert strategy.load_ckpt(policy, tmp_path / "last")[0] == str(tmp_path / "a")
 
@@ -448,14 +448,14 @@ def test_an_async_save_is_the_moment_of_the_call(tmp_path, gather):
     expected = full_parameters(policy)
     layout = layout_of(train_config={"seeds": [1]}, gather_for_save_pretrained=gather)
     opened = threading.Event()
-    write = saving.write_parts
+    write = saving.write_components
 
     def held(*args):
         assert opened.wait(60)
         return write(*args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(saving, "write_parts", held)
+        patched.setattr(saving, "write_components", held)
         path = Path(strategy.save_ckpt(policy, tmp_path, layout=layout, async_save=True))
         policy.config.hidden = 99
         layout.train_config["seeds"].append(2)

@@ -717,7 +717,7 @@ def test_a_checkpoint_of_the_whole_resumes_to_the_bit_and_its_model_opens_as_the
     assert opened.keys() == base.keys() and all(torch.equal(opened[n], t) for n, t in base.items())
     with redirect_stderr(io.StringIO()) as said:
         assert main(["export", str(saved.path), str(tmp_path / "out")]) == 2
-    assert "holds adapters beside its model" in said.getvalue()
+    assert "it contains adapters" in said.getvalue()
 
 
 # --- in ------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def rank_of_a_round(rank, store, folder, number):
         return noted
 
     directory.commit, directory.remove = noting("commit", directory.commit), noting("rotation", directory.remove)
-    save.write_parts = noting("writing", save.write_parts)
+    save.write_components = noting("writing", save.write_components)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
@@ -137,7 +137,7 @@ def test_random_kills_lose_nothing(tmp_path, capsys):
             directory.recover(tmp_path / "checkpoints")  # as the next load does
             kept = list_checkpoints(tmp_path / "checkpoints")
             newest = kept[-1]
-            assert layout.named_latest(tmp_path / "checkpoints") in [c.tag for c in kept]
+            assert layout.latest_tag(tmp_path / "checkpoints") in [c.tag for c in kept]
             state = json.loads((newest.path / TRAINER_STATE).read_text())
             assert state["client_state"]["value"] >= committed
             assert verify_checkpoint(newest.path).ok

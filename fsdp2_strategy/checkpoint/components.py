@@ -23,7 +23,7 @@ from torch import nn
 
 from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_by_itself
 from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, Places
-from fsdp2_strategy.checkpoint.storage import Part, Wanted, by_name, stored_in
+from fsdp2_strategy.checkpoint.storage import Component, Wanted, stored_in, targets_by_name
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
@@ -56,76 +56,76 @@ _TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class ModelOnDisk:
-    """A model as a checkpoint contains it: its components, and the sidecar files."""
+class ModelComponents:
+    """The components that contain a model's tensors, and the sidecar files."""
 
-    parts: list[Part]
-    beside: Beside
+    components: list[Component]
+    sidecars: SidecarFiles
 
     @classmethod
-    def of(cls, root: nn.Module, places: Places) -> ModelOnDisk:
-        """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own."""
+    def of(cls, root: nn.Module, paths: Places, left_out: Container[str] | None) -> ModelComponents:
+        """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own.
+
+        If ``left_out`` has names of frozen weights, lay out ``trainable/``: all other parameters, and all buffers.
+        """
+        if left_out is not None:
+            kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}
+            return cls([Component.of(paths.state / TRAINABLE, kept)], SidecarFiles(paths.model))
         inner = inner_model(root)
         base = base_of(inner)
         tensors = tensors_to_write(base)
-        arranged = _remembered_arrangement(inner, base, tensors)
-        parts = [Part.of(places.model, tensors, arranged.regions, metadata=arranged.metadata)]
+        arranged = _cached_arrangement(inner, base, tensors)
+        components = [Component.of(paths.model, tensors, arranged.regions, metadata=arranged.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
-            everything = {**named_parameters(root), **persistent_buffers(root)}
-            rest = {name: tensor for name, tensor in everything.items() if id(tensor) not in inside}
+            rest = {name: tensor for name, tensor in _tensors_of(root).items() if id(tensor) not in inside}
             if rest:
-                parts.append(Part.of(places.state / WRAPPER, rest))
-        return cls(parts, Beside.of(places.model, base, arranged.regions, folder_of(inner)))
-
-    @classmethod
-    def of_trainable(cls, root: nn.Module, places: Places, left_out: Container[str]) -> ModelOnDisk:
-        """Lay out ``trainable/``: the parameters that are not in ``left_out``, and all buffers."""
-        tensors = {**named_parameters(root), **persistent_buffers(root)}
-        kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-        return cls([Part.of(places.state / TRAINABLE, kept)], Beside(places.model))
+                components.append(Component.of(paths.state / WRAPPER, rest))
+        return cls(components, SidecarFiles.of(paths.model, base, arranged.regions, folder_of(inner)))
 
     @classmethod
     def of_policy(
-        cls, root: nn.Module, places: Places, lerobot: LeRobotLayout, left_out: Container[str] | None
-    ) -> ModelOnDisk:
-        """Lay out a policy as LeRobot does; collective.
+        cls, root: nn.Module, paths: Places, lerobot: LeRobotLayout, left_out: Container[str] | None
+    ) -> ModelComponents:
+        """Lay out a policy as LeRobot does; collective. Arguments as for `of`.
 
         Raises:
             CheckpointError: on every rank: adapters cannot be saved alone, or the policy cannot write its own files.
         """
         adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
-        whole = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
+        full_policy = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
         with all_or_none("lay out a policy", CheckpointError):
             base = base_of(root)
             regions: Mapping[str, Region] = {}
             if left_out is None:
-                tensors = tensors_to_write(base)
-                arranged = _remembered_arrangement(root, base, tensors)
+                own = tensors_to_write(base)
+                arranged = _cached_arrangement(root, base, own)
                 regions = arranged.regions
-                folder = places.state / MODEL if lerobot.gather_for_save_pretrained else places.model
-                parts = [Part.of(folder, tensors, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
+                folder = paths.state / MODEL if lerobot.gather_for_save_pretrained else paths.model
+                components = [Component.of(folder, own, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
             else:
-                parts = cls.of_trainable(root, places, left_out).parts
+                components = cls.of(root, paths, left_out).components
             if adapters is not None:
-                for name, held in adapters.regions.items():
-                    own = adapters.folder_of(name, places.model)
-                    parts.append(Part.of(own, tensors, held, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize))
-            beside = replace(
-                Beside.of(places.model, base, regions, folder_of(root)),
+                for name, of_adapter in adapters.regions.items():
+                    folder = adapters.folder_of(name, paths.model)
+                    components.append(
+                        Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize)
+                    )
+            sidecars = replace(
+                SidecarFiles.of(paths.model, base, regions, folder_of(root)),
                 adapters=adapters,
                 policy=BesidePolicy.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
-                whole=whole,
+                full_policy=full_policy,
             )
-        return cls(parts, beside)
+        return cls(components, sidecars)
 
 
 @dataclass(frozen=True)
-class Beside:
+class SidecarFiles:
     """Snapshot of the model folder's sidecar files: the trainer may change the model during an asynchronous save."""
 
     folder: Path
-    copied: nn.Module | None = None
+    skeleton: nn.Module | None = None
     """Copy of the top-level module, without parameters, buffers and children; for transformers models."""
     regions: Mapping[str, Region] = field(default_factory=dict)
     """The tensors of the weight files, by their names there."""
@@ -133,36 +133,36 @@ class Beside:
     """Folder whose tokenizer files are copied if no tokenizer is given."""
     adapters: AdapterFiles | None = None
     policy: BesidePolicy | None = None
-    whole: nn.Module | None = None
+    full_policy: nn.Module | None = None
     """The unsharded policy on rank 0, if it writes its weights and its configuration itself."""
 
     @classmethod
-    def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> Beside:
+    def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> SidecarFiles:
         """Copy the configurations of a model without adapters."""
-        copied = None
+        skeleton = None
         if is_transformers_model(model):
-            copied = twin_alone(model)
+            skeleton = twin_alone(model)
             for name in ("config", "generation_config"):
-                if hasattr(copied, name):
-                    setattr(copied, name, copy.deepcopy(getattr(copied, name)))
-        return cls(folder, copied, regions, source)
+                if hasattr(skeleton, name):
+                    setattr(skeleton, name, copy.deepcopy(getattr(skeleton, name)))
+        return cls(folder, skeleton, regions, source)
 
     @property
     def total_bytes(self) -> int:
         """Size of the weights that the policy writes itself."""
-        return sum(parameter.nbytes for parameter in self.whole.parameters()) if self.whole is not None else 0
+        return sum(p.nbytes for p in self.full_policy.parameters()) if self.full_policy is not None else 0
 
     def write(self, tokenizer: Any) -> None:
         """Write the files that ``from_pretrained`` reads: configuration, and tokenizer if any; one rank calls it."""
-        if self.copied is not None:
-            write_configuration(self.folder, self.copied, self.regions)
+        if self.skeleton is not None:
+            write_configuration(self.folder, self.skeleton, self.regions)
         if self.adapters is not None:
             for adapter in self.adapters.regions:
                 self.adapters.write_configuration(adapter, self.adapters.folder_of(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
-        if self.whole is not None:  # last, so that its own configuration overwrites ours
-            save_by_itself(self.whole, self.folder)
+        if self.full_policy is not None:  # last, so that its own configuration overwrites ours
+            save_by_itself(self.full_policy, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
         elif self.source is not None:
@@ -171,11 +171,15 @@ class Beside:
                     shutil.copyfile(file, self.folder / file.name)
 
 
+def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {**named_parameters(root), **persistent_buffers(root)}
+
+
 _ARRANGEMENT = Slot[tuple[object, Arrangement]]("arrangement in checkpoints")
 """The names, shapes, dtypes and placements of the tensors, and the arrangement that was chosen for them."""
 
 
-def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
     """Return the arrangement of ``model/``, cached until a name, shape, dtype or placement of the model changes.
 
     Args:
@@ -183,59 +187,59 @@ def _remembered_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[
         base: the model without its adapters.
         tensors: the base model's tensors by name.
     """
-    shapes = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
-    known = model_state(inner).get(_ARRANGEMENT)
-    if known is None or known[0] != shapes:
-        known = model_state(inner).set(_ARRANGEMENT, (shapes, arrangement_of(twin(base), tensors)))
-    return known[1]
+    key = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
+    cached = model_state(inner).get(_ARRANGEMENT)
+    if cached is None or cached[0] != key:
+        cached = model_state(inner).set(_ARRANGEMENT, (key, arrangement_of(twin(base), tensors)))
+    return cached[1]
 
 
-def match_model(
-    root: nn.Module, places: Places, left_out: Container[str], *, strict: bool
-) -> tuple[Wanted, LoadReport]:
+def match_model(root: nn.Module, paths: Places, left_out: Container[str], *, strict: bool) -> tuple[Wanted, LoadReport]:
     """Locate each of a model's tensors in a checkpoint; reads only headers.
 
     Args:
         root: the model.
-        places: the checkpoint's paths.
+        paths: the checkpoint's paths.
         left_out: names of the frozen weights that the checkpoint omits.
         strict: raise if one side has a name that the other does not have.
 
     Raises:
         CheckpointError: shapes differ; or ``strict`` is True and names differ.
     """
-    trainable_alone = (places.state / TRAINABLE).is_dir()
-    found, report = _match_trainable(root, places, left_out) if trainable_alone else _match_whole(root, places)
+    if (paths.state / TRAINABLE).is_dir():
+        found, report = _match_trainable(root, paths, left_out)
+    else:
+        found, report = _match_full(root, paths)
     if strict and (report.missing or report.unexpected):
         raise CheckpointError(
             f"cannot load {original_class(root).__name__}: the checkpoint lacks {some(report.missing)} and holds "
             f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
             "or pass load_module_strict=False."
         )
-    named = (("missing", report.missing), ("unexpected", report.unexpected))
-    for what, names in (*named, ("cast to the model's dtype", sorted(report.cast))):
+    differences = {"missing": report.missing, "unexpected": report.unexpected, "cast to the model's dtype": report.cast}
+    for what, names in differences.items():
         if names:
-            log("%s: %s", what, some(names))
+            log("%s: %s", what, some(sorted(names)))
     return found, report
 
 
-def _match_trainable(root: nn.Module, places: Places, left_out: Container[str]) -> tuple[Wanted, LoadReport]:
-    stored = stored_in(places.state / TRAINABLE)
-    tensors: dict[str, torch.Tensor] = {**named_parameters(root), **persistent_buffers(root)}
-    there = {name: tensor for name, tensor in tensors.items() if name in stored}
+def _match_trainable(root: nn.Module, paths: Places, left_out: Container[str]) -> tuple[Wanted, LoadReport]:
+    stored = stored_in(paths.state / TRAINABLE)
+    tensors = _tensors_of(root)
+    in_both = {name: tensor for name, tensor in tensors.items() if name in stored}
     report = LoadReport(
-        loaded=list(there),
+        loaded=list(in_both),
         missing=[name for name in tensors if name not in stored and name not in left_out],
         unexpected=[name for name in stored if name not in tensors],
-        cast={n: (stored[n].dtype, t.dtype) for n, t in there.items() if stored[n].dtype != t.dtype},
+        cast={n: (stored[n].dtype, t.dtype) for n, t in in_both.items() if stored[n].dtype != t.dtype},
     )
-    return by_name("model", there, stored), report
+    return targets_by_name("model", in_both, stored), report
 
 
-def _match_whole(root: nn.Module, places: Places) -> tuple[Wanted, LoadReport]:
-    inner = root if places.is_lerobot else inner_model(root)
-    wrapper = places.state / WRAPPER
-    origin = open_folder(inner, places.weights)
+def _match_full(root: nn.Module, paths: Places) -> tuple[Wanted, LoadReport]:
+    inner = root if paths.is_lerobot else inner_model(root)
+    wrapper = paths.state / WRAPPER
+    origin = open_folder(inner, paths.weights)
     known: dict[nn.Module, tuple[Origin, str]]
     known = {m: (origin, name) for m, name in names_without_adapters(inner).items()}
     is_wrapped = inner is not root or has_adapters(inner)

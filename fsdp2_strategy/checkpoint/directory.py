@@ -25,11 +25,11 @@ from fsdp2_strategy.checkpoint.layout import (
     LAST,
     LATEST,
     Checkpoint,
+    checkpoints_with_manifest,
     digest_of_manifest,
     is_last,
-    with_manifest,
 )
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, holds_parts_alone
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, has_only_checkpoint_entries
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
@@ -52,15 +52,15 @@ def check_replaceable(save_dir: Path, tag: str, partial: Places) -> None:
         CheckpointError: ``tag`` exists and is not a checkpoint of this package, or ``last`` exists and is not a link.
     """
     path = save_dir / tag
-    if is_last(path) or (path.exists() and not holds_parts_alone(path)):
+    if is_last(path) or (path.exists() and not has_only_checkpoint_entries(path)):
         raise CheckpointError(
-            f"cannot save: {path} exists and is no checkpoint of ours, expected a free name or a checkpoint to "
-            "replace. Choose another tag."
+            f"cannot save: {path} exists and is not a checkpoint of this package, expected a new name or a checkpoint "
+            "to replace. Choose another tag."
         )
     path = save_dir / LAST
     if partial.is_lerobot and path.exists() and not is_last(path):
         raise CheckpointError(
-            f"cannot save: {path} exists and is no link, expected a free name for the link to the newest checkpoint. "
+            f"cannot save: {path} exists and is not a link, expected a link to the newest checkpoint or nothing. "
             "Rename it."
         )
 
@@ -76,22 +76,22 @@ def make_directory(path: Path) -> None:
 
 def recover(save_dir: Path) -> None:
     """Rename ``.replaced`` checkpoints back if the new one was not committed; rank 0 calls it between saves."""
-    for aside in _left_behind(save_dir, _REPLACED):
-        final = save_dir / aside.name[1 : -len(_REPLACED)]
+    for replaced in _leftovers(save_dir, _REPLACED):
+        final = save_dir / replaced.name[1 : -len(_REPLACED)]
         if not final.exists():
-            aside.rename(final)
+            replaced.rename(final)
 
 
-def sweep(save_dir: Path) -> None:
+def delete_leftovers(save_dir: Path) -> None:
     """Recover, and delete the leftovers of crashed saves and deletions; rank 0 calls it between saves."""
     recover(save_dir)
     for suffix in (_REPLACED, _PARTIAL, _REMOVED):
-        for path in _left_behind(save_dir, suffix):
+        for path in _leftovers(save_dir, suffix):
             delete(path)
 
 
-def _left_behind(save_dir: Path, suffix: str) -> list[Path]:
-    return [path for path in save_dir.glob(f".*{suffix}") if holds_parts_alone(path)]
+def _leftovers(save_dir: Path, suffix: str) -> list[Path]:
+    return [path for path in save_dir.glob(f".*{suffix}") if has_only_checkpoint_entries(path)]
 
 
 def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
@@ -100,7 +100,7 @@ def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[B
     Returns:
         The digest of the checksum manifest.
     """
-    content = {
+    manifest = {
         "algorithm": ALGORITHM,
         "block_bytes": sizes.BLOCK_BYTES,
         "blocks": {
@@ -108,62 +108,63 @@ def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[B
             for path, of_file in sorted(blocks.items())
         },
     }
-    written = (json.dumps(content, separators=(",", ":")) + "\n").encode()
-    write_bytes(partial.of_rank(CHECKSUMS, rank), written)
-    return digest_of(written)
+    content = (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
+    write_bytes(partial.of_rank(CHECKSUMS, rank), content)
+    return digest_of(content)
 
 
-def not_of_ranks(partial: Places) -> list[Path]:
+def shared_files(partial: Places) -> list[Path]:
     """Return the files under ``.partial``, except those in the folders with one file per rank."""
     top = {*partial.root.iterdir(), *partial.state.iterdir()} - {partial.state, *partial.of_ranks}
     return [path for entry in top for path in [entry, *entry.rglob("*")] if path.is_file()]
 
 
-def commit(partial: Places, tag: str, facts: Mapping[str, Any], digests: Sequence[str]) -> None:
+def commit(partial: Places, tag: str, entries: Mapping[str, Any], digests: Sequence[str]) -> None:
     """Commit the files under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
     Args:
         partial: paths of the files.
         tag: name of the checkpoint.
-        facts: further entries of the manifest.
+        entries: further entries of the manifest.
         digests: of the checksum manifests, in the order of ranks.
 
     Raises:
         CheckpointError: rank 0 does not see a checksum manifest of another rank.
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
-    for path in not_of_ranks(partial):  # their ranks have fsynced the other files
+    for path in shared_files(partial):  # their ranks have fsynced the other files
         _fsync(path)
     files = sorted(path for path in partial.root.rglob("*") if path.is_file())
-    lists = [partial.of_rank(CHECKSUMS, rank) for rank in range(len(digests))]
-    if unseen := {*lists} - {*files}:
+    checksums = [partial.of_rank(CHECKSUMS, rank) for rank in range(len(digests))]
+    if unseen := {*checksums} - {*files}:
         raise CheckpointError(
-            f"cannot commit {final}: rank 0 does not see {partial.name_of(min(unseen))} and {len(unseen) - 1} others, "
-            "which their ranks wrote, expected one directory for all. Save into a file system that all hosts share."
+            f"cannot commit {final}: rank 0 does not see {partial.name_of(min(unseen))} and {len(unseen) - 1} other "
+            "files that other ranks wrote, expected one directory for all ranks. Save into a file system that all "
+            "hosts share."
         )
-    sequence = max((c.sequence for c in with_manifest(save_dir)), default=0) + 1
+    sequence = max((c.sequence for c in checkpoints_with_manifest(save_dir)), default=0) + 1
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "sequence": sequence,
         "tag": tag,
-        **facts,
+        **entries,
         "files": {partial.name_of(path): path.stat().st_size for path in files},
-        "checksums": {partial.name_of(path): digest for path, digest in zip(lists, digests, strict=True)},
+        "checksums": {partial.name_of(path): digest for path, digest in zip(checksums, digests, strict=True)},
     }
     write_json(partial.manifest, manifest | {"digest": digest_of_manifest(manifest)})
     for directory in [*(path for path in partial.root.rglob("*") if path.is_dir()), partial.root]:
         _fsync(directory)
-    aside = save_dir / f".{tag}{_REPLACED}"
+    replaced = save_dir / f".{tag}{_REPLACED}"
     if final.exists():
-        final.rename(aside)
+        final.rename(replaced)
     partial.root.rename(final)
     _fsync(save_dir)
-    if aside.exists():
-        delete(aside)
+    if replaced.exists():
+        delete(replaced)
 
 
-def point_latest(newest: Places) -> None:
+def update_latest(newest: Places) -> None:
     """Make ``latest``, or the link ``last`` in LeRobot's layout, name a checkpoint, by an atomic rename.
 
     Delete the other of the two, because it would name an older checkpoint.
@@ -185,12 +186,9 @@ def point_latest(newest: Places) -> None:
 
 def remove(checkpoints: Sequence[Checkpoint]) -> None:
     """Delete checkpoints: rename them, so that none is listed while it is incomplete, then delete them on a thread."""
-    aside = []
-    for checkpoint in checkpoints:
-        aside.append(checkpoint.path.with_name(f".{checkpoint.tag}{_REMOVED}"))
-        checkpoint.path.rename(aside[-1])
-    if aside:
-        thread = Thread(target=_remove, args=(aside,), name="remove checkpoints")
+    removed = [c.path.rename(c.path.with_name(f".{c.tag}{_REMOVED}")) for c in checkpoints]
+    if removed:
+        thread = Thread(target=_delete_all, args=(removed,), name="remove checkpoints")
         _removals.append(thread)
         thread.start()
 
@@ -198,16 +196,16 @@ def remove(checkpoints: Sequence[Checkpoint]) -> None:
 _removals: list[Thread] = []
 
 
-def _remove(paths: Sequence[Path]) -> None:
+def _delete_all(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             delete(path)
         except OSError as error:
-            logger.warning("cannot remove %s: %s; the next save tries again", path, error)
+            logger.warning("cannot delete %s: %s. The next save tries again.", path, error)
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, ``pretrained_model/`` first: `holds_parts_alone` then recognises a partly deleted one."""
+    """Delete a checkpoint, ``pretrained_model/`` first, so that `has_only_checkpoint_entries` holds at any time."""
     if (path / PRETRAINED_MODEL).is_dir():
         shutil.rmtree(path / PRETRAINED_MODEL)
     shutil.rmtree(path)

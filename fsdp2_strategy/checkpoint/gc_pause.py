@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Disable the cyclic garbage collector inside the block, for all threads.
 
     A save plan is many small objects without cycles. Allocating them triggers collections, each of which traverses all

@@ -68,15 +68,15 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
     A checkpoint is committed if it has its final name and a valid manifest, and all files exist with the sizes in the
     manifest. Other directories are ignored. The list is empty if the directory is missing.
     """
-    return [checkpoint for checkpoint in with_manifest(Path(save_dir)) if _has_its_files(checkpoint.path)]
+    return [checkpoint for checkpoint in checkpoints_with_manifest(Path(save_dir)) if _has_its_files(checkpoint.path)]
 
 
-def with_manifest(save_dir: Path) -> list[Checkpoint]:
+def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
     """Return all checkpoints with a valid manifest, also those with missing or truncated files; oldest first."""
     if not save_dir.is_dir():
         return []
-    named = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
-    return sorted((c for path in named if (c := read_checkpoint(path))), key=lambda c: c.sequence)
+    paths = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
+    return sorted((c for path in paths if (c := read_checkpoint(path))), key=lambda c: c.sequence)
 
 
 def is_last(path: Path) -> bool:
@@ -84,7 +84,7 @@ def is_last(path: Path) -> bool:
     return path.name == LAST and path.is_symlink()
 
 
-def named_latest(save_dir: Path) -> str | None:
+def latest_tag(save_dir: Path) -> str | None:
     """Return the tag that ``last`` or ``latest`` names; None if neither exists."""
     try:
         if is_last(save_dir / LAST):
@@ -129,23 +129,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_bytes())
     except OSError as error:
-        raise _bad_manifest(file, error.strerror or str(error)) from error
+        raise _manifest_error(file, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _bad_manifest(file, f"it is no JSON ({error})") from error
+        raise _manifest_error(file, f"it is not JSON ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _bad_manifest(file, "it is not ours")
+        raise _manifest_error(file, f"it is not a manifest of {FORMAT}")
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
-        raise _bad_manifest(file, f"its format is version {version!r}, expected {FORMAT_VERSION}")
+        raise _manifest_error(file, f"its format is version {version!r}, expected {FORMAT_VERSION}")
     if manifest.get("digest") != digest_of_manifest(manifest):
-        raise _bad_manifest(file, "its digest is not that of its content")
+        raise _manifest_error(file, "its digest does not match its content")
     if missing := _KEYS - manifest.keys():
-        raise _bad_manifest(file, f"it lacks {sorted(missing)[0]}")
+        raise _manifest_error(file, f"it lacks the key {min(missing)}")
     return manifest
 
 
-def _bad_manifest(file: Path, what: str) -> DamageError:
-    return DamageError(f"cannot read {file}: {what}. Load another checkpoint.")
+def _manifest_error(file: Path, problem: str) -> DamageError:
+    return DamageError(f"cannot read {file}: {problem}. Load another checkpoint.")
 
 
 def digest_of_manifest(manifest: Mapping[str, Any]) -> str:

@@ -21,14 +21,14 @@ from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint.components import match_model
 from fsdp2_strategy.checkpoint.data_position import Later, Loader, check_position, restore_position
 from fsdp2_strategy.checkpoint.directory import recover
-from fsdp2_strategy.checkpoint.foreign_formats import find_foreign, is_foreign, load_foreign
-from fsdp2_strategy.checkpoint.gc_pause import no_collections
-from fsdp2_strategy.checkpoint.layout import is_last, with_manifest
+from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
+from fsdp2_strategy.checkpoint.gc_pause import gc_paused
+from fsdp2_strategy.checkpoint.layout import checkpoints_with_manifest, is_last
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
-from fsdp2_strategy.checkpoint.storage import Wanted, by_name, read_wishes, stored_in
+from fsdp2_strategy.checkpoint.storage import Wanted, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
@@ -55,7 +55,7 @@ from fsdp2_strategy.model.ranks import on_its_ranks
 
 
 @on_its_ranks
-@no_collections()
+@gc_paused()
 def load_checkpoint(
     model: nn.Module,
     load_dir: str | Path,
@@ -105,95 +105,87 @@ def load_checkpoint(
     """
     background_save.wait()
     load_dir = Path(load_dir)
-    asked = (
-        str(load_dir),
-        tag,
-        optimizer is None,
-        scheduler is None,
-        ema is None,
-        dataloader is None,
-        load_model,
-        strict,
-        verify,
-        fallback,
-        trust,
-    )
-    agree("load", asked, CheckpointError, "the same directory, tag and objects to load everywhere.")
+    is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
+    arguments = (str(load_dir), tag, is_none, load_model, strict, verify, fallback, trust)
+    agree("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-        found = _find(load_dir, tag, fallback=fallback) if is_rank_0() else []
-    paths = from_rank_0(found)
+        found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
+    paths, foreign = from_rank_0(found)
+    if foreign is not None:
+        if dataloader is not None and not isinstance(dataloader, Later):
+            require(None, "data position", "dataloader=None", load_dir)
+        return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
     if not paths:
-        with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
-            where = load_dir if tag is None else load_dir / tag
-            foreign = find_foreign(where, trust=trust) if is_rank_0() else None
-        foreign = from_rank_0(foreign)
-        if foreign is not None:
-            if dataloader is not None and not isinstance(dataloader, Later):
-                require(None, "data position", "dataloader=None", load_dir)
-            return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
-    into = _Into(model, optimizer, scheduler, ema, *((None, True) if isinstance(dataloader, Later) else (dataloader,)))
+    request = _LoadRequest(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ema=ema,
+        dataloader=dataloader,
+        load_model=load_model,
+        strict=strict,
+        verify=verify,
+    )
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
-            return _load(into, path, load_model=load_model, strict=strict, verify=verify)
+            return _load(request, path)
         except DamageError as error:
             if older is None:
                 raise
-            log("%s is damaged: trying %s instead. %s", path, older, error, level=logging.WARNING)
+            log("%s is corrupt: loading %s instead. %s", path, older, error, level=logging.WARNING)
     return None
 
 
-@dataclass(frozen=True)
-class _Into:
-    """The objects to restore."""
+@dataclass(frozen=True, kw_only=True)
+class _LoadRequest:
+    """The objects to restore, and options, as for `load_checkpoint`."""
 
     model: nn.Module
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
     ema: Mapping[str, torch.Tensor] | None
-    dataloader: Loader | None
-    data_comes_later: bool = False
+    dataloader: Loader | Later | None
+    load_model: bool
+    strict: bool
+    verify: bool
+
+    @property
+    def loader(self) -> Loader | None:
+        """The loader whose position this load restores."""
+        return None if isinstance(self.dataloader, Later) else self.dataloader
 
 
-def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bool) -> LoadedCheckpoint:
-    model, optimizer, scheduler, dataloader = into.model, into.optimizer, into.scheduler, into.dataloader
+def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     opened, state = _open(path)
     with all_or_none(f"load {path}", DamageError):
-        rng, of_rank = _files_of_rank(opened, state, dataloader)
+        rng, of_rank = _files_of_rank(opened, state, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
-        root = prepared(model)
-        plan = _plan(into, root, opened.places, state, load_model=load_model, strict=strict)
-    left_out = LeftOut.from_json(state.get("left_out") if load_model else None)
-    others = left_out.find_others(root, path, strict=strict)
+        root = prepared(request.model)
+        plan = _plan(request, root, opened.places, state)
+    left_out = LeftOut.from_json(state.get("left_out") if request.load_model else None)
+    others = left_out.find_others(root, path, strict=request.strict)
     with all_or_none(f"load {path}", DamageError):
-        wishes, broadcasts = shares(plan.wanted)
-        if verify:
-            opened.check_lists(ranges_of(wishes))
-    touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
-    with unusable_unless_done(touched):
+        requests, broadcasts = shares(plan.targets)
+        if request.verify:
+            opened.check_lists(ranges_of(requests))
+    changed: list[nn.Module | Optimizer] = [root] if request.load_model else []
+    changed += [request.optimizer] if request.optimizer else []
+    with unusable_unless_done(changed):
         with torch.no_grad():
             clear_gradients(root)
-            read_wishes(path, wishes, opened.checksums if verify else None, f"loading {path.name}")
-            for shared in broadcasts:
-                shared.carry_out()
+            read_all(requests, opened.checksums if request.verify else None, f"loading {path.name}")
+            for broadcast in broadcasts:
+                broadcast.carry_out()
             left_out.restore(root, others, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
-            if load_model and optimizer is None:
-                refresh_masters_of(root)
-            if optimizer is not None and plan.optimizer is not None:
-                restore_optimizer(
-                    model, optimizer, plan.optimizer.slots, plan.optimizer.settings, state["optimizer"]["values"]
-                )
-            if scheduler is not None:
-                restore_scheduler(scheduler, state["scheduler"])
-            if optimizer is not None:
-                _restore_rng(rng, state)
-            if dataloader is not None:
-                restore_position(dataloader, state["data"], of_rank)
+            _restore_state(request, root, plan, state, rng=rng, of_rank=of_rank)
     log("loaded %s (step %d)", path, state["step"])
-    nobody_asked = dataloader is None and not into.data_comes_later and optimizer is not None
-    _tell_what_was_left(opened.places, state, averages=into.ema is None and load_model, data=nobody_asked)
+    if request.ema is None and request.load_model and (opened.places.state / EMA).is_dir():
+        log("%s has averages, which are not loaded: pass ema= to load them", path, level=logging.WARNING)
+    if request.dataloader is None and request.optimizer is not None and state.get("data"):
+        log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
     return LoadedCheckpoint(
         path=path,
         step=state["step"],
@@ -205,6 +197,32 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
     )
 
 
+def _restore_state(
+    request: _LoadRequest,
+    root: nn.Module,
+    plan: _LoadPlan,
+    state: Mapping[str, Any],
+    *,
+    rng: bytes | None,
+    of_rank: bytes | None,
+) -> None:
+    """Restore optimizer, schedule, random state and data position, once the tensors are read."""
+    optimizer = request.optimizer
+    if optimizer is not None:
+        values = state["optimizer"]["values"]
+        restore_optimizer(root, optimizer, plan.optimizer_state, plan.optimizer_settings, values)
+    elif request.load_model:
+        refresh_masters_of(root)
+    if request.scheduler is not None:
+        restore_scheduler(request.scheduler, state["scheduler"])
+    if optimizer is not None and rng is not None:
+        load_rng(rng)
+    elif optimizer is not None:
+        derive_rng(state["seed"], step=state["step"], rank=rank(), world_size=world_size())
+    if request.loader is not None:
+        restore_position(request.loader, state["data"], of_rank)
+
+
 def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
     """Open a checkpoint, and read its ``trainer_state.json``; collective.
 
@@ -212,8 +230,8 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
         DamageError: on every rank: the manifest, a file's length, a header or the state is corrupted.
     """
     with all_or_none(f"load {path}", DamageError):
-        found = check_structure(path) if is_rank_0() else {}
-    manifest = from_rank_0(found)
+        manifest = check_structure(path) if is_rank_0() else {}
+    manifest = from_rank_0(manifest)
     with all_or_none(f"load {path}", DamageError):
         same_ranks = len(manifest["checksums"]) == world_size()
         opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None)
@@ -222,124 +240,85 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
 
 
 def _files_of_rank(
-    opened: Opened, state: Mapping[str, Any], dataloader: Loader | None
+    opened: Opened, state: Mapping[str, Any], loader: Loader | None
 ) -> tuple[bytes | None, bytes | None]:
     """Return this rank's random state and its loader's state; None if the number of ranks changed or no file exists."""
     if state["world_size"] != world_size():
         return None, None
     rng = opened.read(opened.places.of_rank(RNG, rank()))
-    has_file = dataloader is not None and "ranks" in (state.get("data") or {})
+    has_file = loader is not None and "ranks" in (state.get("data") or {})
     return rng, opened.read(opened.places.of_rank(DATA, rank())) if has_file else None
 
 
-def _tell_what_was_left(places: Places, state: Mapping[str, Any], *, averages: bool, data: bool) -> None:
-    path = places.root
-    if averages and (places.state / EMA).is_dir():
-        log("%s holds averages that nobody asked for: pass ema= to go on with them", path, level=logging.WARNING)
-    if data and state.get("data"):
-        log("%s holds a data position that nobody asked for: pass dataloader=", path, level=logging.WARNING)
-
-
 @dataclass(frozen=True)
-class _Plan:
-    """What is read, and from where."""
+class _LoadPlan:
+    """The tensors to read, and the optimizer's state to restore."""
 
     report: LoadReport
-    optimizer: _OptimizerPlan | None
-    wanted: Wanted
+    targets: Wanted
+    optimizer_state: dict[str, dict[str, torch.Tensor]]
+    """The optimizer's tensors among the targets, by parameter name and key."""
+    optimizer_settings: list[dict[str, Any]]
+    """Hyper-parameters of each group."""
 
 
-def _plan(
-    into: _Into, root: nn.Module, places: Places, state: Mapping[str, Any], *, load_model: bool, strict: bool
-) -> _Plan:
-    """Compare a checkpoint with the objects to restore; reads only headers.
+def _plan(request: _LoadRequest, root: nn.Module, paths: Places, state: Mapping[str, Any]) -> _LoadPlan:
+    """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers.
 
     Raises:
         CheckpointError: names, shapes or kinds of state do not match.
     """
-    wanted: list[tuple[str, Region, torch.Tensor]] = []
-    report, optimizer = LoadReport(), None
-    if load_model:
+    targets: list[tuple[str, Region, torch.Tensor]] = []
+    report = LoadReport()
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+    settings: list[dict[str, Any]] = []
+    if request.load_model:
         left_out = (state.get("left_out") or {}).get("weights", ())
-        of_model, report = match_model(root, places, left_out, strict=strict)
-        wanted += of_model
-    if into.optimizer is not None:
-        optimizer = _plan_optimizer(into.model, into.optimizer, state["optimizer"], places, strict=strict)
-        wanted += optimizer.wanted
-    if into.ema is not None:
-        wanted += _plan_ema(into.ema, places)
-    if into.scheduler is not None:
-        require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", places.root)
-    if into.dataloader is not None:
-        check_position(into.dataloader, state.get("data"), places.root)
-    return _Plan(report, optimizer, wanted)
+        of_model, report = match_model(root, paths, left_out, strict=request.strict)
+        targets += of_model
+    if (optimizer := request.optimizer) is not None:
+        require(state["optimizer"], "optimizer", "load_optimizer_states=False", paths.root)
+        check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
+        settings = settings_by_group(root, optimizer, state["optimizer"])
+        stored = stored_in(paths.state / OPTIMIZER)
+        layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
+        optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
+        targets += targets_by_name("optimizer", tensors, stored)
+    if request.ema is not None:
+        require((paths.state / EMA).is_dir() or None, "ema", "ema=None", paths.root)
+        targets += targets_by_name("ema", request.ema, stored_in(paths.state / EMA))
+    if request.scheduler is not None:
+        require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", paths.root)
+    if request.loader is not None:
+        check_position(request.loader, state.get("data"), paths.root)
+    return _LoadPlan(report, targets, optimizer_state, settings)
 
 
-@dataclass(frozen=True)
-class _OptimizerPlan:
-    slots: dict[str, dict[str, torch.Tensor]]
-    """State tensors to fill, by parameter name and key."""
-    settings: list[dict[str, Any]]
-    """Hyper-parameters of each group."""
-    wanted: Wanted
-    """The same tensors, with their location in files."""
-
-
-def _plan_optimizer(
-    model: nn.Module, optimizer: Optimizer, hyper: dict[str, Any] | None, places: Places, *, strict: bool
-) -> _OptimizerPlan:
-    """Find an optimizer's state in a checkpoint, and allocate it; reads only headers.
+def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tuple[list[Path], Foreign | None]:
+    """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state, or it does not match.
+        CheckpointError: the tag does not exist; or there is only a checkpoint of another system, and it is not trusted.
     """
-    require(hyper, "optimizer", "load_optimizer_states=False", places.root)
-    hyper = hyper or {}
-    check_optimizer(model, optimizer, hyper, strict=strict)
-    settings = settings_by_group(model, optimizer, hyper)
-    stored = stored_in(places.state / OPTIMIZER)
-    described = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
-    slots, flat = allocate_optimizer_state(model, optimizer, described, strict=strict)
-    return _OptimizerPlan(slots, settings, by_name("optimizer", flat, stored))
-
-
-def _plan_ema(ema: Mapping[str, torch.Tensor], places: Places) -> Wanted:
-    """Find the averages in a checkpoint; reads only headers.
-
-    Raises:
-        CheckpointError: it has none, or their names or shapes differ.
-    """
-    require((places.state / EMA).is_dir() or None, "ema", "ema=None", places.root)
-    return by_name("ema", ema, stored_in(places.state / EMA))
-
-
-def _find(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
-    """Return the checkpoint to load, followed by its fallbacks, newest first; empty if there is none."""
+    foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and is_last(load_dir):
         load_dir, tag = load_dir.parent, load_dir.readlink().name  # its target may have been moved aside
     if tag is None and Places.found_in(load_dir).manifest.exists():
-        return [load_dir]
-    if not load_dir.is_dir():
-        return []
-    if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
-        recover(load_dir)
-    committed = with_manifest(load_dir)[::-1]
-    if tag is None:
-        return [c.path for c in committed][: None if fallback else 1]
-    tags = [c.tag for c in committed]
-    if tag not in tags and is_foreign(load_dir / tag):
-        return []
-    if tag not in tags:
-        raise CheckpointError(
-            f"cannot load: {tag!r} is no committed checkpoint in {load_dir}, expected one of {tags[::-1]}."
-            f"{did_you_mean(tag, tags)}"
-        )
-    after = committed[tags.index(tag) :]
-    return [c.path for c in after][: None if fallback else 1]
-
-
-def _restore_rng(saved: bytes | None, state: Mapping[str, Any]) -> None:
-    if saved is not None:
-        load_rng(saved)
-    else:
-        derive_rng(state["seed"], step=state["step"], rank=rank(), world_size=world_size())
+        return [load_dir], None
+    if load_dir.is_dir():
+        if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
+            recover(load_dir)
+        committed = checkpoints_with_manifest(load_dir)[::-1]
+        tags = [checkpoint.tag for checkpoint in committed]
+        if tag in tags:
+            committed = committed[tags.index(tag) :]
+        elif tag is not None and is_foreign(load_dir / tag):
+            committed = []
+        elif tag is not None:
+            raise CheckpointError(
+                f"cannot load: {tag!r} is not a committed checkpoint in {load_dir}, expected one of {tags[::-1]}."
+                f"{did_you_mean(tag, tags)}"
+            )
+        if committed:
+            return [checkpoint.path for checkpoint in committed][: None if fallback else 1], None
+    return [], find_foreign(foreign_path, trust=trust)

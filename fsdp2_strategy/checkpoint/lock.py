@@ -23,7 +23,7 @@ LOCK = ".lock"
 _held: dict[Path, int] = {}
 
 
-def hold(save_dir: Path) -> None:
+def acquire(save_dir: Path) -> None:
     """Acquire the lock of a directory, unless this process holds it; rank 0 calls it.
 
     If the file system does not support locks, log a warning and continue.
@@ -43,15 +43,15 @@ def hold(save_dir: Path) -> None:
         holder = os.pread(fd, 4096, 0).decode(errors="replace").strip()
         os.close(fd)
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            logger.warning("cannot lock %s (%s): keep other runs out of it", save_dir, error.strerror)
+            logger.warning("cannot lock %s (%s): make sure that no other run saves into it", save_dir, error.strerror)
             return
         raise CheckpointError(
-            f"cannot save into {save_dir}: another run holds its lock ({holder or 'unknown'}), expected to be the only "
-            "one. Stop that run, or give this one a directory of its own."
+            f"cannot save into {save_dir}: another run holds its lock ({holder or 'unknown'}), expected no other run. "
+            "Stop that run, or save into another directory."
         ) from error
-    facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(facts).encode() + b"\n", 0)
+    os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
     _held[path] = fd
 
 
@@ -61,18 +61,18 @@ def is_held_elsewhere(save_dir: Path) -> bool:
     if path in _held or not path.exists():
         return False
     # F_GETLK does not acquire the lock: a run that begins to save at this moment must not fail.
-    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     fd = os.open(path, os.O_RDONLY)
     try:
-        answer = fcntl.fcntl(fd, fcntl.F_GETLK, question)
+        reply = fcntl.fcntl(fd, fcntl.F_GETLK, request)
     except OSError:
         return False  # the file system does not support locks
     finally:
         os.close(fd)
-    return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)
+    return bool(struct.unpack_from("h", reply)[0] != fcntl.F_UNLCK)
 
 
-def let_go() -> None:
+def release_all() -> None:
     """Release all locks that this process holds, and delete their files."""
     while _held:
         path, fd = _held.popitem()

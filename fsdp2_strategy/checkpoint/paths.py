@@ -33,7 +33,7 @@ TRAINING_STATE = "training_state"
 TRAINING_STEP = "training_step.json"
 
 _OF_RANKS = (RNG, DATA, CHECKSUMS)
-_PARTS = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_OF_RANKS, TRAINER_STATE, META, MANIFEST, TRAINING_STEP}
+_ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_OF_RANKS, TRAINER_STATE, META, MANIFEST, TRAINING_STEP}
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,19 @@ class Places:
     """The directory of the other components: the root in our layout, ``training_state/`` in LeRobot's."""
 
     @classmethod
-    def of_ours(cls, root: Path) -> Self:
-        """Return the paths of a checkpoint in our own layout."""
-        return cls(root, root / MODEL, root)
-
-    @classmethod
-    def of_lerobot(cls, root: Path) -> Self:
-        """Return the paths of a checkpoint in LeRobot's layout."""
-        return cls(root, root / PRETRAINED_MODEL, root / TRAINING_STATE)
+    def of(cls, root: Path, *, lerobot: bool) -> Self:
+        """Return the paths of a checkpoint in LeRobot's layout, or in our own."""
+        return cls(root, root / PRETRAINED_MODEL, root / TRAINING_STATE) if lerobot else cls(root, root / MODEL, root)
 
     @classmethod
     def found_in(cls, root: Path) -> Self:
         """Return the paths of a checkpoint on disk; the location of its manifest decides the layout."""
-        of_lerobot = cls.of_lerobot(root)
-        return of_lerobot if of_lerobot.manifest.exists() else cls.of_ours(root)
+        in_lerobot = cls.of(root, lerobot=True)
+        return in_lerobot if in_lerobot.manifest.exists() else cls.of(root, lerobot=False)
 
     def moved_to(self, root: Path) -> Self:
         """Return the paths of the same checkpoint in another directory."""
-        return type(self).of_lerobot(root) if self.is_lerobot else type(self).of_ours(root)
+        return self.of(root, lerobot=self.is_lerobot)
 
     @property
     def is_lerobot(self) -> bool:
@@ -97,12 +92,12 @@ class Places:
         return path.relative_to(self.root).as_posix()
 
 
-def holds_parts_alone(root: Path) -> bool:
+def has_only_checkpoint_entries(root: Path) -> bool:
     """Return whether a directory has only entries of a checkpoint, which may be partly written or partly deleted."""
     if not root.is_dir():
         return False
     top = {entry.name for entry in root.iterdir()}
     if TRAINING_STATE not in top:
-        return top <= _PARTS
+        return top <= _ENTRIES
     state = {entry.name for entry in (root / TRAINING_STATE).iterdir()}
-    return top <= {PRETRAINED_MODEL, TRAINING_STATE} and state <= _PARTS
+    return top <= {PRETRAINED_MODEL, TRAINING_STATE} and state <= _ENTRIES

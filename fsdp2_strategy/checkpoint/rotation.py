@@ -15,7 +15,9 @@ from fsdp2_strategy.hf.save_plan import check_free
 GB = 10**9
 
 
-def surplus(checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None) -> list[Checkpoint]:
+def checkpoints_to_delete(
+    checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None
+) -> list[Checkpoint]:
     """Return the checkpoints to delete, oldest first, so that the others are within both limits if possible.
 
     The newest checkpoint, the best by metric, and protected ones are always kept. Protected ones do not count towards
@@ -26,26 +28,20 @@ def surplus(checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: 
         max_num: maximum number of checkpoints, at least 1; None for no limit.
         max_mem: maximum total size in GB (10^9 bytes); None for no limit.
     """
-    best = _best(checkpoints)
+    # Of checkpoints with a metric, the newest decides the direction; ties go to the newer.
+    measured = [c for c in checkpoints if c.metric is not None]
+    sign = 1 if measured and measured[-1].higher_is_better else -1
+    best = max(measured, key=lambda c: (sign * (c.metric or 0.0), c.sequence), default=None)
     unprotected = [c for c in checkpoints if not c.protected]
     too_many = [] if max_num is None else unprotected[:-max_num]
     total = sum(c.total_bytes for c in checkpoints)
-    gone: list[Checkpoint] = []
-    for oldest in unprotected:
+    to_delete: list[Checkpoint] = []
+    for checkpoint in unprotected:
         too_large = max_mem is not None and total > max_mem * GB
-        if oldest not in (best, checkpoints[-1]) and (oldest in too_many or too_large):
-            gone.append(oldest)
-            total -= oldest.total_bytes
-    return gone
-
-
-def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the best checkpoint by metric. The newest with a metric decides the direction; ties go to the newer."""
-    measured = [c for c in checkpoints if c.metric is not None]
-    if not measured:
-        return None
-    sign = 1 if measured[-1].higher_is_better else -1
-    return max(measured, key=lambda c: (sign * (c.metric or 0.0), c.sequence))
+        if checkpoint not in (best, checkpoints[-1]) and (checkpoint in too_many or too_large):
+            to_delete.append(checkpoint)
+            total -= checkpoint.total_bytes
+    return to_delete
 
 
 def check_limits(max_num: int | None, max_mem: float | None) -> None:
@@ -56,15 +52,16 @@ def check_limits(max_num: int | None, max_mem: float | None) -> None:
     """
     if max_num is not None and (not isinstance(max_num, int) or isinstance(max_num, bool) or max_num < 1):
         raise CheckpointError(
-            f"cannot save: max_num is {max_num!r}, expected a whole number of at least 1. Pass None to keep everything."
+            f"cannot save: max_num is {max_num!r}, expected an integer of at least 1. Pass None for no limit."
         )
     if max_mem is not None and (isinstance(max_mem, bool) or not isinstance(max_mem, int | float) or not max_mem > 0):
         raise CheckpointError(
-            f"cannot save: max_mem is {max_mem!r}, expected GB (10^9 bytes) above 0. Pass None for no limit."
+            f"cannot save: max_mem is {max_mem!r}, expected a number above 0, in GB (10^9 bytes). Pass None for no "
+            "limit."
         )
 
 
-def check_room(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None:
+def check_space(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None:
     """Check that a checkpoint fits, before its files are written; rank 0 calls it.
 
     Raises:
@@ -73,6 +70,6 @@ def check_room(save_dir: Path, needed_bytes: int, max_mem: float | None) -> None
     if max_mem is not None and needed_bytes > max_mem * GB:
         raise CheckpointError(
             f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, expected at most max_mem = {max_mem} GB. "
-            "Raise max_mem, or save without the optimizer."
+            "Increase max_mem, or save without the optimizer."
         )
     check_free(save_dir, needed_bytes)

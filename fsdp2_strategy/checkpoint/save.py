@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background_save, directory
-from fsdp2_strategy.checkpoint.components import Beside, ModelOnDisk
+from fsdp2_strategy.checkpoint.components import ModelComponents, SidecarFiles
 from fsdp2_strategy.checkpoint.data_position import DataPosition, Loader
-from fsdp2_strategy.checkpoint.gc_pause import no_collections
-from fsdp2_strategy.checkpoint.layout import list_checkpoints, named_latest
-from fsdp2_strategy.checkpoint.lock import hold, let_go
-from fsdp2_strategy.checkpoint.paths import (
-    CHECKSUMS,
-    DATA,
-    EMA,
-    OPTIMIZER,
-    RNG,
-    TRAINER_STATE,
-    Places,
-)
+from fsdp2_strategy.checkpoint.gc_pause import gc_paused
+from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
+from fsdp2_strategy.checkpoint.lock import acquire, release_all
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE
 from fsdp2_strategy.checkpoint.random_state import RngState
-from fsdp2_strategy.checkpoint.rotation import check_room, surplus
+from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
-from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
+from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import names_by_identity, optimizer_hyper, optimizer_tensors, prepared
 from fsdp2_strategy.distributed.agreement import agree, all_or_none, to_rank_0
@@ -50,13 +42,12 @@ from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
-from fsdp2_strategy.model.fingerprint import Fingerprint
 from fsdp2_strategy.model.ranks import on_its_ranks
 from fsdp2_strategy.model.shards import shard_count
 
 
 @on_its_ranks
-@no_collections()
+@gc_paused()
 def save_checkpoint(
     model: nn.Module,
     save_dir: str | Path,
@@ -146,189 +137,189 @@ def save_checkpoint(
         check_usable(root)
         if async_save:  # snapshot: the caller may change these during the background write
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
-            request = request.copied()
-    places = request.places()
+            request = request.snapshot()
+    paths = request.partial_paths
     left_out = LeftOut.of(root) if only_trainable or (layout and has_adapters(root)) else None
     weights = left_out.weights if left_out else None
-    policy = ModelOnDisk.of_policy(root, places, request.layout, weights) if request.layout else None
+    policy = ModelComponents.of_policy(root, paths, request.layout, weights) if request.layout else None
+    staging = background_save.staging()
     with all_or_none("save", CheckpointError):
-        state = _collect(
+        plan = _plan(
             root,
-            places,
-            policy or _lay_out(root, places, weights),
+            request,
+            policy or ModelComponents.of(root, paths, weights),
+            tokenizer=tokenizer,
             optimizer=optimizer,
             scheduler=scheduler,
             ema=ema,
             dataloader=dataloader,
-            left_out=left_out,
-            facts={
+            trainer_state={
                 "step": step,
                 "seed": seed,
                 "world_size": world_size(),
                 "client_state": client_state or {},
                 "loss_scale": loss_scale,
+                "left_out": left_out.as_json() if left_out else None,
             },
         )
         if async_save:
-            background_save.staging().begin()
-            state = replace(state, parts=copied(state.parts, background_save.staging().copies_of))
-    if state.data is not None:
-        agree("save", state.data.facts, CheckpointError, "loaders that are equally far. Save at the same batch.")
+            staging.begin()
+            plan = replace(plan, components=stage_local(plan.components, staging.copies_of))
+    if plan.data is not None:
+        agree("save", plan.data.facts, CheckpointError, "loaders at the same position. Save after the same batch.")
     if async_save:
-        state = replace(state, parts=copied_gathered(state.parts, background_save.staging().copies_of))
-    order = _Order(request, state, places, request.files_beside(), tokenizer)
-    if async_save:
-        background_save.behind(str(request.path), functools.partial(_carry_out, order))
+        plan = replace(plan, components=stage_gathered(plan.components, staging.copies_of))
+        background_save.behind(str(request.path), functools.partial(_execute, plan))
     else:
-        _carry_out(order)
+        _execute(plan)
     return request.path
 
 
 @dataclass(frozen=True, kw_only=True)
-class _State:
-    """The content of a checkpoint."""
+class _SavePlan:
+    """The content of a checkpoint, checked and ready to be written."""
 
-    parts: list[Part]
-    beside: Beside
-    trainer_state: str
-    """As JSON."""
+    request: SaveRequest
+    components: list[Component]
+    sidecars: SidecarFiles
+    tokenizer: Any
+    json_files: dict[str, str]
+    """Content by file name."""
     rng: RngState
     data: DataPosition | None
     shard_size: int
 
 
-@dataclass(frozen=True)
-class _Order:
-    """A save plan: the request is checked, and the state is collected."""
-
-    request: SaveRequest
-    state: _State
-    places: Places
-    """Paths under ``.partial``, where the files are written before the commit."""
-    files_beside: dict[str, str]
-    """JSON files for other programs: content by file name."""
-    tokenizer: Any
-
-
-def _lay_out(root: nn.Module, places: Places, left_out: Mapping[str, Fingerprint] | None) -> ModelOnDisk:
-    """Return the model's components in our own layout."""
-    if left_out is None:
-        return ModelOnDisk.of(root, places)
-    return ModelOnDisk.of_trainable(root, places, left_out)
-
-
-def _collect(
+def _plan(
     root: nn.Module,
-    places: Places,
-    on_disk: ModelOnDisk,
+    request: SaveRequest,
+    on_disk: ModelComponents,
     *,
+    tokenizer: Any,
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
     ema: Mapping[str, torch.Tensor] | None,
     dataloader: Loader | None,
-    left_out: LeftOut | None,
-    facts: dict[str, Any],
-) -> _State:
+    trainer_state: dict[str, Any],
+) -> _SavePlan:
     """Collect the content of the checkpoint, and check that it can be saved.
+
+    The objects are those of `save_checkpoint`; ``trainer_state`` has further entries of ``trainer_state.json``.
 
     Raises:
         CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
     """
-    check_json(facts["client_state"], "client_state")
-    parts = list(on_disk.parts)
+    check_json(trainer_state["client_state"], "client_state")
+    paths = request.partial_paths
+    components = list(on_disk.components)
     hyper = None
     if optimizer is not None:
         check_usable(optimizer)
         names = names_by_identity(root)
         tensors = optimizer_tensors(root, optimizer, names)
-        parts.append(Part.of(places.state / OPTIMIZER, tensors, stem=OPTIMIZER))
+        components.append(Component.of(paths.state / OPTIMIZER, tensors, stem=OPTIMIZER))
         hyper = optimizer_hyper(root, optimizer, names)
         check_json(hyper, "optimizer")
     if ema is not None:
-        parts.append(Part.of(places.state / EMA, ema, stem=EMA))
+        components.append(Component.of(paths.state / EMA, ema, stem=EMA))
     schedule = scheduler.state_dict() if scheduler is not None else None
     check_json(schedule, "scheduler")
     data = DataPosition.of(dataloader) if dataloader is not None else None
     trainer_state = {
-        **facts,
+        **trainer_state,
         "scheduler": schedule,
         "optimizer": hyper,
         "data": data.facts if data else None,
-        "left_out": left_out.as_json() if left_out else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    return _State(
-        parts=parts,
-        beside=on_disk.beside,
-        trainer_state=as_json(trainer_state),
+    return _SavePlan(
+        request=request,
+        components=components,
+        sidecars=on_disk.sidecars,
+        tokenizer=tokenizer,
+        json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files()},
         rng=RngState.now(),
         data=data,
         shard_size=shard_count(root),
     )
 
 
-def _carry_out(order: _Order) -> None:
+def _execute(plan: _SavePlan) -> None:
     """Write, commit and rotate; collective. An asynchronous save runs it in the background."""
-    request, save_dir = order.request, order.request.save_dir
-    final = order.places.moved_to(request.path)
-    with _removed_on_failure(order.places.root):
-        digests = _write(order)
+    request, save_dir = plan.request, plan.request.save_dir
+    partial = request.partial_paths
+    final = partial.moved_to(request.path)
+    _create_folders(plan)  # its error deletes nothing: another run may be saving the same tag
+    try:
+        digests = _write(plan)
         with all_or_none(f"commit {request.tag}", CheckpointError):
             if is_rank_0():
-                directory.commit(order.places, request.tag, request.facts(order.state.shard_size), digests)
+                directory.commit(partial, request.tag, request.manifest_entries(plan.shard_size), digests)
                 if request.save_latest:
-                    directory.point_latest(final)
+                    directory.update_latest(final)
+    except CheckpointError:
+        if is_rank_0():
+            with contextlib.suppress(OSError):  # the next save deletes it
+                directory.delete(partial.root)
+        raise
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
             max_num, max_mem = request.max_num, request.max_mem
-            old = surplus(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            if named_latest(save_dir) in {o.tag for o in old}:  # stale, because of save_latest=False
-                directory.point_latest(final)
+            old = checkpoints_to_delete(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
+            if latest_tag(save_dir) in {o.tag for o in old}:  # stale, because of save_latest=False
+                directory.update_latest(final)
             directory.remove(old)
-            for gone in old:
-                log("removed %s: the limits are max_num %s, max_mem %s GB", gone.path, max_num, max_mem)
+            for checkpoint in old:
+                log("deleting %s: the limits are max_num %s, max_mem %s GB", checkpoint.path, max_num, max_mem)
     log("saved %s", final.root)
 
 
-def _write(order: _Order) -> list[str]:
+def _create_folders(plan: _SavePlan) -> None:
+    """Lock the directory, delete leftovers of crashed runs, and create the folders of the files; collective.
+
+    Raises:
+        CheckpointError: on every rank: another run saves into the directory, the tag cannot be replaced, or the
+            checkpoint is too large.
+    """
+    request, paths = plan.request, plan.request.partial_paths
+    with all_or_none(f"save into {request.save_dir}", CheckpointError):
+        if is_rank_0():
+            directory.make_directory(request.save_dir)
+            acquire(request.save_dir)
+            directory.check_replaceable(request.save_dir, request.tag, paths)
+            directory.finish_removals()
+            directory.delete_leftovers(request.save_dir)
+            needed_bytes = sum(component.total_bytes for component in plan.components) + plan.sidecars.total_bytes
+            check_space(request.save_dir, needed_bytes, request.max_mem)
+            for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.of_rank is not None else [])):
+                (paths.state / folder).mkdir(parents=True)
+            if paths.is_lerobot:
+                paths.model.mkdir()
+
+
+def _write(plan: _SavePlan) -> list[str]:
     """Write all files except the manifest; collective.
 
     Returns:
         On rank 0, the digests of all ranks' checksum manifests; an empty list on other ranks.
     """
-    state, places, request = order.state, order.places, order.request
-    save_dir, tag = request.save_dir, request.tag
-    with all_or_none(f"save into {save_dir}", CheckpointError):
-        if is_rank_0():
-            directory.make_directory(save_dir)
-            hold(save_dir)
-            directory.check_replaceable(save_dir, tag, places)
-            directory.finish_removals()
-            directory.sweep(save_dir)
-            needed_bytes = sum(part.total_bytes for part in state.parts) + state.beside.total_bytes
-            check_room(save_dir, needed_bytes, request.max_mem)
-            of_ranks = [DATA] if state.data and state.data.of_rank is not None else []
-            for folder in (RNG, CHECKSUMS, *of_ranks):
-                (places.state / folder).mkdir(parents=True)
-            if places.is_lerobot:
-                places.model.mkdir()
+    paths, tag = plan.request.partial_paths, plan.request.tag
     with all_or_none(f"write {tag}", CheckpointError):
-        blocks = write_parts(places.root, state.parts)
-    with all_or_none(f"write what lies beside the tensors of {tag}", CheckpointError):
-        of_rank = {places.of_rank(RNG, rank()): state.rng.content()}
-        if state.data and state.data.of_rank is not None:
-            of_rank[places.of_rank(DATA, rank())] = state.data.of_rank
+        blocks = write_components(plan.components)
+    with all_or_none(f"write the other files of {tag}", CheckpointError):
+        of_rank = {paths.of_rank(RNG, rank()): plan.rng.content()}
+        if plan.data is not None and plan.data.of_rank is not None:
+            of_rank[paths.of_rank(DATA, rank())] = plan.data.of_rank
         for path, content in of_rank.items():
             write_bytes(path, content)
             blocks[path] = blocks_of(content)
         if is_rank_0():
-            state.beside.write(order.tokenizer)
-            for name, text in {TRAINER_STATE: state.trainer_state, **order.files_beside}.items():
-                write_text(places.state / name, text)
-            tensors = {file.path for part in state.parts for file in part.files}
-            beside = set(directory.not_of_ranks(places)) - tensors
-            blocks |= {path: blocks_of_file(path) for path in beside}
-        digest = directory.write_checksums(places, rank(), blocks)
+            plan.sidecars.write(plan.tokenizer)
+            for name, text in plan.json_files.items():
+                write_text(paths.state / name, text)
+            tensor_files = {file.path for component in plan.components for file in component.files}
+            blocks |= {path: blocks_of_file(path) for path in set(directory.shared_files(paths)) - tensor_files}
+        digest = directory.write_checksums(paths, rank(), blocks)
     return to_rank_0(digest)
 
 
@@ -351,16 +342,4 @@ def end_saving() -> None:
         background_save.end()
     finally:
         directory.finish_removals()
-        let_go()
-
-
-@contextlib.contextmanager
-def _removed_on_failure(partial: Path) -> Iterator[None]:
-    """Delete the partial directory if the save fails; if that fails too, the next save sweeps it."""
-    try:
-        yield
-    except CheckpointError:
-        if is_rank_0():
-            with contextlib.suppress(OSError):
-                directory.delete(partial)
-        raise
+        release_all()

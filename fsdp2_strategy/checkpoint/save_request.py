@@ -58,9 +58,9 @@ class SaveRequest:
         """
         layout = self.layout and (self.layout.batch_size, self.layout.gather_for_save_pretrained)
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
-        asked = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
-        expected = "the same directory, tag, step, limits and objects to save everywhere. Make the tag from the step."
-        agree("save", asked, CheckpointError, expected)
+        arguments = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
+        expected = "the same directory, tag, step, limits and objects to save on all ranks. Make the tag from the step."
+        agree("save", arguments, CheckpointError, expected)
 
     def check(self, tokenizer: object) -> None:
         """Check the options that do not depend on the model; not collective.
@@ -71,24 +71,24 @@ class SaveRequest:
         check_tag(self.tag, reserved=LAST if self.layout else LATEST)
         check_limits(self.max_num, self.max_mem)
         if self.metric is not None and not math.isfinite(self.metric):
-            raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Leave it out.")
+            raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Omit it.")
         if self.only_trainable and tokenizer is not None and self.layout is None:
             raise CheckpointError(
-                "cannot save a tokenizer beside trainable weights alone: expected a folder that from_pretrained opens. "
-                "Leave it out, or save the whole model."
+                "cannot save the tokenizer: only_trainable is True, expected a checkpoint with a folder for "
+                "from_pretrained. Omit the tokenizer, or save the full model."
             )
         check_json(self.meta, "meta")
 
-    def copied(self) -> Self:
+    def snapshot(self) -> Self:
         """Copy the layout's objects on rank 0, which writes them later, while the trainer may change them."""
         return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
 
-    def places(self) -> Places:
-        """Return the paths of the files before the commit."""
-        partial = directory.partial_path(self.save_dir, self.tag)
-        return Places.of_lerobot(partial) if self.layout else Places.of_ours(partial)
+    @property
+    def partial_paths(self) -> Places:
+        """The paths under ``.partial``, where the files are written before the commit."""
+        return Places.of(directory.partial_path(self.save_dir, self.tag), lerobot=self.layout is not None)
 
-    def facts(self, shard_size: int) -> dict[str, Any]:
+    def manifest_entries(self, shard_size: int) -> dict[str, Any]:
         """Return the request's values for the manifest."""
         return {
             "step": self.step,
@@ -98,11 +98,10 @@ class SaveRequest:
             "shard_size": shard_size,
         }
 
-    def files_beside(self) -> dict[str, str]:
+    def json_files(self) -> dict[str, str]:
         """Return the JSON files for other programs: content by file name."""
-        training_step = None
+        files = {} if self.meta is None else {META: as_json(self.meta)}
         if self.layout:
-            processes = world_size()
-            training_step = {"step": self.step, "num_processes": processes, "batch_size": self.layout.batch_size}
-        files = {META: self.meta, TRAINING_STEP: training_step}
-        return {name: as_json(content) for name, content in files.items() if content is not None}
+            counts = {"step": self.step, "num_processes": world_size(), "batch_size": self.layout.batch_size}
+            files[TRAINING_STEP] = as_json(counts)
+        return files

@@ -19,7 +19,7 @@ ON_DISK = [
     (os, "fsync"),
     (shutil, "rmtree"),
     *((Path, name) for name in ("rename", "replace", "write_bytes", "mkdir", "symlink_to", "unlink")),
-    (saving, "write_parts"),
+    (saving, "write_components"),
 ]
 """The calls by which a save changes what is on disk."""
 
