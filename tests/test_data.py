@@ -771,7 +771,7 @@ def save_with_foreign_loader(path):
 def load_with_foreign_loader(path):
     strategy, model, optimizer, _ = trainer()
     before = full_state(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"saved on 2 ranks by a loader with a state for each, and there are 3"):
+    with pytest.raises(CheckpointError, match=r"one state per rank, on 2 ranks, and this run has 3"):
         strategy.load_ckpt(model, path, optimizer=optimizer, dataloader=Stateful(0))
     assert_same(full_state(model, optimizer), before)
     strategy.load_ckpt(model, path, optimizer=optimizer)

@@ -165,11 +165,11 @@ def _load(into: _Into, path: Path, *, load_model: bool, strict: bool, verify: bo
         root = prepared(model)
         plan = _plan(into, root, opened.places, state, load_model=load_model, strict=strict)
     left_out = LeftOut.from_json(state.get("left_out") if load_model else None)
-    others = left_out.find_others(root, path, strict=strict)
+    others = left_out.find_differing(root, path, strict=strict)
     with all_or_none(f"load {path}", DamageError):
         wishes, broadcasts = shares(plan.wanted)
         if verify:
-            opened.check_lists(ranges_of(wishes))
+            opened.read_checksum_manifests(ranges_of(wishes))
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched):
         with torch.no_grad():

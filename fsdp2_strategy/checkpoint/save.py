@@ -35,12 +35,12 @@ from fsdp2_strategy.checkpoint.paths import (
     TRAINER_STATE,
     Places,
 )
-from fsdp2_strategy.checkpoint.random_state import RngState
+from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_room, surplus
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Part, copied, copied_gathered, write_parts
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import names_by_identity, optimizer_hyper, optimizer_tensors, prepared
+from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, prepared
 from fsdp2_strategy.distributed.agreement import agree, all_or_none, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
@@ -192,7 +192,7 @@ class _State:
     beside: Beside
     trainer_state: str
     """As JSON."""
-    rng: RngState
+    rng: bytes
     data: DataPosition | None
     shard_size: int
 
@@ -239,10 +239,9 @@ def _collect(
     hyper = None
     if optimizer is not None:
         check_usable(optimizer)
-        names = names_by_identity(root)
-        tensors = optimizer_tensors(root, optimizer, names)
+        tensors = optimizer_tensors(root, optimizer)
         parts.append(Part.of(places.state / OPTIMIZER, tensors, stem=OPTIMIZER))
-        hyper = optimizer_hyper(root, optimizer, names)
+        hyper = optimizer_hyper(root, optimizer)
         check_json(hyper, "optimizer")
     if ema is not None:
         parts.append(Part.of(places.state / EMA, ema, stem=EMA))
@@ -261,7 +260,7 @@ def _collect(
         parts=parts,
         beside=on_disk.beside,
         trainer_state=as_json(trainer_state),
-        rng=RngState.now(),
+        rng=rng_content(),
         data=data,
         shard_size=shard_count(root),
     )
@@ -315,7 +314,7 @@ def _write(order: _Order) -> list[str]:
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_parts(places.root, state.parts)
     with all_or_none(f"write what lies beside the tensors of {tag}", CheckpointError):
-        of_rank = {places.of_rank(RNG, rank()): state.rng.content()}
+        of_rank = {places.of_rank(RNG, rank()): state.rng}
         if state.data and state.data.of_rank is not None:
             of_rank[places.of_rank(DATA, rank())] = state.data.of_rank
         for path, content in of_rank.items():

@@ -6,7 +6,6 @@ Input: a checkpoint's directory. Output: a report of all problems.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,13 @@ _THREADS = 4
 class VerifyReport:
     """The result of `verify_checkpoint`."""
 
-    ok: bool
     problems: list[str]
     """One text per problem, with the tensor, file and byte range if they are known."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
 
 
 def verify_checkpoint(path: str | Path) -> VerifyReport:
@@ -39,13 +42,13 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
         path: the checkpoint's directory.
 
     Returns:
-        Whether all checksums match, and each problem by tensor, file and byte range. Corruption never raises.
+        Each problem by tensor, file and byte range. Corruption never raises.
     """
     path = Path(path)
     try:
         opened = open_checkpoint(path)
     except CheckpointError as error:
-        return VerifyReport(False, [str(error)])
+        return VerifyReport([str(error)])
     problems: list[str] = []
     tensors: dict[Path, list[Entry]] = {}
     blocks: list[tuple[Path, Block]] = []
@@ -64,11 +67,11 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
         ThreadPoolExecutor(_THREADS) as pool,
         tqdm(total=total, desc=f"verifying {path.name}", unit="B", unit_scale=True, leave=False, disable=None) as bar,
     ):
-        for (file, block), problem in zip(blocks, pool.map(lambda job: _problem(*job), blocks), strict=True):
+        for (file, block), problem in zip(blocks, pool.map(lambda args: _problem(*args), blocks), strict=True):
             bar.update(block.end - block.begin)
             if problem:
-                problems.append(f"{_what(tensors.get(file, []), block)}: {problem}")
-    return VerifyReport(not problems, problems)
+                problems.append(f"{_tensor_names(tensors.get(file, []), block)}: {problem}")
+    return VerifyReport(problems)
 
 
 def _blocks(opened: Opened, file: Path, size: int) -> list[Block]:
@@ -80,7 +83,7 @@ def _blocks(opened: Opened, file: Path, size: int) -> list[Block]:
     blocks = opened.checksums.covering(file, 0, size)
     if blocks and blocks[-1].end != size:
         raise DamageError(
-            f"cannot check {file}: its checksums cover {blocks[-1].end} bytes, expected {size}. Load another "
+            f"cannot verify {file}: its checksums cover {blocks[-1].end} bytes, expected {size}. Load another "
             "checkpoint."
         )
     return blocks
@@ -100,19 +103,13 @@ def _problem(path: Path, block: Block) -> str:
     except OSError as error:
         return f"bytes {block.begin} to {block.end} of {path} cannot be read: {error.strerror or error}"
     if digest.hexdigest() != block.digest:
-        return f"bytes {block.begin} to {block.end} of {path} are not what was written"
+        return f"bytes {block.begin} to {block.end} of {path} do not match their checksum"
     return ""
 
 
-def _what(entries: list[Entry], block: Block) -> str:
+def _tensor_names(entries: list[Entry], block: Block) -> str:
     """Name the tensors that overlap a block, for an error text."""
-    names = list(_within(entries, block))
+    names = [e.name for e in entries if e.offset < block.end and block.begin < e.offset + e.nbytes]
     if not names:
         return "a header" if entries else "a file"
     return f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
-
-
-def _within(entries: list[Entry], block: Block) -> Iterator[str]:
-    for entry in entries:
-        if entry.offset < block.end and block.begin < entry.offset + entry.nbytes:
-            yield entry.name
