@@ -195,8 +195,7 @@ class _Settings:
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of some rows, as the model returns them, and their log-softmax."""
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype, enabled):
+        with torch.autocast(*self.autocast):
             shaped = self.shape.apply(linear(hidden, weight, bias))
         logits = shaped.to(_wide(hidden))
         if self.temperature != 1.0:

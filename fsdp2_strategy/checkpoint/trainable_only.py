@@ -169,8 +169,10 @@ def _in_folders(
     """
     if not names:
         return frozenset()
-    with all_or_none("save", CheckpointError):
-        state = frozenset([*(f"{name} {found[name].exact}" for name in names), *_versions_of(folders)])
+    with all_or_none("save", CheckpointError):  # a file may disappear
+        files = [(file, file.stat()) for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
+        versions = [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in files]
+        state = frozenset([*(f"{name} {found[name].exact}" for name in names), *versions])
     cached = model_state(root).get(_COMPARED)
     if not any_rank(cached is None or cached[0] != state) and cached is not None:
         return cached[1]
@@ -188,12 +190,6 @@ def _in_folders(
         except CheckpointError as error:  # raised on all ranks
             log("frozen weights are saved; comparing them with %s failed: %s", folder, error, level=logging.WARNING)
     return model_state(root).set(_COMPARED, (state, frozenset(equal)))[1]
-
-
-def _versions_of(folders: Mapping[str, str]) -> list[str]:
-    """Return the path, size and modification time of each safetensors file, to detect changes."""
-    files = sorted(file for folder in folders.values() for file in Path(folder).glob("*.safetensors"))
-    return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 
 def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -> Wanted:

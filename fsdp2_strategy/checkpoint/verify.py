@@ -14,8 +14,8 @@ import xxhash
 from tqdm import tqdm
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
-from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 
@@ -56,7 +56,10 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
         file = path / name
         try:
             if name not in opened.manifest["checksums"]:
-                blocks += [(file, block) for block in _blocks(opened, file, size)]
+                found = opened.checksums.covering(file, 0, size)
+                blocks += [(file, block) for block in found]
+                if found and found[-1].end != size:
+                    problems.append(f"{file} is {size} bytes long, and its checksums cover {found[-1].end}")
             if file.suffix == ".safetensors":
                 tensors[file] = list(read_header(file).values())
         except CheckpointError as error:
@@ -72,21 +75,6 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
             if problem:
                 problems.append(f"{_tensor_names(tensors.get(file, []), block)}: {problem}")
     return VerifyReport(problems)
-
-
-def _blocks(opened: Opened, file: Path, size: int) -> list[Block]:
-    """Return all blocks of a file.
-
-    Raises:
-        DamageError: the blocks do not cover the file exactly, or their checksum manifest is corrupt.
-    """
-    blocks = opened.checksums.covering(file, 0, size)
-    if blocks and blocks[-1].end != size:
-        raise DamageError(
-            f"cannot verify {file}: its checksums cover {blocks[-1].end} bytes, expected {size}. Load another "
-            "checkpoint."
-        )
-    return blocks
 
 
 def _problem(path: Path, block: Block) -> str:
