@@ -10,7 +10,8 @@ in a unit of its own or in the root unit. FSDP2's hooks are on the call of the m
 parameters are gathered for forward and again for backward.
 
 [Note: after the head] Some models scale or soft-cap the logits of the head. This function is measured in an additional
-pass: the head returns known numbers, and the logits that the model returns for them show the function.
+pass: the head returns known numbers, and the logits that the model returns for them show the function. It is not read
+from the configuration: docs/architecture.md says why.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def token_log_probs(
 
     Raises:
         LogProbError: the model is not causal, its head is not a plain linear layer that is called once, it changes its
-            logits by other means than a fixed factor or a soft cap, or an argument is out of range.
+            logits by other means than a fixed factor and a soft cap, or an argument is out of range.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,11 +82,10 @@ def token_log_probs(
         torch.Size([2, 2])
     """
     root: Any = unwrap_model(model)
-    chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
-    with ExitStack() as together:
+    with ExitStack() as stack:
         if is_sharded(root):
-            together.enter_context(on_ranks_of(root))
-            together.enter_context(all_or_none("compute log-probabilities", LogProbError))
+            stack.enter_context(on_ranks_of(root))
+            stack.enter_context(all_or_none("compute log-probabilities", LogProbError))
         last = _checked(input_ids, last, temperature, chunk_bytes, inputs)
         head = _head_of(root)
     # Nothing is generated, so a key-value cache would only take memory.
@@ -93,7 +93,11 @@ def token_log_probs(
     shape = _shape_of(root, head, inputs)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
-        _check_hidden(root, hidden, input_ids)
+        if hidden.shape[:2] != input_ids.shape:
+            raise LogProbError(
+                f"cannot compute log-probabilities: the head of {type(root).__name__} got hidden states for "
+                f"{list(hidden.shape[:2])} tokens, expected {list(input_ids.shape)}. Use a model that adds no tokens."
+            )
         found = linear_log_probs(
             hidden[:, -last - 1 : -1],
             head.weight,
@@ -130,10 +134,9 @@ def linear_log_probs(
         weight: [vocabulary, width].
         targets: [...], int64.
         bias: [vocabulary].
-        temperature: logits are divided by it.
-        entropy: also return the entropies, in nats.
-        chunk_bytes: size of the fp32 logits of one chunk, which has at least one row; by default 256 MiB. Forward needs
-            about two and a half times as much memory, backward four times.
+        temperature: as for `token_log_probs`.
+        entropy: as for `token_log_probs`.
+        chunk_bytes: as for `token_log_probs`.
         shape: the function that the model applies to its logits.
 
     Returns:
@@ -142,7 +145,7 @@ def linear_log_probs(
     """
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
-    job = _Job(
+    settings = _Settings(
         temperature=temperature,
         rows=max(1, chunk_bytes // (weight.shape[0] * _wide(hidden).itemsize)),
         shape=shape or LogitShape(),
@@ -151,33 +154,33 @@ def linear_log_probs(
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearLogProbs.apply
-    log_probs, entropies = apply(flat, weight, bias, targets.reshape(-1), job)
+    log_probs, entropies = apply(flat, weight, bias, targets.reshape(-1), settings)
     log_probs = log_probs.view(targets.shape)
     return (log_probs, entropies.view(targets.shape)) if entropy else log_probs
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """The function of the logits after the head: ``scale * cap * tanh(logits / cap)``, or ``scale * logits``."""
+    """The function of the logits after the head: ``cap * tanh(scale * logits / cap)``, or ``scale * logits``."""
 
     scale: float = 1.0
     cap: float = math.inf
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits as the model returns them, computed in their own dtype as the model does."""
-        if not math.isinf(self.cap):
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return logits if self.scale == 1.0 else logits * self.scale
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if math.isinf(self.cap) else torch.tanh(logits / self.cap) * self.cap
 
     def slope(self, shaped: torch.Tensor) -> torch.Tensor | float:
         """Return the derivative at the logits for which `apply` returned ``shaped``, which is overwritten."""
         if math.isinf(self.cap):
             return self.scale
-        return shaped.div_(self.scale * self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+        return shaped.div_(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Settings:
     """The settings of `_LinearLogProbs`."""
 
     temperature: float
@@ -192,8 +195,7 @@ class _Job:
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of some rows, as the model returns them, and their log-softmax."""
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype, enabled):
+        with torch.autocast(*self.autocast):
             shaped = self.shape.apply(linear(hidden, weight, bias))
         logits = shaped.to(_wide(hidden))
         if self.temperature != 1.0:
@@ -215,31 +217,31 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        job: _Job,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found, entropies = hidden.new_zeros((2, len(targets)), dtype=_wide(hidden)).unbind()
-        for rows in _chunks(targets, job):
-            _, log_probs = job.log_probs(hidden[rows], weight, bias)
+        for rows in _chunks(targets, settings):
+            _, log_probs = settings.log_probs(hidden[rows], weight, bias)
             found[rows] = log_probs.gather(-1, targets[rows, None]).squeeze(-1)
-            if job.entropy:
+            if settings.entropy:
                 entropies[rows] = -log_probs.mul_(log_probs.exp()).sum(dim=-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies)
-        ctx.job = job
+        ctx.settings = settings
         return found.clone(), entropies.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_log_probs: torch.Tensor, of_entropies: torch.Tensor) -> Any:
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
-        job: _Job = ctx.job
+        settings: _Settings = ctx.settings
         of_hidden, of_weight, of_bias = (
             torch.zeros_like(tensor, dtype=hidden.dtype if tensor is hidden else entropies.dtype) if wanted else None
             for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        for rows in _chunks(targets, job):
-            shaped, log_probs = job.log_probs(hidden[rows], weight, bias)
+        for rows in _chunks(targets, settings):
+            shaped, log_probs = settings.log_probs(hidden[rows], weight, bias)
             of_logits = log_probs.exp()
-            if job.entropy:
+            if settings.entropy:
                 log_probs += entropies[rows, None]
                 log_probs *= of_entropies[rows, None]
                 log_probs += of_log_probs[rows, None]
@@ -247,10 +249,10 @@ class _LinearLogProbs(torch.autograd.Function):
             else:
                 of_logits *= of_log_probs[rows, None]
             of_logits.neg_().scatter_add_(-1, targets[rows, None], of_log_probs[rows, None])
-            if job.shape != LogitShape():
-                of_logits *= job.shape.slope(log_probs.copy_(shaped))
-            if job.temperature != 1.0:
-                of_logits /= job.temperature
+            if settings.shape != LogitShape():
+                of_logits *= settings.shape.slope(log_probs.copy_(shaped))
+            if settings.temperature != 1.0:
+                of_logits /= settings.temperature
             of_raw = of_logits.to(shaped.dtype)
             del shaped, log_probs, of_logits
             if of_hidden is not None:
@@ -267,8 +269,8 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunks(targets: torch.Tensor, job: _Job) -> Iterator[slice]:
-    return (slice(first, first + job.rows) for first in range(0, len(targets), job.rows))
+def _chunks(targets: torch.Tensor, settings: _Settings) -> Iterator[slice]:
+    return (slice(first, first + settings.rows) for first in range(0, len(targets), settings.rows))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -282,30 +284,29 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _checked(
-    input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int, inputs: Mapping[str, Any]
+    input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int | None, inputs: Mapping[str, Any]
 ) -> int:
     """Check the arguments, and return ``last``, with None replaced by its default."""
-    if unfit := [name for name in ("labels", "logits_to_keep") if name in inputs]:
+    if unsupported := [name for name in ("labels", "logits_to_keep") if name in inputs]:
         raise LogProbError(
-            f"cannot compute log-probabilities: {unfit[0]} is among the inputs, expected what the model computes "
-            "hidden states from. Leave it out; last says how many tokens are looked at."
+            f"cannot compute log-probabilities: {unsupported[0]} is among the inputs, expected only inputs of the "
+            "hidden states. Omit it; last selects the tokens."
         )
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         raise LogProbError(
             f"cannot compute log-probabilities: input_ids has the shape {list(input_ids.shape)}, expected "
             "[batch, length] with at least two tokens. Add the batch dimension."
         )
-    most = input_ids.shape[1] - 1
-    last = most if last is None else last
-    for name, value, fits, expected in (
-        ("last", last, 1 <= last <= most, f"1 to {most}, since nothing comes before the first token"),
-        ("temperature", temperature, 0 < temperature < math.inf, "more than 0"),
-        ("chunk_bytes", chunk_bytes, chunk_bytes >= 1, "at least 1"),
+    longest = input_ids.shape[1] - 1
+    last = longest if last is None else last
+    for name, value, valid, expected in (
+        ("last", last, 1 <= last <= longest, f"1 to {longest}, because the first token is not predicted"),
+        ("temperature", temperature, 0 < temperature < math.inf, "a finite number above 0"),
+        ("chunk_bytes", chunk_bytes, chunk_bytes is None or chunk_bytes >= 1, "at least 1"),
     ):
-        if not fits:
+        if not valid:
             raise LogProbError(
-                f"cannot compute log-probabilities: {name} is {value}, expected {expected}. Leave it out for its "
-                "default."
+                f"cannot compute log-probabilities: {name} is {value}, expected {expected}. Omit it for its default."
             )
     return last
 
@@ -323,18 +324,9 @@ def _head_of(root: Any) -> nn.Linear:
         return head
     raise LogProbError(
         f"cannot compute log-probabilities: the head of {type(model).__name__} is a {type(head).__name__}, expected "
-        "the nn.Linear of a causal language model, as get_output_embeddings gives it. Use such a model, leave its head "
-        "out of adapters, or call linear_log_probs within its forward."
+        "an nn.Linear of a causal language model, returned by get_output_embeddings. Use such a model, add no adapter "
+        "to its head, or call linear_log_probs in its forward."
     )
-
-
-def _check_hidden(root: nn.Module, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
-    if hidden.shape[:2] != input_ids.shape:
-        raise LogProbError(
-            f"cannot compute log-probabilities: the head of {type(root).__name__} gets hidden states of "
-            f"{list(hidden.shape[:2])}, expected one for each of the tokens {list(input_ids.shape)}. Use a model that "
-            "adds no tokens of its own."
-        )
 
 
 def _pass(
@@ -343,12 +335,12 @@ def _pass(
     compute: Callable[[torch.Tensor], torch.Tensor],
     inputs: Mapping[str, Any],
     *,
-    whole: bool = False,
+    with_output: bool = False,
 ) -> Any:
     """Run a model with ``compute`` as the forward of its head; collective for a sharded model.
 
     Returns the head's output. It has passed through FSDP2's hooks of the head and of the model, so backward gathers the
-    parameters of both. With ``whole``, returns the head's output and the model's.
+    parameters of both. ``with_output`` returns the head's output and the model's.
     """
     made: list[torch.Tensor] = []
     forward = root.forward
@@ -358,21 +350,21 @@ def _pass(
         if len(made) != 1:
             raise LogProbError(
                 f"cannot compute log-probabilities: {type(root).__name__} called its head {len(made)} times, expected "
-                "once in a forward pass. Use a causal language model."
+                "one call in a forward pass. Use a causal language model."
             )
-        return output if whole else made[0]
+        return output if with_output else made[0]
 
     with (
-        _instead(head, compute),
+        _replaced_forward(head, compute),
         head.register_forward_hook(lambda _module, _inputs, output: made.append(output)),
-        _instead(root, forward_of_root),
+        _replaced_forward(root, forward_of_root),
     ):
         output = root(**inputs)
-    return (made[0], output) if whole else output
+    return (made[0], output) if with_output else output
 
 
 @contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace a module's forward while the context is active; its hooks run as before."""
     own = vars(module).pop("forward", None)
     vars(module)["forward"] = forward
@@ -384,7 +376,7 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             vars(module)["forward"] = own
 
 
-# --- what comes after the head ---------------------------------------------------------------------------------------
+# --- the function of the logits after the head ------------------------------------------------------------------------
 
 _SHAPE = Slot[tuple[bool, LogitShape]]("logit shape")
 """Whether the model was sharded when the function was measured, and the function.
@@ -395,51 +387,42 @@ It is measured again after sharding: the pass is then collective, so all ranks m
 
 def _shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
     """Return the function that a model applies to its logits; measure it at first use: [Note: after the head]."""
-    known = model_state(root).get(_SHAPE)
-    if known is None or known[0] != is_sharded(root):
-        known = model_state(root).set(_SHAPE, (is_sharded(root), _asked(root, head, inputs)))
-    return known[1]
+    cached = model_state(root).get(_SHAPE)
+    if cached is None or cached[0] != is_sharded(root):
+        cached = model_state(root).set(_SHAPE, (is_sharded(root), _measure(root, head, inputs)))
+    return cached[1]
 
 
-def _asked(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
+def _measure(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
     device = inputs["input_ids"].device
     known = torch.linspace(-1, 1, head.out_features, device=device) ** 3 * 2000
 
-    def give(_hidden: torch.Tensor) -> torch.Tensor:
+    def return_known(_hidden: torch.Tensor) -> torch.Tensor:
         torch.set_grad_enabled(True)  # makes a trained factor visible as requires_grad; the end of no_grad resets it
-        return known.expand(1, 1, -1)
+        return known.clone().view(1, 1, -1)  # a copy, so that a model that changes its logits in place is noticed
 
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        from_head, output = _pass(root, head, give, inputs, whole=True)
+        from_head, output = _pass(root, head, return_known, inputs, with_output=True)
     logits = getattr(output, "logits", torch.empty(0))
-    fits = logits.shape == (1, 1, len(known)) and not logits.requires_grad
-    if fits and torch.equal(from_head[0, 0].to(known.dtype), known):
-        got = logits[0, 0].to(known.dtype)
-        for shape in _candidates(known, got):
-            if torch.allclose(shape.apply(known), got, rtol=_rounding(logits), atol=1e-6):
+    comparable = logits.shape == (1, 1, len(known)) and not logits.requires_grad
+    if comparable and torch.equal(from_head[0, 0].to(known.dtype), known):
+        measured = logits[0, 0].to(known.dtype)
+        for shape in _candidates(known, measured):
+            if torch.allclose(shape.apply(known), measured, rtol=8 * torch.finfo(logits.dtype).eps, atol=1e-6):
                 return shape
     raise LogProbError(
-        f"cannot compute log-probabilities: {type(root).__name__} does to its logits what is neither a fixed factor "
-        "nor a soft cap, or a hook on its head does something, expected one of the former or nothing. Call "
-        "linear_log_probs within its forward."
+        f"cannot compute log-probabilities: {type(root).__name__} changes the logits of its head, or a hook does, "
+        "expected at most a fixed factor and a soft cap. Call linear_log_probs in its forward."
     )
 
 
-def _candidates(known: torch.Tensor, got: torch.Tensor) -> Iterator[LogitShape]:
-    """Yield functions that may map ``known`` to ``got``; the last number is so large that it reaches a soft cap."""
-    most = got[-1].item()
-    yield LogitShape(scale=most / known[-1].item())
-    half = int((got / most - 0.5).abs().argmin())
-    part = got[half].item() / most
-    if 0 < part < 1:
-        cap = _decimal(known[half].item() / math.atanh(part))
-        yield LogitShape(scale=_decimal(most / cap), cap=cap)
-
-
-def _decimal(value: float) -> float:
-    """Round to four digits, as a number in a configuration has."""
-    return float(f"{value:.4g}")
-
-
-def _rounding(tensor: torch.Tensor) -> float:
-    return 8 * torch.finfo(tensor.dtype).eps
+def _candidates(known: torch.Tensor, measured: torch.Tensor) -> Iterator[LogitShape]:
+    """Yield functions that may map ``known`` to ``measured``; the last value is large enough to reach a soft cap."""
+    largest = measured[-1].item()
+    yield LogitShape(scale=largest / known[-1].item())
+    half = (measured / largest - 0.5).abs().argmin()
+    ratio = measured[half].item() / largest if largest else 0.0
+    if 0 < ratio < 1:
+        scale = math.atanh(ratio) * largest / known[half].item()
+        yield LogitShape(float(f"{scale:.4g}"), largest)  # without rounding errors, if the configured number is short
+        yield LogitShape(scale, largest)

@@ -188,13 +188,13 @@ def test_the_memory_of_a_copy_serves_one_save_after_the_other(tmp_path, monkeypa
         for _ in range(3):
             for name, model in (("actor", actor), ("critic", critic)):
                 strategy.save_ckpt(model, tmp_path / name, "tag", async_save=True)
-                taken.append(sorted(slab.data_ptr() for slab in background_save.staging()._slabs))
+                taken.append(sorted(buffer.data_ptr() for buffer in background_save.staging()._buffers))
         strategy.wait_for_checkpoint()
         own_bytes = max(sum(p.to_local().nbytes for p in model.parameters()) for model in (actor, critic))
-        total = sum(slab.numel() for slab in background_save.staging()._slabs)
+        total = sum(buffer.numel() for buffer in background_save.staging()._buffers)
         assert taken[1] == taken[-1] and total <= own_bytes + 2 * (1 << 16)
         strategy.close()
-        assert not background_save.staging()._slabs
+        assert not background_save.staging()._buffers
 
 
 @pytest.mark.ranks(2)
@@ -293,10 +293,10 @@ def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
     monkeypatch.setattr(sizes, "STAGING_BYTES", 64 << 10)
     monkeypatch.setattr(sizes, "BLOCK_BYTES", 4 << 10)
     staging = background_save.Staging()
-    tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a slab each
+    tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a buffer each
     [component] = stage_local([Component.of(Path("folder"), tensors)], staging.copies_of)
     total = sum(t.nbytes for t in tensors.values())
-    assert sum(slab.numel() for slab in staging._slabs) <= total * (1 + 1 / 16) + sizes.STAGING_BYTES
+    assert sum(buffer.numel() for buffer in staging._buffers) <= total * (1 + 1 / 16) + sizes.STAGING_BYTES
     for name, tensor in tensors.items():
         jobs = [job for job in component.jobs() if job.entry.name == name]
         assert max(job.tensor.nbytes for job in jobs) <= sizes.BLOCK_BYTES
@@ -318,7 +318,7 @@ def test_copies_of_other_tensors_take_the_memory_of_those_before():
             for copy, expected in zip(copies, before, strict=True):
                 assert copy.dtype == dtype
                 assert torch.equal(copy, expected)
-    assert len(staging._slabs) == 1
+    assert len(staging._buffers) == 1
 
 
 @pytest.mark.ranks(2)
@@ -329,9 +329,9 @@ def test_one_process_group_serves_all_saves(tmp_path):
         model, *_ = prepared(strategy, "mlp")
         strategy.save_ckpt(model, tmp_path / str(n), async_save=True)
         strategy.close()
-        groups |= {id(group) for group in background_save._groups.values()}
+        groups |= {id(group) for made in background_save._groups.values() for group in made.values()}
     assert len(groups) == 1
-    [group] = background_save._groups.values()
+    [group] = background_save._groups[dist.group.WORLD].values()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60), "the default group's"
 
 

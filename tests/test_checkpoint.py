@@ -203,9 +203,7 @@ def test_parameters_without_gradients_frozen_ones_and_other_groupings_resume(tmp
 
     other = make(1)
     groups = [{"name": "head", "params": ["lm_head"]}, {"name": "layer0", "params": ["layers.0"], "weight_decay": 0.1}]
-    with pytest.raises(
-        CheckpointError, match="group 'layer0' spans parameters that were saved with different settings"
-    ):
+    with pytest.raises(CheckpointError, match="group 'layer0' has parameters that were saved with different settings"):
         regrouped = strategy.create_optimizer(other, lr=5.0, param_groups=groups)
         strategy.load_ckpt(other, tmp_path)
     regrouped = strategy.create_optimizer(other, lr=5.0, param_groups=groups[:1])
@@ -417,7 +415,7 @@ def test_a_state_that_would_be_lost_is_refused(tmp_path):
 
     strategy = strategy_for()
     model = strategy.prepare_model(nn.Sequential(Extra(3, 3)), is_training=True)
-    with pytest.raises(CheckpointError, match="0 keeps an extra state"):
+    with pytest.raises(CheckpointError, match="0 has an extra state"):
         strategy.save_ckpt(model, tmp_path)
 
 

@@ -44,7 +44,7 @@ from fsdp2_strategy import (
     verify_checkpoint,
 )
 from fsdp2_strategy.checkpoint import directory, layout, paths
-from fsdp2_strategy.checkpoint.reader import _Lists
+from fsdp2_strategy.checkpoint.reader import _ChecksumManifests
 from fsdp2_strategy.checkpoint.storage import Component, read_all, stored_in, targets_by_name, write_components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
@@ -375,7 +375,7 @@ FAULTS = {
     "No such file or directory": lambda a, b: (b / "checksums" / "rank00001.json").unlink(),
     "it is 100 bytes long": lambda a, b: os.truncate(b / WEIGHTS, 100),
     "bytes long, expected": lambda a, b: (b / WEIGHTS).write_bytes((b / WEIGHTS).read_bytes() + b"0" * 8),
-    "does not belong to it": lambda a, b: shutil.copyfile(a / WEIGHTS, b / "model" / "model-2.safetensors"),
+    "is not listed in its manifest": lambda a, b: shutil.copyfile(a / WEIGHTS, b / "model" / "model-2.safetensors"),
 }
 
 
@@ -445,7 +445,7 @@ def find_the_damaged_list(path):
     model, *_ = prepared(strategy, "mlp")
     before = full_parameters(model)
     for _ in range(2):
-        with pytest.raises(DamageError, match=r"rank00001\.json is not the list"):
+        with pytest.raises(DamageError, match=r"rank00001\.json does not match its checksum"):
             strategy.load_ckpt(model, path, load_optimizer_states=False)
     assert_same(full_parameters(model), before)
     loss_of("mlp", model, batch_of("mlp", 0, 0))  # still usable
@@ -466,12 +466,12 @@ class WithScalar(nn.Sequential):
 def lists_read(path, load):
     """Return which ranks' lists of checksums this rank reads in a load."""
     read = set()
-    original = _Lists._blocks
-    _Lists._blocks = lambda self, numbers: read.update(numbers) or original(self, numbers)
+    original = _ChecksumManifests._blocks
+    _ChecksumManifests._blocks = lambda self, numbers: read.update(numbers) or original(self, numbers)
     try:
         load()
     finally:
-        _Lists._blocks = original
+        _ChecksumManifests._blocks = original
     return read
 
 
@@ -540,7 +540,7 @@ def test_verifying_never_raises_for_damage(tmp_path):
     assert not verify_checkpoint(tmp_path).ok
     manifest |= {"sequence": 1, "tag": "x", "step": 1, "protected": False, "metric": None, "higher_is_better": True}
     directory.write_json(tmp_path / "manifest.json", manifest | {"digest": layout.digest_of_manifest(manifest)})
-    assert "not as it is written" in verify_checkpoint(tmp_path).problems[0]
+    assert "is invalid" in verify_checkpoint(tmp_path).problems[0]
     assert tags(tmp_path.parent) == []
     assert not verify_checkpoint(tmp_path / "nowhere").ok
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy.checkpoint import data_position
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder, ResumableLoader
 from fsdp2_strategy.data.batches import Anchor, BatchPlan
 from fsdp2_strategy.data.sampler import ResumableSampler
@@ -781,10 +782,22 @@ def save_with_foreign_loader(path):
 def load_with_foreign_loader(path):
     strategy, model, optimizer, _ = trainer()
     before = full_state(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"saved on 2 ranks by a loader with a state for each, and there are 3"):
+    with pytest.raises(CheckpointError, match=r"one state per rank, on 2 ranks, and this run has 3"):
         strategy.load_ckpt(model, path, optimizer=optimizer, dataloader=Stateful(0))
     assert_same(full_state(model, optimizer), before)
     strategy.load_ckpt(model, path, optimizer=optimizer)
+
+
+def test_a_loaders_state_is_restored_with_its_types():
+    class Bytes(bytes):
+        pass
+
+    state = {"list": [1, (2.5, None, "x")], 3: np.arange(6, dtype=np.uint16).reshape(2, 3).T, "bytes": Bytes(b"hi")}
+    restored = data_position._deserialize(
+        data_position._serialize(state | {"tensor": nn.Parameter(torch.ones(2, 3).T)})
+    )
+    assert restored["list"] == state["list"] and restored["bytes"] == b"hi" and type(restored["tensor"]) is torch.Tensor
+    assert restored[3].dtype == np.uint16 and np.array_equal(restored[3], state[3])
 
 
 def test_loaders_of_others_are_refused_on_another_number_of_ranks(tmp_path, run_on):

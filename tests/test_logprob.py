@@ -178,6 +178,21 @@ def test_what_a_model_does_to_its_logits_after_the_head_is_done_to_the_chunks(co
     assert vars(model)["forward"] is forward and "forward" not in vars(model.get_output_embeddings())
 
 
+def test_a_factor_before_a_soft_cap_is_measured():
+    class ScaledAndCapped(transformers.LlamaForCausalLM):  # as Muse's
+        def forward(self, **inputs):
+            output = super().forward(**inputs)
+            output.logits = torch.tanh(output.logits * 26**-0.5 / 20) * 20
+            return output
+
+    model = build("llama")
+    model.__class__ = ScaledAndCapped
+    with torch.no_grad():
+        model.lm_head.weight.mul_(300)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    torch.testing.assert_close(token_log_probs(model, ids), plain(model, ids, 8)[0])
+
+
 @pytest.mark.ranks(2)
 def test_what_cannot_be_is_an_error_on_every_rank():
     model = build("llama")
@@ -246,10 +261,15 @@ def test_logits_that_are_changed_in_another_way_are_refused():
     trained.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits * factor))
     of_another_class = build("llama")
     of_another_class.lm_head.__class__ = Trained
-    for odd in (halved, trained, of_another_class):
+    masked = build("llama")
+    mask = torch.arange(VOCAB) < VOCAB - 1
+    masked.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits * mask))
+    in_place = build("llama")  # would change the log-probabilities, too
+    in_place.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits.mul_(0.5)))
+    for odd in (halved, trained, of_another_class, masked, in_place):
         with pytest.raises(LogProbError, match="cannot compute"):
             token_log_probs(odd, ids)
     model = build("llama")
     model.register_forward_hook(lambda _m, _i, output: setattr(output, "logits", output.logits + 1))
-    with pytest.raises(LogProbError, match="neither a fixed factor nor a soft cap"):
+    with pytest.raises(LogProbError, match="at most a fixed factor and a soft cap"):
         token_log_probs(model, torch.randint(3, VOCAB, (2, 9)))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,63 +37,46 @@ from fsdp2_strategy.model.offload import CopyQueue
 _ALIGNMENT = 64
 
 
-class _End(NamedTuple):
-    """The end of the last copy: an index of `Staging._slabs`, and the number of bytes used in that buffer."""
-
-    slab: int
-    filled: int
-
-
 class Staging:
     """Host buffers for the copies of one save, reused by the next save of any model."""
 
     def __init__(self) -> None:
-        self._slabs: list[torch.Tensor] = []
-        self._end = _End(0, 0)
-        self._buffers: list[tuple[torch.Tensor, _End]] = []
-        """Buffers and their ends: the first `_given` are in use by this save, the rest are from the previous save."""
-        self._given = 0
+        self._buffers: list[torch.Tensor] = []
+        self._views: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
+        """Views of the buffers by buffer, offset, dtype and shape; making them again takes longer than small copies."""
+        self._current, self._filled_bytes = 0, 0
+        """The buffer that the next copy goes into if it has room, and the bytes in use there."""
 
     def begin(self) -> None:
         """Start a save: allow the copies of the previous save to be overwritten."""
-        self._end, self._given = _End(0, 0), 0
+        self._current, self._filled_bytes = 0, 0
 
     def copies_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors to host memory, wait for the copies, and return them."""
-        copies = [self._buffer_for(tensor) for tensor in tensors]
+        copies = [self._allocate(tensor) for tensor in tensors]
         with CopyQueue() as queue:
             queue.copy_all(copies, tensors)
         return copies
 
     def clear(self) -> None:
         """Free the host memory."""
-        self._slabs.clear()
         self._buffers.clear()
+        self._views.clear()
         self.begin()
 
-    def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for a copy: the previous save's, as long as shapes and dtypes come in the same order."""
-        if self._given < len(self._buffers):
-            buffer, end = self._buffers[self._given]
-            if buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-                self._given, self._end = self._given + 1, end
-                return buffer
-            del self._buffers[self._given :]
-        buffer = self._new_buffer_for(tensor)
-        self._buffers.append((buffer, self._end))
-        self._given += 1
-        return buffer
-
-    def _new_buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return unused bytes of the current or a later entry of `_slabs`; append an entry if none has enough."""
-        (slab, begin), nbytes = self._end, tensor.nbytes
-        while slab < len(self._slabs) and begin + nbytes > self._slabs[slab].numel():
-            slab, begin = slab + 1, 0
-        if slab == len(self._slabs):
+    def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of unused bytes for a copy; add a buffer if none has enough."""
+        index, begin, nbytes = self._current, self._filled_bytes, tensor.nbytes
+        while index < len(self._buffers) and begin + nbytes > self._buffers[index].numel():
+            index, begin = index + 1, 0
+        if index == len(self._buffers):
             size = max(sizes.STAGING_BYTES, nbytes)
-            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
-        self._end = _End(slab, begin + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-        return self._slabs[slab][begin : begin + nbytes].view(tensor.dtype).view(tensor.shape)
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+        self._current, self._filled_bytes = index, begin + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        key = (index, begin, tensor.dtype, tensor.shape)
+        if key not in self._views:
+            self._views[key] = self._buffers[index][begin : begin + nbytes].view(tensor.dtype).view(tensor.shape)
+        return self._views[key]
 
 
 class _Save:
@@ -102,7 +86,7 @@ class _Save:
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
         self._name, self._group, self._device = name, group, current_device()
-        self._ended = threading.Event()  # after an interrupted `Thread.join`, Python 3.11 reports the thread as ended
+        self.ended = threading.Event()  # after an interrupted `Thread.join`, Python 3.11 reports the thread as ended
         threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
@@ -114,15 +98,11 @@ class _Save:
         except BaseException as error:  # noqa: BLE001  torch raises a BaseException (CheckpointException)
             self._error = error
             if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # these are the same on all ranks
-                message = "saving %s failed, which the next save, load, wait or close raises: %s"
+                message = "saving %s failed; the next save, load, wait or close raises this error: %s"
                 logger.error(message, self._name, error)
         finally:
             self._work = None  # free the copies that it refers to
-            self._ended.set()
-
-    def join(self) -> None:
-        """Wait until the save has ended."""
-        self._ended.wait()
+            self.ended.set()
 
     def result(self) -> None:
         """Raise the error of the save, if it failed.
@@ -147,9 +127,8 @@ threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
-_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
-_default_groups: list[Any] = []
-"""The default process group that existed when `_groups` were made."""
+_groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
+"""For each default group: the background group of each group in use."""
 
 
 def staging() -> Staging:
@@ -171,7 +150,7 @@ def wait() -> None:
     """
     while _in_flight:
         save = _in_flight[0]
-        save.join()  # if this is interrupted, the save stays in flight
+        save.ended.wait()  # if this is interrupted, the save stays in flight
         _in_flight.remove(save)
         save.result()
 
@@ -192,16 +171,12 @@ def end() -> None:
 def forget_groups() -> None:
     """Drop the background process groups, before the default group is destroyed; not collective."""
     _groups.clear()
-    _default_groups.clear()
 
 
 def _own_group() -> dist.ProcessGroup:
     """Return the background group with the ranks and time-out of the group in use; create it if needed (collective)."""
-    if any(group is not dist.group.WORLD for group in _default_groups):
-        forget_groups()
-    _default_groups[:] = [dist.group.WORLD]
-    group = group_in_use()
-    if group not in _groups:
+    groups, group = _groups.setdefault(dist.group.WORLD, {}), group_in_use()
+    if group not in groups:
         options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}
-        _groups[group] = dist.new_group(**options) if group is None else group_among(ranks_of(group), **options)
-    return _groups[group]
+        groups[group] = dist.new_group(**options) if group is None else group_among(ranks_of(group), **options)
+    return groups[group]

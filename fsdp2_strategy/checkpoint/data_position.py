@@ -69,7 +69,7 @@ class DataPosition:
         if _is_shared(loader):
             check_json(state, "dataloader")
             return cls(facts={"state": dict(state)}, of_rank=None)
-        return cls(facts={"ranks": world_size()}, of_rank=_packed(state))
+        return cls(facts={"ranks": world_size()}, of_rank=_serialize(state))
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> None:
@@ -80,84 +80,85 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
             ranks has changed.
         DataError: the position is for another order of samples, or the loader has already delivered batches.
     """
-    require(saved, "data position", "dataloader=None", path)
-    saved = saved or {}
+    saved = require(saved, "data position", "dataloader=None", path)
     if _is_shared(loader) != ("state" in saved):
         raise CheckpointError(
             f"cannot load the data position: {path} was saved with another kind of loader than "
-            f"{type(loader).__name__}, expected the same. Use the loader of the run that goes on."
+            f"{type(loader).__name__}, expected the same kind. Use the loader of the run that is resumed."
         )
     if "state" in saved:
         loader.check_state(saved["state"])
     elif saved["ranks"] != world_size():
         raise CheckpointError(
-            f"cannot load the data position: {path} was saved on {saved['ranks']} ranks by a loader with a state for "
-            f"each, and there are {world_size()} now, expected as many. Use ResumableLoader, which goes on at "
-            "any number, or pass dataloader=None and find the place by hand."
+            f"cannot load the data position: {path} was saved by a loader with one state per rank, on "
+            f"{saved['ranks']} ranks, and this run has {world_size()}, expected the same number. Use ResumableLoader, "
+            "which resumes on any number of ranks, or pass dataloader=None and set the position yourself."
         )
 
 
 def restore_position(loader: Any, saved: Mapping[str, Any], of_rank: bytes | None) -> None:
     """Load a saved position into a loader."""
-    loader.load_state_dict(saved["state"] if of_rank is None else _unpacked(of_rank))
+    loader.load_state_dict(saved["state"] if of_rank is None else _deserialize(of_rank))
 
 
 def _is_shared(loader: Any) -> bool:
     return hasattr(loader, "check_state")
 
 
-def _packed(state: Any) -> bytes:
+def _serialize(state: Any) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
 
-    def packed(value: Any, where: str) -> Any:
+    def convert(value: Any, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, np.bool | np.integer | np.float32 | np.float64):
             return value.item()
-        plain = isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative
-        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        if plain or dense or isinstance(value, bytes):
-            return {type(value).__name__: _kept(value, tensors)}
+        kind, tensor = _as_tensor(value)
+        if tensor is not None:
+            name = str(len(tensors))
+            tensors[name] = tensor
+            return {kind: name}
         if isinstance(value, Mapping):
-            return {"dict": [[packed(k, where), packed(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+            return {"dict": [[convert(k, where), convert(v, f"{where}[{k!r}]")] for k, v in value.items()]}
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [packed(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+            return {kind: [convert(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise CheckpointError(
-            f"cannot save: {where} is a {type(value).__name__}, expected numbers, text, bytes, arrays, tensors, and "
-            "lists and mappings of them. Checkpoints hold no pickled objects."
+            f"cannot save: {where} is a {type(value).__name__}, expected numbers, strings, bytes, numeric arrays, "
+            "dense tensors, and lists and mappings of them. Checkpoints contain no pickled objects."
         )
 
-    tree = packed(state, "dataloader")
+    tree = convert(state, "dataloader")
     return save(tensors, metadata={_TREE: json.dumps(tree)})
 
 
-def _kept(value: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """Add a numeric array, dense tensor or bytes to `tensors`; return its name there."""
+def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
+    """Return the kind of bytes, a numeric array or a dense tensor, with a copy as a tensor; None for other values."""
     if isinstance(value, bytes):
-        value = np.frombuffer(value, dtype=np.uint8)
-    tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value.detach().cpu().clone()
-    name = str(len(tensors))
-    tensors[name] = tensor.contiguous()
-    return name
+        return "bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        return "ndarray", torch.from_numpy(np.array(value, order="C"))
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        return "Tensor", value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return "", None
 
 
-def _unpacked(content: bytes) -> Any:
+def _deserialize(content: bytes) -> Any:
     tensors = load(content)
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     tree = json.loads(header["__metadata__"][_TREE])
 
-    def unpacked(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         [(kind, inner)] = value.items()
         if kind == "dict":
-            return {unpacked(k): unpacked(v) for k, v in inner}
+            return {convert(k): convert(v) for k, v in inner}
         if kind in ("list", "tuple"):
-            return (list if kind == "list" else tuple)(map(unpacked, inner))
+            return (list if kind == "list" else tuple)(map(convert, inner))
         tensor = tensors[inner]
         if kind == "bytes":
             return tensor.numpy().tobytes()
         return tensor.numpy() if kind == "ndarray" else tensor
 
-    return unpacked(tree)
+    return convert(tree)

@@ -9,7 +9,6 @@ and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``), and of VITRA (``weights
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import re
@@ -17,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -44,6 +43,7 @@ from fsdp2_strategy.checkpoint.training_state import (
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use
+from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.copy_folder import NewFolder
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
@@ -57,11 +57,11 @@ Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _MODEL_FOLDERS = (".", "pytorch_model_fsdp_0", "model")
 _OPTIMIZER_FOLDERS = ("optim_states", "optimizer_0", "optimizer")
-_SCHEDULES = ("scheduler_state.pt", "scheduler.pt", "scheduler.bin")
-_WHOLE_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin", "model.pt", "model.bin", "weights.pt")
-_WHOLE_OPTIMIZERS = ("optimizer.pt",)
-_FACTS = "meta.json"
-_WHOLE = (".pt", ".pth", ".bin")
+_SCHEDULE_FILES = ("scheduler_state.pt", "scheduler.pt", "scheduler.bin")
+_MODEL_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin", "model.pt", "model.bin", "weights.pt")
+_OPTIMIZER_FILES = ("optimizer.pt",)
+_SUFFIXES = (".pt", ".pth", ".bin")
+_META = "meta.json"
 
 
 @dataclass(frozen=True)
@@ -78,34 +78,34 @@ class Foreign:
     def step(self) -> int:
         """The step in ``meta.json``, else the number at the end of the name (``global_step100``), else 0."""
         match = re.search(r"(\d+)$", self.path.stem)
-        return self.told_step() or (int(match[1]) if match else 0)
+        return self.recorded_step or (int(match[1]) if match else 0)
 
-    def told_step(self) -> int | None:
-        """Return the step in ``meta.json``, or None."""
-        told = self._facts().get("global_step")
-        return told if isinstance(told, int) else None
+    @property
+    def recorded_step(self) -> int | None:
+        """The step in ``meta.json``, or None."""
+        step = self._meta.get("global_step")
+        return step if isinstance(step, int) else None
 
     def schedule(self) -> dict[str, Any] | None:
         """Unpickle the state of the schedule; None if there is none."""
-        found = [self.path / name for name in _SCHEDULES if (self.path / name).is_file()]
-        return torch.load(found[0], map_location="cpu", weights_only=False) if found else None
+        path = _first_of(self.path, (), _SCHEDULE_FILES)
+        return torch.load(path, map_location="cpu", weights_only=False) if path else None
 
     def client_state(self) -> dict[str, Any]:
         """Unpickle the trainer's ``client_state.pt``; without that file, return the content of ``meta.json``."""
         path = self.path / "client_state.pt"
-        state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else self._facts()
+        state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else self._meta
         return dict(state) if isinstance(state, Mapping) else {}
 
-    def _facts(self) -> dict[str, Any]:
+    @cached_property
+    def _meta(self) -> dict[str, Any]:
         try:
-            facts = json.loads((self.path / _FACTS).read_bytes())
+            content = json.loads((self.path / _META).read_bytes())
         except OSError:
             return {}
         except ValueError as error:
-            raise CheckpointError(
-                f"cannot read {self.path / _FACTS}: {error}, expected JSON. Copy it again."
-            ) from error
-        return facts if isinstance(facts, dict) else {}
+            raise CheckpointError(f"cannot read {self.path / _META}: {error}, expected JSON. Copy it again.") from error
+        return content if isinstance(content, dict) else {}
 
 
 def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
@@ -117,8 +117,8 @@ def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
     foreign = _look_for(path)
     if foreign is not None and not trust:
         raise CheckpointError(
-            f"cannot load {foreign.path}: another system wrote it, and reading it unpickles objects, which runs "
-            "code that it may hold. Pass trust=True if you know where it comes from."
+            f"cannot load {foreign.path}: another system wrote it, and it contains pickles, which can run any code "
+            "when they are read. Pass trust=True if you trust its source."
         )
     return foreign
 
@@ -130,7 +130,7 @@ def is_foreign(path: Path) -> bool:
 
 def _look_for(path: Path) -> Foreign | None:
     if path.is_file():
-        return Foreign(path, path, None) if path.suffix in _WHOLE else None
+        return Foreign(path, path, None) if path.suffix in _SUFFIXES else None
     if not path.is_dir():
         return None
     found = [foreign for folder in (path, *path.iterdir()) if (foreign := _in_folder(folder))]
@@ -139,15 +139,15 @@ def _look_for(path: Path) -> Foreign | None:
 
 
 def _in_folder(path: Path) -> Foreign | None:
-    if not path.is_dir():
-        return None
-    sharded = [path / name for name in _MODEL_FOLDERS if (path / name / ".metadata").is_file()]
-    whole = [path / name for name in _WHOLE_FILES if (path / name).is_file()]
-    optimizer = [path / name for name in _OPTIMIZER_FOLDERS if (path / name / ".metadata").is_file()]
-    optimizer += [path / name for name in _WHOLE_OPTIMIZERS if (path / name).is_file()]
-    if not (sharded or whole):
-        return None
-    return Foreign(path, (sharded or whole)[0], optimizer[0] if optimizer else None)
+    model = _first_of(path, _MODEL_FOLDERS, _MODEL_FILES)
+    return Foreign(path, model, _first_of(path, _OPTIMIZER_FOLDERS, _OPTIMIZER_FILES)) if model else None
+
+
+def _first_of(path: Path, folders: Iterable[str], files: Iterable[str]) -> Path | None:
+    """Return the first of the named folders with ``.metadata``, else the first of the named files, else None."""
+    found = [path / name for name in folders if (path / name / ".metadata").is_file()]
+    found += [path / name for name in files if (path / name).is_file()]
+    return found[0] if found else None
 
 
 def load_foreign(
@@ -168,78 +168,76 @@ def load_foreign(
         OffloadError: the model or optimizer is offloaded. Torch's reader cannot write to offloaded tensors.
     """
     path = foreign.path
-    flat: dict[str, torch.Tensor] = {}
-    for subject in (model, optimizer):
-        if subject is not None:
-            check_resident(subject, f"load {path}")
+    report: dict[str, Any] = {}
+    check_resident(model, f"load {path}")
+    if optimizer is not None:
+        check_resident(optimizer, f"load {path}")
     with all_or_none(f"load {path}", CheckpointError):
         root = prepared(model)
-        weights = _match_model(root, foreign, strict=strict) if load_model else None
+        if load_model:
+            stored_model, tensors, report = _match_model(root, foreign, strict=strict)
         if optimizer is not None:
-            require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
-            state, slots, flat = _match_optimizer(root, foreign, optimizer, strict=strict)
+            stored = require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
+            stored_state, slots, flat = _match_optimizer(root, stored, optimizer, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
-        if scheduler is not None and foreign.told_step() is None:
+        if scheduler is not None and foreign.recorded_step is None:
             require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
         client_state = foreign.client_state()
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
         clear_gradients(root)
-        if weights is not None:
-            weights.source.read(weights.tensors)
+        if load_model:
+            stored_model.read(tensors)
         if optimizer is not None:
-            state.read(flat)
+            stored_state.read(flat)
             restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
         if load_model:
             refresh_masters_of(root)  # foreign checkpoints hold no master weights
         if scheduler is not None and schedule is not None:
             restore_scheduler(scheduler, schedule)
         elif scheduler is not None:
-            advance_scheduler(scheduler, foreign.told_step() or 0)
-    log("loaded %s, which another system wrote (step %d)", path, foreign.step)
-    loaded = LoadedCheckpoint(path=path, step=foreign.step, client_state=client_state)
-    return dataclasses.replace(loaded, **weights.report) if weights else loaded
+            advance_scheduler(scheduler, foreign.recorded_step or 0)
+    log("loaded %s, a checkpoint of another system (step %d)", path, foreign.step)
+    return LoadedCheckpoint(path=path, step=foreign.step, client_state=client_state, **report)
 
 
-def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, beside: Path | None) -> None:
+def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, sidecar_folder: Path | None) -> None:
     """Export a foreign checkpoint to a Hugging Face folder, a few tensors at a time; not collective.
 
     Args:
         foreign: the checkpoint.
         output: a new folder, or an empty one.
         dtype: dtype of the floating-point tensors; by default they keep theirs.
-        beside: folder whose configuration and tokenizer are copied to the output.
+        sidecar_folder: folder whose configuration and tokenizer are copied to the output.
 
     Raises:
         CheckpointError: the output is not empty, or the checkpoint has no tensors or cannot be read.
     """
-    weights = ForeignTensors(foreign.model)
-    if not weights.described:
-        raise CheckpointError(f"cannot export {foreign.path}: it holds no tensors, expected a model's. Name another.")
-    with NewFolder(output, weights.described, dtype) as folder:
+    stored = ForeignTensors(foreign.model)
+    if not stored.described:
+        raise CheckpointError(
+            f"cannot export {foreign.path}: it contains no tensors, expected those of a model. Export another "
+            "checkpoint."
+        )
+    with NewFolder(output, stored.described, dtype) as folder:
         batch: dict[str, torch.Tensor] = {}
-        for name, (shape, stored) in weights.described.items():
-            batch[name] = torch.empty(shape, dtype=stored)
-            if sum(tensor.nbytes for tensor in batch.values()) > sizes.CONVERSION_BYTES:
-                weights.read(batch)
+        last = list(stored.described)[-1]
+        for name, (shape, stored_dtype) in stored.described.items():
+            batch[name] = torch.empty(shape, dtype=stored_dtype)
+            if name == last or sum(tensor.nbytes for tensor in batch.values()) > sizes.CONVERSION_BYTES:
+                stored.read(batch)
                 folder.write(batch)
                 batch = {}
-        if batch:
-            weights.read(batch)
-            folder.write(batch)
-        folder.finish(beside)
+        folder.finish(sidecar_folder)
 
 
-@dataclass(frozen=True)
-class _Matched:
-    source: ForeignTensors
-    tensors: dict[str, torch.Tensor]
-    """The model's tensors that the checkpoint holds."""
-    report: dict[str, Any]
-
-
-def _match_model(root: nn.Module, foreign: Foreign, *, strict: bool) -> _Matched:
+def _match_model(
+    root: nn.Module, foreign: Foreign, *, strict: bool
+) -> tuple[ForeignTensors, dict[str, torch.Tensor], dict[str, Any]]:
     """Match a model's tensors with those in a checkpoint, by name.
+
+    Returns:
+        The stored tensors, the model's tensors that are among them, and the report of a `LoadedCheckpoint`.
 
     Raises:
         CheckpointError: shapes differ, or ``strict`` is set and names differ.
@@ -257,11 +255,11 @@ def _match_model(root: nn.Module, foreign: Foreign, *, strict: bool) -> _Matched
     shared = {name: tensor for name, tensor in tensors.items() if name in stored.described}
     check_shapes("model", shared, stored.described)
     cast = tuple(name for name, tensor in shared.items() if stored.described[name][1] != tensor.dtype)
-    return _Matched(stored, shared, {"missing": missing, "unexpected": unexpected, "cast": cast})
+    return stored, shared, {"missing": missing, "unexpected": unexpected, "cast": cast}
 
 
 def _match_optimizer(
-    root: nn.Module, foreign: Foreign, optimizer: Optimizer, *, strict: bool
+    root: nn.Module, path: Path, optimizer: Optimizer, *, strict: bool
 ) -> tuple[ForeignTensors, dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Return the stored optimizer state and the tensors to load it into, by parameter name and by stored name.
 
@@ -270,18 +268,18 @@ def _match_optimizer(
     """
     keys = ("exp_avg", "step", "momentum_buffer")
     wanted = [f"state.{name}.{key}" for name in named_parameters(root) for key in keys]
-    stored = ForeignTensors(foreign.optimizer or foreign.path, wanted)
-    described = {name: facts for name, facts in stored.described.items() if name.startswith("state.")}
+    stored = ForeignTensors(path, wanted)
+    described = {name: layout for name, layout in stored.described.items() if name.startswith("state.")}
     slots, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
     check_shapes("optimizer", flat, described)
-    fresh = [name for name, own in slots.items() if not own and name not in stored.listed]
-    if fresh and strict and stored.listed:
+    lacking = [name for name, state in slots.items() if not state and name not in stored.parameters_in_groups]
+    if lacking and strict and stored.parameters_in_groups:
         raise CheckpointError(
-            f"cannot load the optimizer: {foreign.optimizer} holds nothing of {some(fresh)}, which would start afresh. "
-            "Build it over the same trainable parameters, or pass load_module_strict=False."
+            f"cannot load the optimizer: {path} lacks {some(lacking)}. Build the optimizer over the same trainable "
+            "parameters, or pass load_module_strict=False, which starts these without state."
         )
-    if fresh:
-        log("%s holds no state of %s, which start afresh", foreign.optimizer, some(fresh), level=logging.WARNING)
+    if lacking:
+        log("%s has no state of %s, which start without state", path, some(lacking), level=logging.WARNING)
     return stored, slots, flat
 
 
@@ -296,29 +294,29 @@ class ForeignTensors:
 
     def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
         self._path = path
-        self._whole: dict[str, torch.Tensor] | None = None
-        self.listed: frozenset[str] = frozenset()
+        self._full: dict[str, torch.Tensor] | None = None
+        """The tensors of a file, memory-mapped; None for a folder."""
+        self.parameters_in_groups: frozenset[str] = frozenset()
         """Names of parameters in an optimizer file's groups, whether or not they have state."""
         stored: Described = {}
-        nests: dict[str, str] = {}
+        prefixes: dict[str, str] = {}
         if path.is_file():
-            self._whole, nests, self.listed = _whole_tensors(path)
-            stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._whole.items()}
+            self._full, prefixes, self.parameters_in_groups = _load_file(path)
+            stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._full.items()}
         else:
             metadata = FileSystemReader(path).read_metadata()
             for name, entry in metadata.state_dict_metadata.items():
                 if isinstance(entry, TensorStorageMetadata):
                     stored[name] = (tuple(entry.size), entry.properties.dtype)
                     keys = (metadata.planner_data or {}).get(name, (name,))
-                    nests[name] = "".join(f"{key}." for key in keys[:-1])
-        self._prefix = _nest(nests) if wanted is None else _prefix(stored, set(wanted))
-        self.described: Described = {
-            name.removeprefix(self._prefix): facts for name, facts in stored.items() if name.startswith(self._prefix)
-        }
+                    prefixes[name] = "".join(f"{key}." for key in keys[:-1])
+        prefix = _prefix_of_most(prefixes) if wanted is None else _prefix_of_wanted(stored, set(wanted))
+        self._prefix = prefix
+        self.described: Described = {n.removeprefix(prefix): d for n, d in stored.items() if n.startswith(prefix)}
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors, each rank into its own shards; collective."""
-        if self._whole is None:
+        if self._full is None:
             state = {self._prefix + name: tensor for name, tensor in tensors.items()}
             with one_error(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -330,48 +328,48 @@ class ForeignTensors:
                 )
             return
         for name, tensor in tensors.items():
-            part = self._whole[self._prefix + name]
+            values = self._full[self._prefix + name]
             for dim, (begin, length) in enumerate(local_box(tensor)):
-                part = part.narrow(dim, begin, length)
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
+                values = values.narrow(dim, begin, length)
+            local_of(tensor).copy_(values)
 
 
-def _whole_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:
+def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:
     """Return the memory-mapped tensors of a file by dotted name, their prefixes, and the parameter names in groups."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except (RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read {path}: {error}. Expected a file that torch.save wrote.") from error
-    found: dict[str, torch.Tensor] = {}
-    nests: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    prefixes: dict[str, str] = {}
 
-    def collect(value: Any, nest: str, key: str) -> None:
+    def collect(value: Any, prefix: str, key: str) -> None:
         if isinstance(value, torch.Tensor):
-            found[nest + key], nests[nest + key] = value.detach(), nest
+            tensors[prefix + key], prefixes[prefix + key] = value.detach(), prefix
         elif isinstance(value, Mapping):
             for inner_key, inner in value.items():
-                collect(inner, f"{nest}{key}." if key else "", str(inner_key))
+                collect(inner, f"{prefix}{key}." if key else "", str(inner_key))
 
     collect(content, "", "")
     groups = content.get("param_groups", ()) if isinstance(content, Mapping) else ()
-    return found, nests, frozenset(name for group in groups for name in group["params"] if isinstance(name, str))
+    return tensors, prefixes, frozenset(name for group in groups for name in group["params"] if isinstance(name, str))
 
 
-def _prefix(stored: Iterable[str], wanted: set[str]) -> str:
+def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
     """Return the most frequent prefix of the wanted names."""
-    prefixes: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     for name in stored:
         for at in (0, *(match.end() for match in re.finditer(r"\.", name))):
             if name[at:] in wanted:
-                prefixes[name[:at]] += 1
+                found[name[:at]] += 1
                 break
-    return prefixes.most_common(1)[0][0] if prefixes else ""
+    return found.most_common(1)[0][0] if found else ""
 
 
-def _nest(nests: Mapping[str, str]) -> str:
+def _prefix_of_most(prefixes: Mapping[str, str]) -> str:
     """Return the prefix of most tensors that are not optimizer state; include ``module.`` if all have it."""
-    counted = Counter(nest for nest in nests.values() if "optim" not in nest)
-    nest = counted.most_common(1)[0][0] if counted else ""
-    names = [name for name in nests if name.startswith(nest)]
-    wrapped = all(name.startswith(f"{nest}module.") for name in names)  # DistributedDataParallel
-    return f"{nest}module." if names and wrapped else nest
+    counted = Counter(prefix for prefix in prefixes.values() if "optim" not in prefix)
+    most = counted.most_common(1)[0][0] if counted else ""
+    names = [name for name in prefixes if name.startswith(most)]
+    wrapped = all(name.startswith(f"{most}module.") for name in names)  # DistributedDataParallel
+    return f"{most}module." if names and wrapped else most

@@ -32,25 +32,23 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
         CheckpointError: on every rank: the policy has adapters or no `save_pretrained`, or memory runs out.
     """
     with all_or_none("gather a policy", CheckpointError):
-        name = original_class(root).__name__
+        problem = "it has no save_pretrained, expected save_pretrained(folder, state_dict=...)"
         if has_adapters(root):
+            problem = "it has adapters, expected none, because peft saves only the adapters"
+        if has_adapters(root) or not hasattr(root, "save_pretrained"):
             raise CheckpointError(
-                f"cannot save {name} by its own save_pretrained: it has adapters, expected none, for peft saves those "
-                "alone. Leave gather_for_save_pretrained out."
+                f"cannot save {original_class(root).__name__} with its own save_pretrained: {problem}. "
+                "Omit gather_for_save_pretrained."
             )
-        if not hasattr(root, "save_pretrained"):
-            raise CheckpointError(
-                f"cannot save {name} by its own save_pretrained: it has none, expected save_pretrained(folder, "
-                "state_dict=...). Leave gather_for_save_pretrained out."
-            )
-    whole: dict[int, torch.Tensor] = {}
-    for name, tensor in _tensors(root):
-        if id(tensor) not in whole:
+    gathered: dict[int, torch.Tensor] = {}
+    parameters = root.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *root.named_buffers(remove_duplicate=False)]:
+        if id(tensor) not in gathered:
             with all_or_none(f"gather {name}", CheckpointError):  # agree per tensor: each gather needs all ranks
-                whole[id(tensor)] = _whole_on_rank_0(tensor)
+                gathered[id(tensor)] = _gather_to_rank_0(tensor)
     if not is_rank_0():
         return None
-    policy = twin(root, lambda tensor: whole[id(tensor)])
+    policy = twin(root, lambda tensor: gathered[id(tensor)])
     if hasattr(policy, "config"):
         policy.config = copy.deepcopy(policy.config)  # the original may change during an asynchronous save
     return policy
@@ -62,13 +60,8 @@ def save_by_itself(policy: Any, folder: Path) -> None:
     policy.save_pretrained(folder, state_dict=state)
 
 
-def _tensors(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = root.named_parameters(remove_duplicate=False)
-    return [*parameters, *root.named_buffers(remove_duplicate=False)]
-
-
 @torch.no_grad()
-def _whole_on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+def _gather_to_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on rank 0, an empty tensor on other ranks; collective if the tensor is sharded."""
     nothing = torch.empty(0)
     if not isinstance(tensor, DTensor):
@@ -80,16 +73,16 @@ def _whole_on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     dim: int = placement.dim  # type: ignore[attr-defined]
     count, length = tensor.device_mesh.size(-1), tensor.shape[dim]
     rows = max(1, -(-length // count))
-    own = values_of(tensor).to(tensor.device_mesh.device_type)
-    sent = own.new_zeros([*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]])
-    sent.narrow(dim, 0, own.shape[dim]).copy_(own)
-    parts = [torch.empty_like(sent) for _ in range(count)] if index == 0 else None
-    in_bytes = [part.view(torch.uint8) for part in parts] if parts else None  # every backend can gather uint8
-    dist.gather(sent.view(torch.uint8), in_bytes, group=tensor.device_mesh.get_group(-1), group_dst=0)
-    if parts is None:
+    local = values_of(tensor).to(tensor.device_mesh.device_type)
+    padded = local.new_zeros([*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]])
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+    shards = [torch.empty_like(padded) for _ in range(count)] if index == 0 else []
+    in_bytes = [shard.view(torch.uint8) for shard in shards] or None  # every backend can gather uint8
+    dist.gather(padded.view(torch.uint8), in_bytes, group=tensor.device_mesh.get_group(-1), group_dst=0)
+    if not shards:
         return nothing
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for begin, part in zip(range(0, length, rows), parts, strict=False):  # shards of the last ranks may be empty
-        held = min(rows, length - begin)
-        whole.narrow(dim, begin, held).copy_(part.narrow(dim, 0, held))
-    return whole
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for begin, shard in zip(range(0, length, rows), shards, strict=False):  # shards of the last ranks may be empty
+        size = min(rows, length - begin)
+        full.narrow(dim, begin, size).copy_(shard.narrow(dim, 0, size))
+    return full

@@ -165,11 +165,11 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
         root = prepared(request.model)
         plan = _plan(request, root, opened.places, state)
     left_out = LeftOut.from_json(state.get("left_out") if request.load_model else None)
-    others = left_out.find_others(root, path, strict=request.strict)
+    others = left_out.find_differing(root, path, strict=request.strict)
     with all_or_none(f"load {path}", DamageError):
         requests, broadcasts = shares(plan.targets)
         if request.verify:
-            opened.check_lists(ranges_of(requests))
+            opened.read_checksum_manifests(ranges_of(requests))
     changed: list[nn.Module | Optimizer] = [root] if request.load_model else []
     changed += [request.optimizer] if request.optimizer else []
     with unusable_unless_done(changed):

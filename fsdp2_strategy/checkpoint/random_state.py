@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,40 +16,21 @@ import torch
 from safetensors.torch import load, save
 
 
-@dataclass(frozen=True)
-class RngState:
-    """The states of this rank's generators."""
-
-    python: tuple[Any, ...]
-    numpy: Mapping[str, Any]
-    torch: Mapping[str, torch.Tensor]
-    """States of torch's generators by device type, ``cpu`` or ``cuda``."""
-
-    @classmethod
-    def now(cls) -> RngState:
-        """Return the current states of this rank's generators."""
-        of_torch = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            of_torch["cuda"] = torch.cuda.get_rng_state()
-        return cls(random.getstate(), np.random.get_state(legacy=False), of_torch)  # noqa: NPY002  user code draws
-
-    def content(self) -> bytes:
-        """Return the states as the content of a safetensors file."""
-        version, words, gauss = self.python
-        tensors = {
-            "python.words": torch.tensor(words, dtype=torch.int64),
-            "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-            "numpy.keys": torch.from_numpy(np.asarray(self.numpy["state"]["key"], dtype=np.int64)),
-            "numpy.position": torch.tensor([self.numpy["state"]["pos"], self.numpy["has_gauss"]], dtype=torch.int64),
-            "numpy.cached": torch.tensor([self.numpy["gauss"]], dtype=torch.float64),
-        }
-        tensors |= {f"torch.{device}": state for device, state in self.torch.items()}
-        return save(tensors, metadata={"python.version": str(version)})
-
-
 def rng_content() -> bytes:
     """Return the current states of this rank's generators as the content of a safetensors file."""
-    return RngState.now().content()
+    _, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  user code draws from the legacy generator
+    tensors = {
+        "python.words": torch.tensor(words, dtype=torch.int64),
+        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy.keys": torch.from_numpy(np.asarray(numpy["state"]["key"], dtype=np.int64)),
+        "numpy.position": torch.tensor([numpy["state"]["pos"], numpy["has_gauss"]], dtype=torch.int64),
+        "numpy.cached": torch.tensor([numpy["gauss"]], dtype=torch.float64),
+        "torch.cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors["torch.cuda"] = torch.cuda.get_rng_state()
+    return save(tensors)
 
 
 def load_rng(content: bytes) -> None:
@@ -89,5 +69,5 @@ def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch on every device of this rank."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  user code draws from the legacy generator
+    np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)

@@ -24,7 +24,7 @@ from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, check, digest_of
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 
-_BLOCK_BYTES_UNSAID = 16 << 20
+_DEFAULT_BLOCK_BYTES = 16 << 20
 """Maximum block size of old checksum manifests that do not record it."""
 
 
@@ -65,17 +65,16 @@ class Opened:
         Raises:
             DamageError: a checksum differs.
         """
-        of_ranks = self.places.of_ranks
         for name, size in self.manifest["files"].items():
             path = self.places.root / name
-            if path.suffix == ".safetensors" and path.parent not in of_ranks:
+            if path.suffix == ".safetensors" and path.parent not in self.places.of_ranks:
                 with path.open("rb") as file:
                     length = 8 + int.from_bytes(file.read(8), "little")
                     file.seek(0)
                     for block in self.checksums.covering(path, 0, min(length, size)):
                         check(path, block, digest_of(file.read(block.end - block.begin)), "the header")
 
-    def check_lists(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
+    def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
         """Read the checksum manifests that cover the given byte ranges.
 
         Raises:
@@ -104,13 +103,13 @@ def check_structure(path: Path) -> dict[str, Any]:
                 )
         for file in path.rglob("*.safetensors"):
             if file.relative_to(path).as_posix() not in manifest["files"]:
-                raise DamageError(f"cannot read {path}: {file} does not belong to it. Remove that file.")
-        lists = [places.of_rank(CHECKSUMS, rank) for rank in range(len(manifest["checksums"]))]
-        if list(manifest["checksums"]) != [places.name_of(path) for path in lists]:
-            raise ValueError("the lists of checksums are not one a rank")
+                raise DamageError(f"cannot read {path}: {file} is not listed in its manifest. Remove that file.")
+        ranks = range(len(manifest["checksums"]))
+        if list(manifest["checksums"]) != [places.name_of(places.of_rank(CHECKSUMS, rank)) for rank in ranks]:
+            raise ValueError("it does not list one checksum manifest per rank")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(
-            f"cannot check {path}: its manifest is not as it is written ({error!r}). Load another checkpoint."
+            f"cannot read {path}: its manifest is invalid ({error!r}). Load another checkpoint."
         ) from error
     except OSError as error:
         raise DamageError(f"cannot read {error.filename}: {error.strerror}. Load another checkpoint.") from error
@@ -131,11 +130,11 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
     places = Places.found_in(path)
-    return Opened(places, manifest, Checksums(_Lists(places, manifest["checksums"], shard_size, rank)))
+    return Opened(places, manifest, Checksums(_ChecksumManifests(places, manifest["checksums"], shard_size, rank)))
 
 
 @dataclass
-class _Lists:
+class _ChecksumManifests:
     """Find the checksum manifests that cover a range; see [Note: checksum manifests]."""
 
     places: Places
@@ -147,21 +146,22 @@ class _Lists:
 
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
         """Yield the blocks of checksum manifests not read before; those that probably cover the range come first."""
-        for wanted in self._likely(path, begin, end):
-            unread = sorted(set(wanted) - self._read)  # reading a manifest twice would duplicate its blocks
+        for ranks in self._candidates(path, begin, end):
+            unread = sorted(set(ranks) - self._read)  # reading a manifest twice would duplicate its blocks
             if unread:
                 blocks = self._blocks(unread)
                 self._read.update(unread)
                 yield blocks
 
-    def _likely(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
-        lists = len(self.digests)
+    def _candidates(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
+        """Yield the ranks whose manifests may cover a byte range, in the order of [Note: checksum manifests]."""
+        ranks = len(self.digests)
         yield [0] if self.rank is None else [0, self.rank]
         if self.rank is not None:
-            yield range(self.rank % self.shard_size, lists, self.shard_size)
-        columns = self._holders(path, begin, end)
-        yield [row + column for row in range(0, lists, self.shard_size) for column in columns]
-        yield range(lists)
+            yield range(self.rank % self.shard_size, ranks, self.shard_size)
+        shards = self._holders(path, begin, end)
+        yield [replica + shard for replica in range(0, ranks, self.shard_size) for shard in shards]
+        yield range(ranks)
 
     def _holders(self, path: Path, begin: int, end: int) -> range:
         """Return the shards that hold a byte range; this is a guess that the file has the layout of the model."""
@@ -181,42 +181,36 @@ class _Lists:
         first, last = ((byte - entry.offset) // bytes_of_shard for byte in (begin, end - 1))
         return range(first, last + 1)
 
-    def _blocks(self, numbers: Iterable[int]) -> dict[Path, list[Block]]:
+    def _blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
         """Read the checksum manifests of the given ranks.
 
         Raises:
             DamageError: a checksum manifest cannot be read, is corrupt, or uses another algorithm.
         """
         blocks: dict[Path, list[Block]] = {}
-        for path in (self.places.of_rank(CHECKSUMS, number) for number in numbers):
+        for path in (self.places.of_rank(CHECKSUMS, rank) for rank in ranks):
             name = self.places.name_of(path)
             try:
                 content = path.read_bytes()
             except OSError as error:
-                raise DamageError(
-                    f"cannot read {error.filename}: {error.strerror}. Load another checkpoint."
-                ) from error
+                raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
             if digest_of(content) != self.digests[name]:
                 raise DamageError(
-                    f"cannot check {self.places.root}: {name} is not the list of checksums that the manifest means: it "
-                    "is damaged, or the manifest is another checkpoint's. Load another checkpoint."
+                    f"cannot verify {self.places.root}: {name} does not match its checksum in the manifest; it is "
+                    "corrupt, or the manifest belongs to another checkpoint. Load another checkpoint."
                 )
             try:
                 listed = json.loads(content)
-                most = listed.get("block_bytes", _BLOCK_BYTES_UNSAID)
+                max_bytes = listed.get("block_bytes", _DEFAULT_BLOCK_BYTES)
                 for file, of_file in listed["blocks"].items():
                     found = [Block(*block) for block in of_file]
-                    if not all(0 < block.end - block.begin <= most for block in found):
-                        raise ValueError(f"a block of {file} is empty, or has more than {most} bytes")
+                    if not all(0 < block.end - block.begin <= max_bytes for block in found):
+                        raise ValueError(f"a block of {file} is empty, or has more than {max_bytes} bytes")
                     blocks.setdefault(self.places.root / file, []).extend(found)
-                algorithm = listed["algorithm"]
+                if listed["algorithm"] != ALGORITHM:
+                    raise ValueError(f"its checksums are {listed['algorithm']}, expected {ALGORITHM}")
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DamageError(
-                    f"cannot check {self.places.root}: {name} is not as it is written ({error!r}). Load another "
-                    "checkpoint."
+                    f"cannot verify {self.places.root}: {name} is invalid ({error!r}). Load another checkpoint."
                 ) from error
-            if algorithm != ALGORITHM:
-                raise DamageError(
-                    f"cannot check {self.places.root}: its checksums are {algorithm}, expected {ALGORITHM}."
-                )
         return blocks

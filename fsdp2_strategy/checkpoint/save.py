@@ -27,12 +27,12 @@ from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import latest_tag, list_checkpoints
 from fsdp2_strategy.checkpoint.lock import acquire, release_all
 from fsdp2_strategy.checkpoint.paths import CHECKSUMS, DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE
-from fsdp2_strategy.checkpoint.random_state import RngState
+from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delete
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import names_by_identity, optimizer_hyper, optimizer_tensors, prepared
+from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, prepared
 from fsdp2_strategy.distributed.agreement import agree, all_or_none, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
@@ -185,7 +185,7 @@ class _SavePlan:
     tokenizer: Any
     json_files: dict[str, str]
     """Content by file name."""
-    rng: RngState
+    rng: bytes
     data: DataPosition | None
     shard_size: int
 
@@ -215,10 +215,9 @@ def _plan(
     hyper = None
     if optimizer is not None:
         check_usable(optimizer)
-        names = names_by_identity(root)
-        tensors = optimizer_tensors(root, optimizer, names)
+        tensors = optimizer_tensors(root, optimizer)
         components.append(Component.of(paths.state / OPTIMIZER, tensors, stem=OPTIMIZER))
-        hyper = optimizer_hyper(root, optimizer, names)
+        hyper = optimizer_hyper(root, optimizer)
         check_json(hyper, "optimizer")
     if ema is not None:
         components.append(Component.of(paths.state / EMA, ema, stem=EMA))
@@ -238,7 +237,7 @@ def _plan(
         sidecars=on_disk.sidecars,
         tokenizer=tokenizer,
         json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files()},
-        rng=RngState.now(),
+        rng=rng_content(),
         data=data,
         shard_size=shard_count(root),
     )
@@ -307,7 +306,7 @@ def _write(plan: _SavePlan) -> list[str]:
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
     with all_or_none(f"write the other files of {tag}", CheckpointError):
-        of_rank = {paths.of_rank(RNG, rank()): plan.rng.content()}
+        of_rank = {paths.of_rank(RNG, rank()): plan.rng}
         if plan.data is not None and plan.data.of_rank is not None:
             of_rank[paths.of_rank(DATA, rank())] = plan.data.of_rank
         for path, content in of_rank.items():

@@ -40,10 +40,10 @@ from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
 
-_COMPARED = Slot[tuple[frozenset[str], frozenset[str]]]("weights that its folders hold")
+_COMPARED = Slot[tuple[frozenset[str], frozenset[str]]]("frozen weights in its folders")
 """The compared fingerprints and files, and the names of the weights that the folders hold."""
 
-_ELEMENTS_UNSAID = 1 << 16
+_DEFAULT_ELEMENTS = 1 << 16
 """Block size of the fingerprints in old checkpoints that do not record it."""
 
 
@@ -66,19 +66,19 @@ class LeftOut:
             frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
             if len(frozen) == len(parameters):
                 raise CheckpointError(
-                    f"cannot save the trainable weights of {type(root).__name__}: none is trainable, expected some. "
-                    "Save the whole model."
+                    f"cannot save the trainable weights of {type(root).__name__}: it has no trainable weights, "
+                    "expected some. Save the full model."
                 )
             own = outermost_models(root).items()
             found = {name: str(folder.resolve()) for name, model in own if (folder := folder_of(model))}
             local = local_sums(frozen)
-        folders = _seen_by_all(found)
+        folders = _same_on_all_ranks(found)
         changed = changed_since_built(root, frozen, local)
-        prints = fingerprints(frozen, local)
-        kept = set(changed) - _in_folders(root, changed, prints, folders)
-        if kept:
-            log("frozen weights that nothing else holds are saved, too: %s", some(sorted(kept)))
-        return cls({name: fingerprint for name, fingerprint in prints.items() if name not in kept}, folders)
+        weights = fingerprints(frozen, local)
+        saved = set(changed) - _in_folders(root, changed, weights, folders)
+        if saved:
+            log("frozen weights that are not reloadable are saved, too: %s", some(sorted(saved)))
+        return cls({name: fingerprint for name, fingerprint in weights.items() if name not in saved}, folders)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
@@ -86,75 +86,74 @@ class LeftOut:
         if not content:
             return cls()
         weights = {name: Fingerprint(**fingerprint) for name, fingerprint in content["weights"].items()}
-        return cls(weights, dict(content["folders"]), content.get("elements", _ELEMENTS_UNSAID))
+        return cls(weights, dict(content["folders"]), content.get("elements", _DEFAULT_ELEMENTS))
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry for a checkpoint, which `from_json` reads."""
         return asdict(self)
 
-    def find_others(self, root: nn.Module, path: Path, *, strict: bool) -> Wanted:
+    def find_differing(self, root: nn.Module, path: Path, *, strict: bool) -> Wanted:
         """Find the left-out weights whose values in the model differ, in their source folders; collective.
 
         Raises:
             CheckpointError: on every rank: a weight is not in its folder, its dtypes cannot be compared, or ``strict``
                 is set and the model lacks it.
         """
-        others = self._others(root, path, strict=strict)
+        differing = self._differing(root, path, strict=strict)
+        if not differing:
+            return []
         with all_or_none(f"load {path}", CheckpointError):
-            return self._find(root, others, path) if others else []
+            found = _locate(root, differing, self.folders)
+            located = {name for name, _, _ in found}
+            if lost := [name for name in differing if name not in located]:
+                raise CheckpointError(
+                    f"cannot load {path}: it contains only trainable weights, and {type(root).__name__} has other "
+                    f"frozen weights than the saved model: {some(lost)}. They are not in the folders that the saved "
+                    f"model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model with the "
+                    "same frozen weights, or load a checkpoint of the full model."
+                )
+            return found
 
-    def restore(self, root: nn.Module, others: Wanted, path: Path) -> None:
-        """Read what `find_others` found; collective.
+    def restore(self, root: nn.Module, found: Wanted, path: Path) -> None:
+        """Read what `find_differing` found; collective.
 
         Raises:
             DamageError: on every rank: a file cannot be read, or the folders no longer hold the saved values.
         """
-        if not others:
+        if not found:
             return
         folders = ", ".join(self.folders.values())
-        log("%d frozen weights are read from %s", len(others), folders)
-        _read(others)
-        if differing := self._others(root, path, strict=False):
+        log("%d frozen weights are read from %s", len(found), folders)
+        _read(found)
+        if differing := self._differing(root, path, strict=False):
             raise DamageError(
-                f"cannot load {path}: the frozen weights that it was saved beside are no longer in {folders}: "
-                f"{some(differing)} differ there. Restore that folder, or load a checkpoint of the whole model."
+                f"cannot load {path}: the frozen weights of the saved model are no longer in {folders}: "
+                f"{some(differing)} differ there. Restore that folder, or load a checkpoint of the full model."
             )
 
-    def _others(self, root: nn.Module, path: Path, *, strict: bool) -> list[str]:
+    def _differing(self, root: nn.Module, path: Path, *, strict: bool) -> list[str]:
         """Return the names of the left-out weights whose values in the model differ; collective."""
         with all_or_none(f"load {path}", CheckpointError):
             parameters = named_parameters(root)
             lost = [name for name in self.weights if name not in parameters]
             if lost and strict:
                 raise CheckpointError(
-                    f"cannot load {path}: it was saved beside frozen weights that {type(root).__name__} lacks: "
-                    f"{some(lost)}, expected the same model. Build it as it was, or pass load_module_strict=False."
+                    f"cannot load {path}: the saved model had frozen weights that {type(root).__name__} lacks: "
+                    f"{some(lost)}, expected the same model. Build the same model, or pass load_module_strict=False."
                 )
-            there = {name: parameters[name] for name in self.weights if name in parameters}
-            local = local_sums(there, self.elements)
-        fits = {name: now.fits(self.weights[name]) for name, now in fingerprints(there, local).items()}
+            present = {name: parameters[name] for name in self.weights if name in parameters}
+            local = local_sums(present, self.elements)
+        fits = {name: now.fits(self.weights[name]) for name, now in fingerprints(present, local).items()}
         if unknown := [name for name, verdict in fits.items() if verdict is None]:
             raise CheckpointError(
-                f"cannot load {path}: it was saved beside frozen weights in {self.weights[unknown[0]].dtype}, and "
-                f"{type(root).__name__} has {some(unknown)} in {there[unknown[0]].dtype}, which cannot be compared, "
-                "expected float16 in both or in none. Prepare the model in the precision that it was saved in."
+                f"cannot load {path}: the saved model had frozen weights in {self.weights[unknown[0]].dtype}, and "
+                f"{type(root).__name__} has {some(unknown)} in {present[unknown[0]].dtype}, which cannot be compared, "
+                "expected float16 in both or in neither. Prepare the model in the precision of the saved model."
             )
         return [name for name, verdict in fits.items() if not verdict]
 
-    def _find(self, root: nn.Module, names: Sequence[str], path: Path) -> Wanted:
-        """Find weights in their source folders; read headers only."""
-        found = _wanted(root, names, self.folders)
-        if lost := [name for name in names if name not in {name for name, _, _ in found}]:
-            raise CheckpointError(
-                f"cannot load {path}: it holds the trainable weights alone, and the frozen ones of "
-                f"{type(root).__name__} are not those that it was saved with: {some(lost)}. They came from "
-                f"{', '.join(self.folders.values()) or 'no folder'}, expected to find them there. Build the model with "
-                "those weights, or load a checkpoint of the whole."
-            )
-        return found
 
-
-def _seen_by_all(folders: dict[str, str]) -> dict[str, str]:
+def _same_on_all_ranks(folders: dict[str, str]) -> dict[str, str]:
     """Return the folders that have the same path on every rank; collective."""
     of_ranks: list[Any] = [None] * world_size()
     dist.all_gather_object(of_ranks, folders, group=group_in_use())
@@ -163,46 +162,37 @@ def _seen_by_all(folders: dict[str, str]) -> dict[str, str]:
 
 def _in_folders(
     root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
-) -> set[str]:
+) -> frozenset[str]:
     """Return the names of the weights whose current values are in the folders; collective.
 
     The result is cached until weights or files change. Weights that cannot be compared or read count as absent.
     """
     if not names:
-        return set()
-    with all_or_none("save", CheckpointError):
-        state = frozenset([*(f"{name} {found[name].exact}" for name in names), *_versions_of(folders)])
-    known = model_state(root).get(_COMPARED)
-    if not any_rank(known is None or known[0] != state) and known is not None:
-        return set(known[1])
-    held: list[set[str]] = []
+        return frozenset()
+    with all_or_none("save", CheckpointError):  # a file may disappear
+        files = [(file, file.stat()) for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
+        versions = [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in files]
+        state = frozenset([*(f"{name} {found[name].exact}" for name in names), *versions])
+    cached = model_state(root).get(_COMPARED)
+    if not any_rank(cached is None or cached[0] != state) and cached is not None:
+        return cached[1]
+    equal: set[str] = set()
     for where, folder in folders.items():
-        equal: set[str] = set()
         try:
             with all_or_none(f"compare with {folder}", CheckpointError):
-                wanted = _wanted(root, names, {where: folder})
-            agree(f"compare with {folder}", [n for n, _, _ in wanted], CheckpointError, "the same files everywhere.")
-            for name, region, tensor in wanted:  # one at a time, to avoid a second model in memory
-                there = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
-                _read([(name, region, there[name])])
-                if fingerprints(there, local_sums(there))[name] == found[name]:
+                located = _locate(root, names, {where: folder})
+            agree(f"compare with {folder}", [n for n, _, _ in located], CheckpointError, "the same files everywhere.")
+            for name, region, tensor in located:  # one at a time, to avoid a second model in memory
+                stored = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
+                _read([(name, region, stored[name])])
+                if fingerprints(stored, local_sums(stored))[name] == found[name]:
                     equal.add(name)
         except CheckpointError as error:  # raised on all ranks
-            log("frozen weights are not compared with %s, and saved: %s", folder, error, level=logging.WARNING)
-        held.append(equal)
-    known = model_state(root).set(_COMPARED, (state, frozenset(set().union(*held))))
-    return set(known[1])
+            log("frozen weights are saved; comparing them with %s failed: %s", folder, error, level=logging.WARNING)
+    return model_state(root).set(_COMPARED, (state, frozenset(equal)))[1]
 
 
-def _versions_of(folders: Mapping[str, str]) -> list[str]:
-    """Return the path, size and modification time of each safetensors file, to detect changes."""
-    files = sorted(file for folder in folders.values() for file in Path(folder).glob("*.safetensors"))
-    return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-
-
-def _wanted(
-    root: nn.Module, names: Sequence[str], folders: Mapping[str, str]
-) -> list[tuple[str, Region, torch.Tensor]]:
+def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -> Wanted:
     """Return the regions of the folders' files that hold the named weights; omit weights that are not found."""
     found: list[tuple[str, Region, torch.Tensor]] = []
     for where, folder in folders.items():
@@ -216,9 +206,9 @@ def _wanted(
     return found
 
 
-def _read(wanted: Wanted) -> None:
+def _read(located: Wanted) -> None:
     """Read tensors from their folders; collective."""
-    wishes, broadcasts = shares(wanted)
+    wishes, broadcasts = shares(located)
     with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
         reader.read(wishes)
     for shared in broadcasts:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
+
+_T = TypeVar("_T")
 
 # Not saved: these depend on how this run builds the optimizer and chooses its kernels.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
@@ -50,17 +52,18 @@ class LoadedCheckpoint:
     """The saved state of the loss scale, if there is one."""
 
 
-def require(content: object, what: str, switch: str, path: Path) -> None:
-    """Check that a checkpoint has the content that is to be loaded.
+def require(content: _T | None, what: str, option: str, path: Path) -> _T:
+    """Return the content of a checkpoint that is to be loaded.
 
     Raises:
         CheckpointError: ``content`` is None.
     """
     if content is None:
         raise CheckpointError(
-            f"cannot load the {what}: {path} was saved without one, expected its state, for going on with a fresh "
-            f"{what} would change the run without a word. Pass {switch} if that is what you want."
+            f"cannot load the {what}: {path} was saved without one, expected its state. Pass {option} to "
+            f"start with a new {what}."
         )
+    return content
 
 
 def prepared(model: nn.Module) -> nn.Module:
@@ -78,39 +81,28 @@ def prepared(model: nn.Module) -> nn.Module:
     for name, module in inner.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
-                f"cannot save or load: {name or type(inner).__name__} keeps an extra state, expected parameters and "
-                "buffers alone. Register what it keeps as a buffer, or store it in client_state."
+                f"cannot save or load: {name or type(inner).__name__} has an extra state, expected only parameters and "
+                "buffers. Register the values as buffers, or store them in client_state."
             )
     reshard(inner)
     return inner
 
 
-def optimizer_tensors(
-    model: nn.Module, optimizer: Optimizer, names: Mapping[int, str] | None = None
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``.
-
-    Args:
-        model: the model whose parameters it steps.
-        optimizer: the optimizer.
-        names: see `names_by_identity`, which is called by default.
-    """
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Return the tensors of the optimizer's state as ``state.<parameter name>.<key>``."""
     return {
         f"state.{name}.{key}": value
-        for name, state in _named_state(optimizer, names or names_by_identity(model)).items()
+        for name, state in _named_state(optimizer, _names_by_identity(model)).items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def optimizer_hyper(model: nn.Module, optimizer: Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Return an optimizer's hyper-parameters and non-tensor state values by parameter name, as JSON.
-
-    The arguments are those of `optimizer_tensors`.
-    """
+def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's hyper-parameters and non-tensor state values by parameter name, as JSON."""
     settings: list[dict[str, Any]] = []
     of_parameter: dict[str, int] = {}
-    names = names or names_by_identity(model)
+    names = _names_by_identity(model)
     for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
         if own not in settings:
@@ -118,16 +110,11 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer, names: Mapping[int, 
         index = settings.index(own)
         of_parameter |= {_name_of(p, names): index for p in group["params"]}
     values = {
-        name: plain
+        name: non_tensors
         for name, state in _named_state(optimizer, names).items()
-        if (plain := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
+        if (non_tensors := {k: v for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)})
     }
-    return {
-        "class": _class_of(optimizer),
-        "settings": settings,
-        "of_parameter": of_parameter,
-        "values": values,
-    }
+    return {"class": _class_of(optimizer), "settings": settings, "of_parameter": of_parameter, "values": values}
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
@@ -142,14 +129,14 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
             "Use the same class, or pass load_optimizer_states=False."
         )
-    names = names_by_identity(model)
+    names = _names_by_identity(model)
     known = hyper["of_parameter"]
     missing = [n for g in optimizer.param_groups for p in g["params"] if (n := _name_of(p, names)) not in known]
     if missing and strict:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint lacks {len(missing)} parameters that this optimizer steps, "
-            f"{missing[0]} first, which would start afresh. Build it over the same trainable parameters, or pass "
-            "load_module_strict=False."
+            f"{missing[0]} first. Build the optimizer over the same trainable parameters, or pass "
+            "load_module_strict=False, which starts these without state."
         )
 
 
@@ -164,8 +151,8 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
         state["_last_lr"] = [group["lr"] for group in groups]
         state |= {"lr_lambdas": [None] * len(groups)} if "lr_lambdas" in state else {}
     scheduler.load_state_dict(state)
-    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
+    for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
 
 
 def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
@@ -193,26 +180,25 @@ def allocate_optimizer_state(
     Raises:
         CheckpointError: ``strict`` is set, and the checkpoint holds state of parameters that this optimizer lacks.
     """
-    names = names_by_identity(model)
+    names = _names_by_identity(model)
     of_optimizer = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in of_optimizer}
     flat: dict[str, torch.Tensor] = {}
-    unexpected = []
+    unexpected = set()
     for stored, (shape, dtype) in layout.items():
         name, _, key = stored.removeprefix("state.").rpartition(".")
         if name not in of_optimizer:
-            unexpected.append(name)
+            unexpected.add(name)
             continue
         parameter, group = of_optimizer[name]
-        there = optimizer.state.get(parameter, {}).get(key)
-        fits = isinstance(there, torch.Tensor) and (tuple(there.shape), there.dtype) == (shape, dtype)
-        state[name][key] = flat[stored] = there if fits else _room(parameter, group, key, shape, dtype)
+        existing = optimizer.state.get(parameter, {}).get(key)
+        matches = isinstance(existing, torch.Tensor) and (tuple(existing.shape), existing.dtype) == (shape, dtype)
+        state[name][key] = flat[stored] = existing if matches else _allocate(parameter, group, key, shape, dtype)
     if unexpected and strict:
-        listed = sorted(set(unexpected))
         raise CheckpointError(
-            f"cannot load the optimizer: the checkpoint holds state of {len(listed)} parameters that this optimizer "
-            f"does not have, {listed[0]} first. Build it over the same trainable parameters, or pass "
-            "load_module_strict=False."
+            f"cannot load the optimizer: the checkpoint holds state of {len(unexpected)} parameters that this "
+            f"optimizer does not have, {min(unexpected)} first. Build the optimizer over the same trainable "
+            "parameters, or pass load_module_strict=False."
         )
     return state, flat
 
@@ -223,19 +209,19 @@ def settings_by_group(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str
     Raises:
         CheckpointError: a group has parameters that were saved with different hyper-parameters.
     """
-    names = names_by_identity(model)
-    found = []
+    names = _names_by_identity(model)
+    settings = []
     for group in optimizer.param_groups:
         indices = {hyper["of_parameter"].get(names[id(p)]) for p in group["params"]} - {None}
         if len(indices) > 1:
             first, second = sorted(indices)[:2]
             raise CheckpointError(
-                f"cannot load the optimizer: group {group.get('name')!r} spans parameters that were saved with "
-                f"different settings, {hyper['settings'][first]} and {hyper['settings'][second]}. Group them "
-                "as they were saved."
+                f"cannot load the optimizer: group {group.get('name')!r} has parameters that were saved with "
+                f"different settings, {hyper['settings'][first]} and {hyper['settings'][second]}, expected the same "
+                "for all. Group them as they were saved."
             )
-        found.append(hyper["settings"][indices.pop()] if indices else {})
-    return found
+        settings.append(hyper["settings"][indices.pop()] if indices else {})
+    return settings
 
 
 def restore_optimizer(
@@ -243,24 +229,19 @@ def restore_optimizer(
     optimizer: Optimizer,
     state: Mapping[str, Mapping[str, torch.Tensor]],
     settings: Sequence[Mapping[str, Any]],
-    plain: Mapping[str, Mapping[str, Any]],
+    non_tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Load state and hyper-parameters into an optimizer; remove the state of all other parameters.
 
-    Args:
-        model: the model whose parameters it steps.
-        optimizer: the optimizer.
-        state: tensors by parameter name and key.
-        settings: hyper-parameters of each group.
-        plain: state values that are not tensors, by parameter name and key.
+    ``state`` and ``non_tensors`` are by parameter name and key; ``settings`` are the hyper-parameters of each group.
     """
-    names = names_by_identity(model)
+    names = _names_by_identity(model)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         # JSON stores tuples, such as betas, as lists.
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
         for parameter in group["params"]:
             name = names[id(parameter)]
-            values = {**state.get(name, {}), **plain.get(name, {})}
+            values = {**state.get(name, {}), **non_tensors.get(name, {})}
             if values:
                 optimizer.state[parameter] = dict(values)
             else:
@@ -272,7 +253,7 @@ def _class_of(optimizer: Optimizer) -> str:
     return f"{name}({type(optimizer.inner).__name__})" if isinstance(optimizer, FSDPadaptOptimizer) else name
 
 
-def names_by_identity(model: nn.Module) -> dict[int, str]:
+def _names_by_identity(model: nn.Module) -> dict[int, str]:
     """Return the names of a model's parameters by the parameters' `id`."""
     return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
 
@@ -285,18 +266,18 @@ def _name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
             f"cannot save or load the optimizer: it steps a parameter of shape {list(parameter.shape)} that is not in "
-            "the model, expected the model's own. Create it after prepare_model, for this model."
+            "the model, expected parameters of the model. Create the optimizer after prepare_model, for this model."
         )
     return names[id(parameter)]
 
 
-def _room(
+def _allocate(
     parameter: torch.Tensor, group: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Allocate a tensor for one state entry, with the sharding and device that the optimizer expects."""
     device = parameter.device  # the device of the values, even if they are offloaded
     if shape == tuple(parameter.shape) and key != "step":
-        form = local_of(parameter)
-        return sharded_like(parameter, torch.empty_strided(form.size(), form.stride(), dtype=dtype, device=device))
+        local = local_of(parameter)
+        return sharded_like(parameter, torch.empty_strided(local.size(), local.stride(), dtype=dtype, device=device))
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")
