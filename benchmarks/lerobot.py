@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.lerobot import LeRobotDataset
-from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
+from fsdp2_strategy.lerobot.dataset import used_bytes
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -574,7 +574,7 @@ def sent_for(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
 
     def watch() -> None:
         while not done.wait(0.02):
-            disk.append(_bytes_on_disk(dataset._folder.path))
+            disk.append(used_bytes(dataset._folder.path))
 
     def hold(now: Sequence[int], soon: Sequence[int]) -> None:
         admitted.extend(episodes[place] for place in {*now, *soon} - held)

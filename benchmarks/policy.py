@@ -198,7 +198,7 @@ def measure(rank: int, options: dict) -> None:
     become_rank(rank, options)
     run = Run.start(options["hidden"], options["layers"])
     all_of_them = contestants()
-    for name in all_of_them:  # once beforehand: threads, groups and slabs are made
+    for name in all_of_them:  # once beforehand: threads, groups and host buffers are created
         take_turn(run, all_of_them[name], options)
     first = {name: peaks_of(one.turns["save"]) for name, one in all_of_them.items()}
     for one in all_of_them.values():

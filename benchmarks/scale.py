@@ -33,7 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2_strategy.checkpoint import directory
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, Places
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, RNG, CheckpointPaths
 from fsdp2_strategy.checkpoint.storage import Component, SafetensorsWriter
 from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.write import _group_adjacent, _runs
@@ -65,7 +65,7 @@ def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
     component, planner = Component.of(folder, tensors), DefaultSavePlanner()
     planner.set_up_planner({})
     sent = SafetensorsWriter([component]).prepare_local_plan(planner.create_local_plan())
-    return sent, list(_group_adjacent([run for job in component.jobs() for run in _runs(job)]))
+    return sent, list(_group_adjacent([run for job in component.write_requests() for run in _runs(job)]))
 
 
 def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
@@ -83,13 +83,13 @@ def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
 
 def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
     """Let rank 0 commit what so many ranks have left; return seconds, and the bytes of the manifest."""
-    partial = Places.of(directory.partial_path(save_dir, "tag"), lerobot=False)
-    for folder in (partial.model, *partial.of_ranks):
+    partial = CheckpointPaths.of(directory.partial_path(save_dir, "tag"), lerobot=False)
+    for folder in (partial.model, *partial.per_rank_folders):
         folder.mkdir(parents=True)
     (partial.model / "model.safetensors").write_bytes(b"0")
     for rank in range(ranks):
-        partial.of_rank(RNG, rank).write_bytes(b"0")
-        partial.of_rank(CHECKSUMS, rank).write_bytes(listed[:1])
+        partial.rank_file(RNG, rank).write_bytes(b"0")
+        partial.rank_file(CHECKSUMS, rank).write_bytes(listed[:1])
     facts = {"step": 1, "protected": False, "metric": None, "higher_is_better": True, "shard_size": ranks}
     took, _ = seconds(lambda: directory.commit(partial, "tag", facts, ["0" * 16] * ranks))
     return took, partial.moved_to(save_dir / "tag").manifest.stat().st_size
@@ -106,10 +106,10 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     blocks: dict[Path, list[Block]] = {}
     for group in groups:
         blocks.setdefault(group[0].path, []).append(Block(group[0].offset, group[-1].end, "0" * 16))
-    places = Places.of(folder, lerobot=False)
+    paths = CheckpointPaths.of(folder, lerobot=False)
     (folder / CHECKSUMS).mkdir(exist_ok=True)
-    directory.write_checksums(places, 0, blocks)
-    listed = places.of_rank(CHECKSUMS, 0).read_bytes()
+    directory.write_checksums(paths, 0, blocks)
+    listed = paths.rank_file(CHECKSUMS, 0).read_bytes()
     plans = [sent] * ranks
     # Of each rank: its plan, its digest of what is asked for, and the digest of its list.
     message = sum(len(pickle.dumps(each)) for each in (sent, "0" * 64, "0" * 16))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp2_strategy.import_paths import install_old_paths, lazily
+from fsdp2_strategy.import_paths import install_old_paths, lazy_exports
 
 if TYPE_CHECKING:
     from fsdp2_strategy.checkpoint.data_position import LATER as LATER
@@ -116,4 +116,4 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 install_old_paths()
-__getattr__, __dir__, __all__ = lazily(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -92,7 +92,7 @@ MOVED = {
 """Old module path -> new one, relative to the package. Paths below an old one are redirected as well."""
 
 
-def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]], list[str]]:
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports its names when they are first used.
 
     The names are read from the package's own ``if TYPE_CHECKING`` block, where each is imported by

@@ -27,9 +27,9 @@ COMPUTED_BYTES = 256 << 20
 """Maximum size of computed values that are kept at a time during a write, unless one tensor is larger."""
 FILE_BYTES = 5 * 10**9
 """Default maximum size of the tensors in one file."""
-FILES = 32
+FILE_COUNT = 32
 """The size limit of a checkpoint's files is the size of the model (or optimizer) divided by this number."""
-LEAST_FILE_BYTES = 64 << 20
+MIN_FILE_LIMIT_BYTES = 64 << 20
 """Lower bound of that limit: a model or optimizer up to this size is one file."""
 COPY_BYTES = 64 << 20
 """Bytes of a tensor that are copied at a time from one folder to another."""

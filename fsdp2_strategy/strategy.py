@@ -198,7 +198,7 @@ class FSDPV2Strategy(TrainingStrategy):
                     "prepare_model."
                 )
             rebind_optimizer(optimizer, names, model)
-            state = self._run(model)
+            state = self._state_of(model)
             state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.scheduler
         return type(given)((model, optimizer, *rest))
 
@@ -341,7 +341,7 @@ class FSDPV2Strategy(TrainingStrategy):
         Raises:
             ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
         """
-        ema, state = self._ema(model, model_ema, device), self._run(model)
+        ema, state = self._ema(model, model_ema, device), self._state_of(model)
         steps, is_stepped_here = state.accumulation.steps, state.accumulation.checked_optimizer is not None
         if is_stepped_here and state.averaged_steps.get(ema, state.loaded_steps) == steps:
             return

@@ -31,10 +31,10 @@ from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import StepError
 from fsdp2_strategy.hf.export import save_model
-from fsdp2_strategy.hf.load import load_remembered
+from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
-from fsdp2_strategy.model.materialize import is_unreal
+from fsdp2_strategy.model.materialize import has_uninitialised_tensors
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import free_host_buffers
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -106,7 +106,7 @@ class TrainingStrategy:
         self.config = base.replace(**{name: value for name, value in given.items() if value is not _UNSET})
         self.args = args
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
-        self._trainers = ranks.Trainers(process_group)
+        self._trainers = ranks.TrainingRanks(process_group)
         self.world_size = self._trainers.count
         self.accumulated_gradient = self.config.accumulation_steps(self.world_size)
         self._trainers.begin()
@@ -233,8 +233,8 @@ class TrainingStrategy:
             mixed_mm_data=config.mixed_mm_data,
             debug_divergence_seconds=config.debug_divergence_seconds,
         )
-        if is_unreal(model):
-            load_remembered(model)
+        if has_uninitialised_tensors(model):
+            load_pretrained(model)
         return model
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -256,7 +256,7 @@ class TrainingStrategy:
         """
         masters = kwargs.pop("masters", self.config.use_mp_opt)
         optimizer = build_optimizer(model, lr, betas, eps, weight_decay, masters=masters, **kwargs)
-        self._run(model).optimizer = optimizer
+        self._state_of(model).optimizer = optimizer
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
@@ -269,11 +269,11 @@ class TrainingStrategy:
 
     def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
         """Return the averages of the second model, created on first use, and store them with the first model."""
-        state = self._run(model)
+        state = self._state_of(model)
         if isinstance(model_ema, EMA):
             state.ema = model_ema
             return model_ema
-        averaged = self._run(model_ema)
+        averaged = self._state_of(model_ema)
         if averaged.ema is None:
             trained = [name for name, p in named_parameters(unwrap_model(model)).items() if p.requires_grad]
             averaged.ema = EMA(model_ema, names=trained, device="cpu" if torch.device(device).type == "cpu" else None)
@@ -298,7 +298,7 @@ class TrainingStrategy:
         Arguments and errors are those of `optim.step.backward`. ``optimizer`` and ``kwargs`` are ignored; trainers may
         pass them.
         """
-        self._run(model)
+        self._state_of(model)
         backward(
             loss,
             model,
@@ -323,7 +323,7 @@ class TrainingStrategy:
         Arguments, result and errors are those of `optim.step.optimizer_step`. ``kwargs`` are ignored; trainers may pass
         them.
         """
-        state = self._run(model)
+        state = self._state_of(model)
         result = optimizer_step(
             optimizer,
             model,
@@ -343,7 +343,7 @@ class TrainingStrategy:
             model: the model, or its wrapper.
             max_norm: largest norm that is not scaled down; by default that of the configuration; 0 disables clipping.
         """
-        scale = own.scale.value if (own := self._run(model).accumulation).scale else 1.0
+        scale = own.scale.value if (own := self._state_of(model).accumulation).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
 
     def preempted(self) -> bool:
@@ -360,7 +360,7 @@ class TrainingStrategy:
 
     def global_step(self, model: nn.Module) -> int:
         """Return the number of optimizer steps of a model, including those before a resume; not collective."""
-        return self._run(model).accumulation.steps
+        return self._state_of(model).accumulation.steps
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class TrainingStrategy:
             scheduler: by default the one that was created for that optimizer or stepped with it.
             ema: averages, or the second model of `moving_average`; by default those last used with this model.
         """
-        state = self._run(model)
+        state = self._state_of(model)
         if pending := state.accumulation.micro_batches % self.accumulated_gradient:
             message = "saving between two steps: the gradients of %d micro-batches are not saved"
             log(message, pending, level=logging.WARNING)
@@ -477,7 +477,7 @@ class TrainingStrategy:
         Returns:
             The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.
         """
-        state = self._run(model)
+        state = self._state_of(model)
         averages = self._ema(model, ema) if ema is not None else None
         loaded = load_checkpoint(
             model,
@@ -511,7 +511,7 @@ class TrainingStrategy:
 
     # --- state of each model ---------------------------------------------------------------------------------------
 
-    def _run(self, model: nn.Module) -> _TrainingState:
+    def _state_of(self, model: nn.Module) -> _TrainingState:
         if not isinstance(model, nn.Module):
             raise StepError(
                 f"cannot use this model: it is a {type(model).__name__}, expected the nn.Module that prepare_model "

@@ -94,7 +94,7 @@ def test_several_files_are_the_same_behind_the_trainer(tmp_path):
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, [0])
-    with patch.multiple(sizes, FILES=5, LEAST_FILE_BYTES=1):
+    with patch.multiple(sizes, FILE_COUNT=5, MIN_FILE_LIMIT_BYTES=1):
         strategy.save_ckpt(model, tmp_path / "sync", "now")
         strategy.save_ckpt(model, tmp_path / "async", "now", async_save=True)
         train(strategy, model, optimizer, scheduler, [1])
@@ -178,7 +178,7 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
 
 @pytest.mark.ranks(2)
 def test_the_memory_of_a_copy_serves_one_save_after_the_other(tmp_path, monkeypatch):
-    background_save.end()  # what a test before has left
+    background_save.finish()  # what a test before has left
     with monkeypatch.context() as patched:
         patched.setattr(sizes, "STAGING_BYTES", 1 << 16)
         strategy = strategy_for()
@@ -294,11 +294,11 @@ def test_a_copy_takes_little_more_than_what_it_copies(monkeypatch):
     monkeypatch.setattr(sizes, "BLOCK_BYTES", 4 << 10)
     staging = background_save.Staging()
     tensors = {str(n): torch.randn(600 * (1 + n % 3), 16) for n in range(12)}  # 0.6 and more of a buffer each
-    [component] = stage_local([Component.of(Path("folder"), tensors)], staging.copies_of)
+    [component] = stage_local([Component.of(Path("folder"), tensors)], staging.copy_to_host)
     total = sum(t.nbytes for t in tensors.values())
     assert sum(buffer.numel() for buffer in staging._buffers) <= total * (1 + 1 / 16) + sizes.STAGING_BYTES
     for name, tensor in tensors.items():
-        jobs = [job for job in component.jobs() if job.entry.name == name]
+        jobs = [job for job in component.write_requests() if job.entry.name == name]
         assert max(job.tensor.nbytes for job in jobs) <= sizes.BLOCK_BYTES
         assert [job.box[0][0] for job in jobs] == [sum(len(p.tensor) for p in jobs[:i]) for i in range(len(jobs))]
         assert torch.equal(torch.cat([job.tensor for job in jobs]), tensor)
@@ -311,7 +311,7 @@ def test_copies_of_other_tensors_take_the_memory_of_those_before():
         for shapes in forms:
             tensors = [torch.randn(shape).to(dtype) for shape in shapes]
             staging.begin()
-            copies = staging.copies_of(tensors[:2]) + staging.copies_of(tensors[2:])
+            copies = staging.copy_to_host(tensors[:2]) + staging.copy_to_host(tensors[2:])
             before = [tensor.clone() for tensor in tensors]
             for tensor in tensors:
                 tensor.zero_()

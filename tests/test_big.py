@@ -36,7 +36,7 @@ from fsdp2_strategy import (
     weight_checksums,
 )
 from fsdp2_strategy.checkpoint.directory import partial_path
-from fsdp2_strategy.checkpoint.paths import Places
+from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.checkpoint.training_state import optimizer_tensors
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.rollout.engine import ENGINES, TransformersEngine
@@ -229,7 +229,7 @@ def train(strategy, model, optimizer, ema):
 
 
 def weights_path(case, folder, step):
-    return Places.found_in(folder / "ckpts" / case.tag(step)).model
+    return CheckpointPaths.found_in(folder / "ckpts" / case.tag(step)).model
 
 
 def save(case, strategy, model, ema, folder, **options):

@@ -449,7 +449,7 @@ def test_rotation_keeps_within_max_mem_and_never_removes_the_newest(tmp_path):
 )
 def test_a_crash_at_any_step_on_disk_leaves_the_newest_checkpoint_loadable(tmp_path, tag, files):
     """Die before each rename, fsync, removal and write of a save in turn; what then loads equals a saved state."""
-    with patch.multiple(sizes, FILES=files, LEAST_FILE_BYTES=1 if files < 32 else sizes.LEAST_FILE_BYTES):
+    with patch.multiple(sizes, FILE_COUNT=files, MIN_FILE_LIMIT_BYTES=1 if files < 32 else sizes.MIN_FILE_LIMIT_BYTES):
         crash_at_every_step(tmp_path, tag)
 
 

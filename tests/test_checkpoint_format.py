@@ -49,11 +49,11 @@ from fsdp2_strategy.checkpoint.storage import Component, read_all, stored_in, ta
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicated_reads import wish_for
+from fsdp2_strategy.hf.replicated_reads import read_request_for
 from fsdp2_strategy.hf.safetensors_format import DTYPES
-from fsdp2_strategy.hf.save_plan import create, files_for
-from fsdp2_strategy.hf.verified_read import Reader, Wish
-from fsdp2_strategy.hf.write import Job, write_all
+from fsdp2_strategy.hf.save_plan import create_files, files_for
+from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
+from fsdp2_strategy.hf.write import WriteRequest, write_all
 
 # --- the model folder ------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ def test_any_sharding_and_dtype_is_written_and_read(tmp_path):
     assert not [n for n in plain if not torch.equal(bits(stored[n]), bits(plain[n]))]
     other = {name: sharded(torch.zeros_like(tensor), mesh, state[name].placements) for name, tensor in plain.items()}
     targets = targets_by_name("state", other, stored_in(tmp_path))
-    read_all([wish_for(*target) for target in targets], None, "reading")
+    read_all([read_request_for(*target) for target in targets], None, "reading")
     assert not [n for n in state if not torch.equal(bits(other[n].to_local()), bits(state[n].to_local()))]
 
 
@@ -265,16 +265,16 @@ def test_any_sharding_and_dtype_is_written_and_read(tmp_path):
 def test_beyond_two_gibibytes_a_tensor_is_written_and_read_as_any_other(tmp_path):
     rows, width = 2**21 + 3, 1025
     [file] = files_for(tmp_path, "model", {"x": Region.of("x", (rows, width), torch.uint8)}, 10**12)
-    create([file])
+    create_files([file])
     [entry] = file.entries.values()
     values = torch.arange(2 * width, dtype=torch.uint8).view(2, width)
     box = ((rows - 2, 2), (0, width))
-    blocks = write_all([Job(entry, box, values)], hashed=True)
+    blocks = write_all([WriteRequest(entry, box, values)], hashed=True)
     assert [block.end for block in blocks[file.path]] == [file.path.stat().st_size] == [len(file.header) + rows * width]
     assert stored_in(tmp_path) == {"x": entry}
     found = torch.zeros(2, width, dtype=torch.uint8)
     with Reader("reading") as reader:
-        reader.read([Wish("x", Region.of(entry, entry.shape, torch.uint8), box, found)])
+        reader.read([ReadRequest("x", Region.of(entry, entry.shape, torch.uint8), box, found)])
     assert torch.equal(found, values)
 
 
@@ -287,7 +287,7 @@ def test_a_folder_that_each_host_has_for_itself_is_an_error(tmp_path, monkeypatc
     for state in (split, whole):
         with (
             monkeypatch.context() as patched,
-            patch.multiple(sizes, FILES=2, LEAST_FILE_BYTES=1),
+            patch.multiple(sizes, FILE_COUNT=2, MIN_FILE_LIMIT_BYTES=1),
             pytest.raises(CheckpointError, match="all ranks see"),
         ):
             patched.chdir(own)
@@ -510,7 +510,7 @@ def test_ranks_that_write_into_different_directories_are_told(tmp_path):
     def elsewhere(partial, rank, blocks):
         digest = original(partial, rank, blocks)
         if rank == 1:
-            partial.of_rank(paths.CHECKSUMS, rank).unlink()
+            partial.rank_file(paths.CHECKSUMS, rank).unlink()
         return digest
 
     directory.write_checksums = elsewhere

@@ -26,12 +26,12 @@ from fsdp2_strategy import CheckpointError, init_on_meta, load_weights
 from fsdp2_strategy.checkpoint import components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.hf import round_trip, save_plan
-from fsdp2_strategy.hf.load_plan import match
+from fsdp2_strategy.hf.load_plan import match_tensors
 from fsdp2_strategy.hf.regions import Piece, Region
 from fsdp2_strategy.hf.round_trip import _is_own, round_trips
 from fsdp2_strategy.hf.safetensors_format import OWN_NAMES, Entry, read_header, read_header_and_metadata
-from fsdp2_strategy.hf.save_plan import arrangement_of, create, files_for, tensors_to_write
-from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.save_plan import choose_layout, create_files, files_for, tensors_to_write
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.weights_folder import open_folder
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_no_conversion_gives_back_is_saved_under_its_own_names_and_
 def test_the_check_is_made_once_for_a_model(tmp_path):
     strategy = strategy_for()
     model = strategy.prepare_model(build("mixtral"), is_training=True)
-    with patch.object(components, "arrangement_of", wraps=arrangement_of) as planned:
+    with patch.object(components, "choose_layout", wraps=choose_layout) as planned:
         for tag in "abc":
             strategy.save_ckpt(model, tmp_path, tag)
     assert planned.call_count == 1
@@ -242,20 +242,20 @@ def test_what_a_save_would_write_comes_back_for_every_architecture(share, tmp_pa
         if model is None:
             continue
         built += 1
-        copied = twin(model)
+        copied = meta_skeleton(model)
         try:
-            with patch.object(save_plan, "lacks_values", lambda _tensor: False):
+            with patch.object(save_plan, "is_uninitialised", lambda _tensor: False):
                 tensors = tensors_to_write(model, copied)
-            arranged = arrangement_of(copied, tensors)
+            arranged = choose_layout(copied, tensors)
         except (CheckpointError, TypeError) as error:
             failed.append(f"{cls.__name__}: {error}")
             continue
         if arranged.metadata == OWN_NAMES:
             marked.append(cls.__name__)
         files = files_for(tmp_path, "model", arranged.regions, sys.maxsize, metadata=arranged.metadata)
-        create(files)
+        create_files(files)
         origin = open_folder(model, tmp_path)
-        _, report = match(model, {module: (origin, name) for name, module in model.named_modules()}, "anything")
+        _, report = match_tensors(model, {module: (origin, name) for name, module in model.named_modules()}, "anything")
         never_saved = model._keys_to_ignore_on_save or ()
         if report.unexpected or set(report.missing) - set(never_saved):
             failed.append(f"{cls.__name__}: missing {report.missing[:2]}, unexpected {report.unexpected[:2]}")

@@ -120,8 +120,8 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
     for unit in (*model, model):
         fully_shard(unit, mesh=mesh)
     model(torch.randn(2, 4)).sum().backward()
-    state = torch_internals.state_of(model[0])
-    (record,) = torch_internals.records_of(state)
+    state = torch_internals.fsdp_state_of(model[0])
+    (record,) = torch_internals.param_groups_of(state)
     parameter = torch_internals.parameters_of(record)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     of = attributes_by_argument(torch_internals)
@@ -154,7 +154,7 @@ def test_what_is_taken_from_torchs_modules_is_there_in_this_version():
     assert torch_internals.negated_view(torch.ones(1)).item() == -1 and not torch_internals.is_in_backward()
     for name in torch_internals.INIT_WITHOUT_OPERATIONS:
         assert callable(getattr(nn.init, name, None)), f"torch.nn.init has no {name} any more"
-    with torch_internals.past_modes(), torch.device("meta"):
+    with torch_internals.without_modes(), torch.device("meta"):
         assert torch.zeros(1).device.type in ("cpu", "meta")
     torch_internals.remember_device_constructors()
     torch_internals.forget_sharding_rules()
@@ -181,7 +181,7 @@ def test_what_is_read_of_transformers_models_is_there_in_this_version():
         assert hasattr(model, name), f"{type(model).__name__} has no {name} in transformers {transformers.__version__}"
     for name in (library_internals.LOADING_STEP, library_internals.LAST_STEP):
         assert hasattr(modeling_utils.PreTrainedModel, name), f"PreTrainedModel has no {name} any more"
-    assert set(library_internals.blocks_that_stay_whole(model)) == {"LlamaDecoderLayer"}
+    assert set(library_internals.no_split_class_names(model)) == {"LlamaDecoderLayer"}
     assert library_internals.recorded_outputs(type(model.model)), "the registry of recorded outputs is another"
 
 
@@ -293,16 +293,16 @@ def tell(name):
 
 def test_features_run_in_the_declared_order_whatever_the_order_in_which_they_came():
     record = Record()
-    for feature in ("divergence", "units that never ran", "unequal use"):
-        unit_hooks.hang(record, "reduce", feature, tell(feature))
+    for feature in ("divergence", "units that never ran", "unequal gradients"):
+        unit_hooks.register_hook(record, "reduce", feature, tell(feature))
     record.post_backward()
-    assert record.did == ["unequal use", "units that never ran", "divergence", "reduced"]
+    assert record.did == ["unequal gradients", "units that never ran", "divergence", "reduced"]
 
 
 def test_a_feature_that_is_taken_off_leaves_the_others():
     record = Record()
-    unit_hooks.hang(record, "gather", "divergence", tell("divergence"))
-    unit_hooks.hang(record, "gather", "offload", tell("offload"))
+    unit_hooks.register_hook(record, "gather", "divergence", tell("divergence"))
+    unit_hooks.register_hook(record, "gather", "offload", tell("offload"))
     unit_hooks.remove_hook(record, "gather", "offload")
     record.unshard()
     assert record.did == ["divergence", "gathered"]
@@ -313,7 +313,7 @@ def test_a_feature_that_is_taken_off_leaves_the_others():
 
 def test_a_feature_whose_place_is_not_declared_is_refused():
     with pytest.raises(KeyError, match="does not contain"):
-        unit_hooks.hang(Record(), "gather", "something new", tell("something new"))
+        unit_hooks.register_hook(Record(), "gather", "something new", tell("something new"))
 
 
 @pytest.mark.ranks(2)

@@ -34,7 +34,7 @@ from helpers.http_server import FileServer
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
 from fsdp2_strategy.lerobot import LeRobotDataset, prefetch, video
-from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
+from fsdp2_strategy.lerobot.dataset import used_bytes
 from fsdp2_strategy.lerobot.dataset_source import LocalFiles
 from fsdp2_strategy.lerobot.fetching import EpisodeFetcher
 from fsdp2_strategy.lerobot.generate import DatasetWriter
@@ -439,7 +439,7 @@ def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large,
         loader, most = ResumableLoader(dataset, 4, pool=2), 0
         for _ in loader:
             dataset.pause()
-            most = max(most, _bytes_on_disk(dataset._source._folder))
+            most = max(most, used_bytes(dataset._source._folder))
         loader.close()
     sent = sum(served.sent.values())
     # A quarter of the videos: and a block at each end of an episode, the index, and the rows, which share a group
@@ -735,7 +735,7 @@ def test_letting_go_asks_nothing_of_the_server(roots, server, tmp_path):
         fetcher.release(1)
         fetcher.release(2)
         assert not served.heads and not served.requests
-        assert not _bytes_on_disk(dataset._source._folder) and not list(dataset._folder.path.glob("episode-*"))
+        assert not used_bytes(dataset._source._folder) and not list(dataset._folder.path.glob("episode-*"))
 
 
 def test_rows_that_left_while_they_were_extract_leave_no_file(roots):

@@ -193,7 +193,7 @@ def test_weights_are_one_file_whatever_their_size_and_no_rank_gathers(tmp_path):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sizes, "FILE_BYTES", 1000)
         patched.setattr(DTensor, "full_tensor", never)
-        patched.setattr(save_plan, "whole_of", never)
+        patched.setattr(save_plan, "full_tensor_of", never)
         ours = Path(strategy.save_ckpt(model, tmp_path / "ours"))
         path = Path(strategy.save_ckpt(model, tmp_path / "lerobot", layout=layout_of()))
     dist.barrier()
@@ -332,7 +332,7 @@ def test_a_crash_at_any_step_on_disk_leaves_last_loadable(tmp_path, tag):
     strategy, policy, _ = run
 
     def save(saves, step, tag=None):
-        strategy._run(policy).accumulation.steps = step
+        strategy._state_of(policy).accumulation.steps = step
         strategy.save_ckpt(policy, saves, tag, client_state={"saved": step}, max_num=2, layout=layout_of())
 
     save(tmp_path / "before", 1)
@@ -360,7 +360,7 @@ def save_for_ever(folder):
     strategy = FSDPV2Strategy(bf16=False)
     policy = strategy.prepare_model(nn.Linear(1024, 1024), is_training=True)
     for step in range(1, 1_000_000):
-        strategy._run(policy).accumulation.steps = step
+        strategy._state_of(policy).accumulation.steps = step
         strategy.save_ckpt(policy, folder, max_num=2, layout=layout_of(), async_save=step % 2 == 0)
 
 
@@ -374,7 +374,7 @@ def test_a_run_that_is_killed_while_it_saves_leaves_a_last_that_is_whole(tmp_pat
 def test_rotation_keeps_the_newest_and_last_names_it(tmp_path):
     strategy, policy, _ = start(policy=nn.Linear(4, 4))
     for step in range(1, 5):
-        strategy._run(policy).accumulation.steps = step
+        strategy._state_of(policy).accumulation.steps = step
         strategy.save_ckpt(policy, tmp_path, max_num=2, save_latest=step != 4, layout=layout_of())
         dist.barrier()
     assert tags(tmp_path) == ["000003", "000004"]

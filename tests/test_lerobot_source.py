@@ -27,7 +27,7 @@ from pyarrow import parquet
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import byte_cache
 from fsdp2_strategy.lerobot.byte_cache import BLOCK_BYTES as BLOCK
-from fsdp2_strategy.lerobot.dataset import _bytes_on_disk
+from fsdp2_strategy.lerobot.dataset import used_bytes
 from fsdp2_strategy.lerobot.dataset_source import LocalFiles, RemoteFiles, open_source
 
 PATH = "videos/observation.images.top/chunk-000/file-000.mp4"
@@ -165,7 +165,7 @@ def test_other_schemes_read_the_same(tmp_path):
     source = open_source(f"file://{tmp_path}/served", tmp_path / "cache")
     assert isinstance(source, RemoteFiles)
     assert read(source, 5 * BLOCK - 3, 10, "file") == CONTENT[5 * BLOCK - 3 :][:10]
-    assert 2 * BLOCK < _bytes_on_disk(source._folder) < 3 * BLOCK
+    assert 2 * BLOCK < used_bytes(source._folder) < 3 * BLOCK
     assert source.read("file") == CONTENT
     with pytest.raises(DataError, match="the file is missing"):
         source.open("none")
@@ -282,7 +282,7 @@ def test_fetching_ahead_leaves_nothing_to_ask_for(remote, server):
 
 def test_metadata_is_read_whole_and_not_cached(remote, server):
     assert remote.read(PATH) == CONTENT
-    assert (server.sent[PATH], _bytes_on_disk(remote._folder)) == (SIZE, 0)
+    assert (server.sent[PATH], used_bytes(remote._folder)) == (SIZE, 0)
     assert remote.exists(PATH)
     assert not remote.exists("meta/none.json")
     assert remote.location(PATH) == f"{server.url}/{PATH}"
@@ -433,11 +433,11 @@ def test_a_server_that_is_gone_is_named(server, tmp_path):
 def test_drop_frees_the_disk_while_others_read(remote, server, tmp_path):
     with remote.open(PATH) as file:
         assert file.read() == CONTENT
-        assert SIZE <= _bytes_on_disk(remote._folder) < SIZE + 3 * 4096
+        assert SIZE <= used_bytes(remote._folder) < SIZE + 3 * 4096
         kept = os.open(remote._cached_path(PATH), os.O_RDONLY)
         remote.drop(PATH)
         remote.drop(PATH)
-        assert (_bytes_on_disk(remote._folder), os.fstat(kept).st_blocks) == (0, 0)
+        assert (used_bytes(remote._folder), os.fstat(kept).st_blocks) == (0, 0)
         os.close(kept)
         server.forget()
         file.seek(BLOCK)
@@ -445,7 +445,7 @@ def test_drop_frees_the_disk_while_others_read(remote, server, tmp_path):
         assert fetched_blocks(server) == [1]
         assert read(remote, BLOCK, BLOCK) == CONTENT[BLOCK : 2 * BLOCK]
         assert fetched_blocks(server) == [1]
-        assert _bytes_on_disk(remote._folder) < 2 * BLOCK
+        assert used_bytes(remote._folder) < 2 * BLOCK
 
 
 def test_handles_of_other_processes_go_on_after_a_drop(remote, server):
@@ -464,7 +464,7 @@ def test_handles_of_other_processes_go_on_after_a_drop(remote, server):
         ours.send(start)
         assert ours.recv()
         remote.drop(PATH)
-        assert _bytes_on_disk(remote._folder) == 0
+        assert used_bytes(remote._folder) == 0
         handle.seek(start)
         assert handle.read(100) == CONTENT[start : start + 100]
     ours.send(None)
@@ -489,7 +489,7 @@ def test_what_was_dropped_on_its_way_takes_no_disk_and_is_read_right(remote, ser
     assert os.fstat(kept).st_blocks == 0
     os.close(kept)
     assert fetched_blocks(server) == sorted([*range(4)] * 2)
-    assert _bytes_on_disk(remote._folder) < 4 * BLOCK + 2 * 4096
+    assert used_bytes(remote._folder) < 4 * BLOCK + 2 * 4096
     handle.close()
 
 
@@ -536,21 +536,21 @@ def test_reads_among_drops_are_right(remote, server):
         for _ in range(3):
             remote.read(PATH)
     remote.drop(PATH)
-    assert _bytes_on_disk(remote._folder) == 0
+    assert used_bytes(remote._folder) == 0
 
 
 def test_blocks_that_are_given_up_free_their_disk_and_are_fetched_again(remote, server):
     with remote.open(PATH) as file:
         assert file.read(SIZE) == CONTENT
-        whole = _bytes_on_disk(remote._folder)
+        whole = used_bytes(remote._folder)
         remote.free(PATH, 2 * BLOCK + 5, 9 * BLOCK, keep=[(5 * BLOCK, 5 * BLOCK + 1)])
         remote.free(PATH, 30 * BLOCK, SIZE + 1)
-        assert whole - _bytes_on_disk(remote._folder) == 16 * BLOCK + 4096  # the last one has a page
+        assert whole - used_bytes(remote._folder) == 16 * BLOCK + 4096  # the last one has a page
         server.forget()
         file.seek(0)
         assert file.read(SIZE) == CONTENT
         given_up = [b for b in range(2, 9) if b != 5] + list(range(30, 41))
-        assert fetched_blocks(server) == given_up and _bytes_on_disk(remote._folder) == whole
+        assert fetched_blocks(server) == given_up and used_bytes(remote._folder) == whole
 
 
 def test_a_server_without_ranges_gives_up_nothing(server, tmp_path):

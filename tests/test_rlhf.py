@@ -404,7 +404,7 @@ def test_float16_scales_its_loss_skips_overflows_and_resumes(tmp_path):
         assert result.stepped == its_result.stepped
         if result.stepped:
             assert result.grad_norm == pytest.approx(its_result.grad_norm, rel=2e-2)
-    run = strategy._run(model).accumulation
+    run = strategy._state_of(model).accumulation
     run.scale.value = 2.0**40
     before = full_parameters(model)
     results = train(strategy, model, optimizer, None, range(4, 6))
@@ -415,7 +415,7 @@ def test_float16_scales_its_loss_skips_overflows_and_resumes(tmp_path):
     expected = train(strategy, model, optimizer, None, range(6, 10))
     resumed = prepare(seed=2)
     resumed[0].load_ckpt(resumed[1], tmp_path)
-    assert resumed[0]._run(resumed[1]).accumulation.scale.value == 2.0**14
+    assert resumed[0]._state_of(resumed[1]).accumulation.scale.value == 2.0**14
     assert train(*resumed, None, range(6, 10)) == expected
 
 

@@ -219,8 +219,8 @@ def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_pat
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, [0])
     with (
-        patch.multiple(sizes, FILES=8, LEAST_FILE_BYTES=1),
-        patch.object(storage, "create", recorded),
+        patch.multiple(sizes, FILE_COUNT=8, MIN_FILE_LIMIT_BYTES=1),
+        patch.object(storage, "create_files", recorded),
         patch.object(storage, "force_to_disk", lambda paths: force(paths) or forced.extend(p.name for p in paths)),
         patch.object(write_module, "_write", noted),
         patch.object(write_module, "_THREADS", 1),
@@ -252,7 +252,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
 
     def save(tag, **changed):
         del laid_out[:]
-        with patch.object(storage, "files_for", noted), patch.multiple(sizes, **changed or {"FILES": 32}):
+        with patch.object(storage, "files_for", noted), patch.multiple(sizes, **changed or {"FILE_COUNT": 32}):
             path = Path(strategy.save_ckpt(model, tmp_path, tag))
         dist.barrier()
         assert verify_checkpoint(path).ok
@@ -265,7 +265,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     assert made == [] and {n: c for n, c in second.items() if n != "manifest.json"} == {
         n: c for n, c in first.items() if n != "manifest.json"
     }
-    assert save("small files", LEAST_FILE_BYTES=1)[0] == ["model", "optimizer"]
+    assert save("small files", MIN_FILE_LIMIT_BYTES=1)[0] == ["model", "optimizer"]
     model.to(torch.float64)
     assert save("other dtype")[0] == ["model"]
     assert len(storage._layouts) == 5
@@ -284,7 +284,7 @@ def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tm
 
     strategy = strategy_for()
     model, *_ = prepared(strategy)  # its optimizer has nothing yet: a file of which rank 0 writes no tensor
-    with patch.object(storage, "create", late):
+    with patch.object(storage, "create_files", late):
         path = strategy.save_ckpt(model, tmp_path, "t")
     assert verify_checkpoint(path).ok
     strategy.load_ckpt(model, tmp_path)

@@ -25,7 +25,7 @@ from fsdp2_strategy import (
     optimizer_step,
     shard_model,
 )
-from fsdp2_strategy.model.state import CARRIED, Slot, carried, carry, model_state, put_down
+from fsdp2_strategy.model.state import ATTACHED, Slot, attach, attached, model_state, remove_attached
 
 PACKAGE = Path(fsdp2_strategy.__file__).parent
 COUNT = Slot[int]("a count of the tests")
@@ -60,11 +60,11 @@ def test_what_is_known_of_a_model_goes_with_it():
 
 def test_what_a_module_carries_follows_copies_and_pickles():
     module = nn.Linear(1, 1)
-    carry(module, COUNT, 5)
+    attach(module, COUNT, 5)
     copied, stored = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    put_down(module, COUNT)
-    assert carried(module, COUNT) is None and carried(copied, COUNT) == carried(stored, COUNT) == 5
-    assert CARRIED not in vars(nn.Linear(1, 1)) and carried(nn.Linear(1, 1), COUNT) is None
+    remove_attached(module, COUNT)
+    assert attached(module, COUNT) is None and attached(copied, COUNT) == attached(stored, COUNT) == 5
+    assert ATTACHED not in vars(nn.Linear(1, 1)) and attached(nn.Linear(1, 1), COUNT) is None
 
 
 def test_no_other_table_of_models_is_kept():

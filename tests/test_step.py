@@ -182,7 +182,7 @@ def test_an_optimizer_that_does_not_step_this_model_is_refused():
         with pytest.raises(StepError, match=r"the optimizer has 8 parameters that are not in FSDPMlp"):
             strategy.optimizer_step(optimizer, model, None)
     with pytest.raises(StepError, match=r"cannot step 'critic': no backward pass"):
-        strategy.optimizer_step(strategy._run(other).optimizer, other, None, "critic")
+        strategy.optimizer_step(strategy._state_of(other).optimizer, other, None, "critic")
 
 
 @pytest.mark.ranks(2)

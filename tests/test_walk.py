@@ -30,7 +30,7 @@ from helpers.worlds import some, worlds
 from torch import nn
 
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
-from fsdp2_strategy.distributed.torch_internals import records_of, state_of
+from fsdp2_strategy.distributed.torch_internals import fsdp_state_of, param_groups_of
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, _registered, policy_of
@@ -67,10 +67,10 @@ def test_a_bypassed_unit_costs_the_collectives_of_any_other_and_one_pair_is_gath
     gathered, held = [], []
 
     def look(*_: object) -> None:
-        gathered.append(sum(group.is_unsharded for unit in units for group in records_of(state_of(unit))))
+        gathered.append(sum(group.is_unsharded for unit in units for group in param_groups_of(fsdp_state_of(unit))))
 
     def look_back(*_: object) -> None:
-        groups = [group for unit in units for group in records_of(state_of(unit))]
+        groups = [group for unit in units for group in param_groups_of(fsdp_state_of(unit))]
         held.append(sum(p._unsharded_param.grad is not None for group in groups for p in group.fsdp_params))
 
     for unit in units:
@@ -347,7 +347,7 @@ def test_what_is_gathered_within_a_bypassed_unit_is_freed_with_it():
 
     def look(*_: object) -> None:
         units = [m for m in model.modules() if isinstance(m, Outer | Inner)]
-        gathered.append(sum(group.is_unsharded for unit in units for group in records_of(state_of(unit))))
+        gathered.append(sum(group.is_unsharded for unit in units for group in param_groups_of(fsdp_state_of(unit))))
 
     train_beside_reference(model, block_class_names=["Outer", "Inner"])
     for layer in model.layers:

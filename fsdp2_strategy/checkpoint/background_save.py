@@ -22,7 +22,6 @@ import torch.distributed as dist
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import (
-    adopt_device,
     current_device,
     group_among,
     group_in_use,
@@ -30,6 +29,7 @@ from fsdp2_strategy.distributed.process_group import (
     is_rank_0,
     on_group,
     ranks_of,
+    set_device,
 )
 from fsdp2_strategy.errors import CheckpointError, FSDP2StrategyError
 from fsdp2_strategy.model.offload import CopyQueue
@@ -51,7 +51,7 @@ class Staging:
         """Start a save: allow the copies of the previous save to be overwritten."""
         self._current, self._filled_bytes = 0, 0
 
-    def copies_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def copy_to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors to host memory, wait for the copies, and return them."""
         copies = [self._allocate(tensor) for tensor in tensors]
         with CopyQueue() as queue:
@@ -92,7 +92,7 @@ class _Save:
     def _run(self) -> None:
         assert self._work is not None
         try:
-            adopt_device(self._device)
+            set_device(self._device)
             with on_group(self._group):
                 self._work()
         except BaseException as error:  # noqa: BLE001  torch raises a BaseException (CheckpointException)
@@ -136,7 +136,7 @@ def staging() -> Staging:
     return _staging
 
 
-def behind(name: str, work: Callable[[], None]) -> None:
+def save_in_background(name: str, work: Callable[[], None]) -> None:
     """Run `work` in a background thread; the first call is collective. See [Note: background saves]."""
     wait()
     _in_flight.append(_Save(name, work, _own_group()))
@@ -155,7 +155,7 @@ def wait() -> None:
         save.result()
 
 
-def end() -> None:
+def finish() -> None:
     """Wait until no save is in flight, and free the host memory; not collective.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from fsdp2_strategy.checkpoint import list_checkpoints, verify_checkpoint
 from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
-from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, Places
+from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.errors import CheckpointError
@@ -24,7 +24,7 @@ from fsdp2_strategy.hf.copy_folder import copy_folder
 def ls(parsed: argparse.Namespace) -> int:
     """Print the committed checkpoints of a directory, one per line; return 0."""
     for checkpoint in list_checkpoints(parsed.directory):
-        paths = Places.found_in(checkpoint.path)
+        paths = CheckpointPaths.found_in(checkpoint.path)
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(paths.manifest.stat().st_mtime))
         notes = ["protected"] if checkpoint.protected else []
         notes += ["trainable weights only"] if (paths.state / TRAINABLE).is_dir() else []
@@ -44,7 +44,7 @@ def verify(parsed: argparse.Namespace) -> int:
         CheckpointError: there is no checkpoint.
     """
     path: Path = parsed.checkpoint
-    paths = [path] if Places.found_in(path).manifest.exists() else [c.path for c in list_checkpoints(path)]
+    paths = [path] if CheckpointPaths.found_in(path).manifest.exists() else [c.path for c in list_checkpoints(path)]
     if not paths:
         raise CheckpointError(
             f"cannot verify {path}: it contains no checkpoint, expected at least one. Pass another directory."
@@ -66,7 +66,7 @@ def export(parsed: argparse.Namespace) -> int:
         CheckpointError: the checkpoint holds trainable weights only, has adapters, is corrupt, or is not trusted.
     """
     path, dtype = parsed.checkpoint, getattr(torch, parsed.dtype) if parsed.dtype else None
-    paths = Places.found_in(path)
+    paths = CheckpointPaths.found_in(path)
     foreign = None if paths.manifest.exists() else find_foreign(path, trust=parsed.trust)
     if foreign is not None:
         export_foreign(foreign, parsed.output, dtype, parsed.beside)

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_by_itself
-from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, Places
-from fsdp2_strategy.checkpoint.storage import Component, Wanted, stored_in, targets_by_name
+from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_with_own_method
+from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.storage import Component, LoadTargets, stored_in, targets_by_name
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
-from fsdp2_strategy.hf.load_plan import LoadReport, match
+from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
-from fsdp2_strategy.hf.peft.merge import base_of, has_adapters, names_without_adapters
+from fsdp2_strategy.hf.peft.merge import has_adapters, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.save_plan import Arrangement, arrangement_of, tensors_to_write, write_configuration
-from fsdp2_strategy.hf.skeleton import original_class, twin, twin_alone
+from fsdp2_strategy.hf.save_plan import FileLayout, choose_layout, tensors_to_write, write_configuration
+from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton, original_class
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
-from fsdp2_strategy.hf.weights_folder import Origin, folder_of, open_folder
-from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy, LeRobotLayout
+from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
+from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout, PolicySidecars
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
 
@@ -63,7 +63,7 @@ class ModelComponents:
     sidecars: SidecarFiles
 
     @classmethod
-    def of(cls, root: nn.Module, paths: Places, left_out: Container[str] | None) -> ModelComponents:
+    def of(cls, root: nn.Module, paths: CheckpointPaths, left_out: Container[str] | None) -> ModelComponents:
         """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own.
 
         If ``left_out`` has names of frozen weights, lay out ``trainable/``: all other parameters, and all buffers.
@@ -72,7 +72,7 @@ class ModelComponents:
             kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}
             return cls([Component.of(paths.state / TRAINABLE, kept)], SidecarFiles(paths.model))
         inner = inner_model(root)
-        base = base_of(inner)
+        base = without_adapter_modules(inner)
         tensors = tensors_to_write(base)
         arranged = _cached_arrangement(inner, base, tensors)
         components = [Component.of(paths.model, tensors, arranged.regions, metadata=arranged.metadata)]
@@ -85,7 +85,7 @@ class ModelComponents:
 
     @classmethod
     def of_policy(
-        cls, root: nn.Module, paths: Places, lerobot: LeRobotLayout, left_out: Container[str] | None
+        cls, root: nn.Module, paths: CheckpointPaths, lerobot: LeRobotLayout, left_out: Container[str] | None
     ) -> ModelComponents:
         """Lay out a policy as LeRobot does; collective. Arguments as for `of`.
 
@@ -95,7 +95,7 @@ class ModelComponents:
         adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
         full_policy = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
         with all_or_none("lay out a policy", CheckpointError):
-            base = base_of(root)
+            base = without_adapter_modules(root)
             regions: Mapping[str, Region] = {}
             if left_out is None:
                 own = tensors_to_write(base)
@@ -107,14 +107,14 @@ class ModelComponents:
                 components = cls.of(root, paths, left_out).components
             if adapters is not None:
                 for name, of_adapter in adapters.regions.items():
-                    folder = adapters.folder_of(name, paths.model)
+                    folder = adapters.adapter_folder(name, paths.model)
                     components.append(
                         Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize)
                     )
             sidecars = replace(
                 SidecarFiles.of(paths.model, base, regions, folder_of(root)),
                 adapters=adapters,
-                policy=BesidePolicy.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
+                policy=PolicySidecars.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
                 full_policy=full_policy,
             )
         return cls(components, sidecars)
@@ -132,7 +132,7 @@ class SidecarFiles:
     source: Path | None = None
     """Folder whose tokenizer files are copied if no tokenizer is given."""
     adapters: AdapterFiles | None = None
-    policy: BesidePolicy | None = None
+    policy: PolicySidecars | None = None
     full_policy: nn.Module | None = None
     """The unsharded policy on rank 0, if it writes its weights and its configuration itself."""
 
@@ -141,7 +141,7 @@ class SidecarFiles:
         """Copy the configurations of a model without adapters."""
         skeleton = None
         if is_transformers_model(model):
-            skeleton = twin_alone(model)
+            skeleton = copy_module_shell(model)
             for name in ("config", "generation_config"):
                 if hasattr(skeleton, name):
                     setattr(skeleton, name, copy.deepcopy(getattr(skeleton, name)))
@@ -158,11 +158,11 @@ class SidecarFiles:
             write_configuration(self.folder, self.skeleton, self.regions)
         if self.adapters is not None:
             for adapter in self.adapters.regions:
-                self.adapters.write_configuration(adapter, self.adapters.folder_of(adapter, self.folder))
+                self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
         if self.full_policy is not None:  # last, so that its own configuration overwrites ours
-            save_by_itself(self.full_policy, self.folder)
+            save_with_own_method(self.full_policy, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
         elif self.source is not None:
@@ -175,11 +175,11 @@ def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(root), **persistent_buffers(root)}
 
 
-_ARRANGEMENT = Slot[tuple[object, Arrangement]]("arrangement in checkpoints")
+_ARRANGEMENT = Slot[tuple[object, FileLayout]]("arrangement in checkpoints")
 """The names, shapes, dtypes and placements of the tensors, and the arrangement that was chosen for them."""
 
 
-def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     """Return the arrangement of ``model/``, cached until a name, shape, dtype or placement of the model changes.
 
     Args:
@@ -190,11 +190,13 @@ def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str,
     key = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
     cached = model_state(inner).get(_ARRANGEMENT)
     if cached is None or cached[0] != key:
-        cached = model_state(inner).set(_ARRANGEMENT, (key, arrangement_of(twin(base), tensors)))
+        cached = model_state(inner).set(_ARRANGEMENT, (key, choose_layout(meta_skeleton(base), tensors)))
     return cached[1]
 
 
-def match_model(root: nn.Module, paths: Places, left_out: Container[str], *, strict: bool) -> tuple[Wanted, LoadReport]:
+def match_model(
+    root: nn.Module, paths: CheckpointPaths, left_out: Container[str], *, strict: bool
+) -> tuple[LoadTargets, LoadReport]:
     """Locate each of a model's tensors in a checkpoint; reads only headers.
 
     Args:
@@ -223,7 +225,9 @@ def match_model(root: nn.Module, paths: Places, left_out: Container[str], *, str
     return found, report
 
 
-def _match_trainable(root: nn.Module, paths: Places, left_out: Container[str]) -> tuple[Wanted, LoadReport]:
+def _match_trainable(
+    root: nn.Module, paths: CheckpointPaths, left_out: Container[str]
+) -> tuple[LoadTargets, LoadReport]:
     stored = stored_in(paths.state / TRAINABLE)
     tensors = _tensors_of(root)
     in_both = {name: tensor for name, tensor in tensors.items() if name in stored}
@@ -236,17 +240,17 @@ def _match_trainable(root: nn.Module, paths: Places, left_out: Container[str]) -
     return targets_by_name("model", in_both, stored), report
 
 
-def _match_full(root: nn.Module, paths: Places) -> tuple[Wanted, LoadReport]:
+def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, LoadReport]:
     inner = root if paths.is_lerobot else inner_model(root)
     wrapper = paths.state / WRAPPER
     origin = open_folder(inner, paths.weights)
-    known: dict[nn.Module, tuple[Origin, str]]
+    known: dict[nn.Module, tuple[WeightsSource, str]]
     known = {m: (origin, name) for m, name in names_without_adapters(inner).items()}
     is_wrapped = inner is not root or has_adapters(inner)
     if is_wrapped and wrapper.is_dir():
-        rest = open_folder(root, wrapper, own_names=True)
+        rest = open_folder(root, wrapper, has_model_names=True)
         known = {m: (rest, name) for name, m in root.named_modules()} | known
-    targets, report = match(root, known, "anything")
+    targets, report = match_tensors(root, known, "anything")
     never_saved = set(names_not_saved(inner))
     missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_files in never_saved)]
     unexpected = list(report.unexpected)

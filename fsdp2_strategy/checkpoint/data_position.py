@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from fsdp2_strategy.checkpoint.training_state import require
+from fsdp2_strategy.checkpoint.training_state import require_saved
 from fsdp2_strategy.distributed.process_group import world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.json_files import check_json
@@ -48,9 +48,9 @@ LATER = Later.LATER
 class DataPosition:
     """The state of a loader, as a checkpoint stores it."""
 
-    facts: dict[str, Any]
+    entry: dict[str, Any]
     """The entry in ``trainer_state.json``, the same on every rank."""
-    of_rank: bytes | None
+    rank_file: bytes | None
     """The content of this rank's safetensors file, if it has one."""
 
     @classmethod
@@ -68,8 +68,8 @@ class DataPosition:
         state = loader.state_dict()
         if _is_shared(loader):
             check_json(state, "dataloader")
-            return cls(facts={"state": dict(state)}, of_rank=None)
-        return cls(facts={"ranks": world_size()}, of_rank=_serialize(state))
+            return cls(entry={"state": dict(state)}, rank_file=None)
+        return cls(entry={"ranks": world_size()}, rank_file=_serialize(state))
 
 
 def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> None:
@@ -80,7 +80,7 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
             ranks has changed.
         DataError: the position is for another order of samples, or the loader has already delivered batches.
     """
-    saved = require(saved, "data position", "dataloader=None", path)
+    saved = require_saved(saved, "data position", "dataloader=None", path)
     if _is_shared(loader) != ("state" in saved):
         raise CheckpointError(
             f"cannot load the data position: {path} was saved with another kind of loader than "
@@ -96,9 +96,9 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
         )
 
 
-def restore_position(loader: Any, saved: Mapping[str, Any], of_rank: bytes | None) -> None:
+def restore_position(loader: Any, saved: Mapping[str, Any], rank_file: bytes | None) -> None:
     """Load a saved position into a loader."""
-    loader.load_state_dict(saved["state"] if of_rank is None else _deserialize(of_rank))
+    loader.load_state_dict(saved["state"] if rank_file is None else _deserialize(rank_file))
 
 
 def _is_shared(loader: Any) -> bool:

@@ -29,11 +29,11 @@ from fsdp2_strategy.checkpoint.layout import (
     digest_of_manifest,
     is_last,
 )
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, Places, has_only_checkpoint_entries
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, CheckpointPaths, has_only_checkpoint_entries
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
-from fsdp2_strategy.hf.json_files import _fsync, write_bytes, write_json
+from fsdp2_strategy.hf.json_files import fsync, write_bytes, write_json
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -45,7 +45,7 @@ def partial_path(save_dir: Path, tag: str) -> Path:
     return save_dir / f".{tag}{_PARTIAL}"
 
 
-def check_replaceable(save_dir: Path, tag: str, partial: Places) -> None:
+def check_replaceable(save_dir: Path, tag: str, partial: CheckpointPaths) -> None:
     """Raise if the save would replace a file or directory that this package did not create; rank 0 calls it.
 
     Raises:
@@ -71,7 +71,7 @@ def make_directory(path: Path) -> None:
         make_directory(path.absolute().parent)
         path.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):  # write permission without read permission
-            _fsync(path.absolute().parent)
+            fsync(path.absolute().parent)
 
 
 def recover(save_dir: Path) -> None:
@@ -94,7 +94,7 @@ def _leftovers(save_dir: Path, suffix: str) -> list[Path]:
     return [path for path in save_dir.glob(f".*{suffix}") if has_only_checkpoint_entries(path)]
 
 
-def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
+def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
     """Write one rank's checksum manifest of the files under ``.partial``, and fsync it.
 
     Returns:
@@ -109,17 +109,17 @@ def write_checksums(partial: Places, rank: int, blocks: Mapping[Path, Sequence[B
         },
     }
     content = (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
-    write_bytes(partial.of_rank(CHECKSUMS, rank), content)
+    write_bytes(partial.rank_file(CHECKSUMS, rank), content)
     return digest_of(content)
 
 
-def shared_files(partial: Places) -> list[Path]:
+def shared_files(partial: CheckpointPaths) -> list[Path]:
     """Return the files under ``.partial``, except those in the folders with one file per rank."""
-    top = {*partial.root.iterdir(), *partial.state.iterdir()} - {partial.state, *partial.of_ranks}
+    top = {*partial.root.iterdir(), *partial.state.iterdir()} - {partial.state, *partial.per_rank_folders}
     return [path for entry in top for path in [entry, *entry.rglob("*")] if path.is_file()]
 
 
-def commit(partial: Places, tag: str, entries: Mapping[str, Any], digests: Sequence[str]) -> None:
+def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], digests: Sequence[str]) -> None:
     """Commit the files under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
     Args:
@@ -133,9 +133,9 @@ def commit(partial: Places, tag: str, entries: Mapping[str, Any], digests: Seque
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
     for path in shared_files(partial):  # their ranks have fsynced the other files
-        _fsync(path)
+        fsync(path)
     files = sorted(path for path in partial.root.rglob("*") if path.is_file())
-    checksums = [partial.of_rank(CHECKSUMS, rank) for rank in range(len(digests))]
+    checksums = [partial.rank_file(CHECKSUMS, rank) for rank in range(len(digests))]
     if unseen := {*checksums} - {*files}:
         raise CheckpointError(
             f"cannot commit {final}: rank 0 does not see {partial.name_of(min(unseen))} and {len(unseen) - 1} other "
@@ -154,17 +154,17 @@ def commit(partial: Places, tag: str, entries: Mapping[str, Any], digests: Seque
     }
     write_json(partial.manifest, manifest | {"digest": digest_of_manifest(manifest)})
     for directory in [*(path for path in partial.root.rglob("*") if path.is_dir()), partial.root]:
-        _fsync(directory)
+        fsync(directory)
     replaced = save_dir / f".{tag}{_REPLACED}"
     if final.exists():
         final.rename(replaced)
     partial.root.rename(final)
-    _fsync(save_dir)
+    fsync(save_dir)
     if replaced.exists():
         delete(replaced)
 
 
-def update_latest(newest: Places) -> None:
+def update_latest(newest: CheckpointPaths) -> None:
     """Make ``latest``, or the link ``last`` in LeRobot's layout, name a checkpoint, by an atomic rename.
 
     Delete the other of the two, because it would name an older checkpoint.
@@ -177,11 +177,11 @@ def update_latest(newest: Places) -> None:
         temporary.symlink_to(tag)
     else:
         temporary.write_text(tag + "\n", encoding="utf-8")
-        _fsync(temporary)
+        fsync(temporary)
     temporary.replace(save_dir / name)
     if is_last(save_dir / other) or (other == LATEST and (save_dir / other).is_file()):
         (save_dir / other).unlink()
-    _fsync(save_dir)
+    fsync(save_dir)
 
 
 def remove(checkpoints: Sequence[Checkpoint]) -> None:

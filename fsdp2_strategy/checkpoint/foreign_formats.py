@@ -30,15 +30,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.storage import check_shapes, one_error
+from fsdp2_strategy.checkpoint.storage import check_shapes, convert_dcp_errors
 from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
     advance_scheduler,
     allocate_optimizer_state,
-    prepared,
-    require,
+    require_saved,
     restore_optimizer,
     restore_scheduler,
+    sharded_module_of,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -51,7 +51,7 @@ from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.offload import check_resident
-from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.shards import shard_view
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -173,15 +173,15 @@ def load_foreign(
     if optimizer is not None:
         check_resident(optimizer, f"load {path}")
     with all_or_none(f"load {path}", CheckpointError):
-        root = prepared(model)
+        root = sharded_module_of(model)
         if load_model:
             stored_model, tensors, report = _match_model(root, foreign, strict=strict)
         if optimizer is not None:
-            stored = require(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
+            stored = require_saved(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
             stored_state, slots, flat = _match_optimizer(root, stored, optimizer, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
         if scheduler is not None and foreign.recorded_step is None:
-            require(schedule, "scheduler", "load_lr_scheduler_states=False", path)
+            require_saved(schedule, "scheduler", "load_lr_scheduler_states=False", path)
         client_state = foreign.client_state()
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
@@ -318,7 +318,7 @@ class ForeignTensors:
         """Read values into tensors, each rank into its own shards; collective."""
         if self._full is None:
             state = {self._prefix + name: tensor for name, tensor in tensors.items()}
-            with one_error(), warnings.catch_warnings():
+            with convert_dcp_errors(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(
                     state,
@@ -328,10 +328,7 @@ class ForeignTensors:
                 )
             return
         for name, tensor in tensors.items():
-            values = self._full[self._prefix + name]
-            for dim, (begin, length) in enumerate(local_box(tensor)):
-                values = values.narrow(dim, begin, length)
-            local_of(tensor).copy_(values)
+            local_of(tensor).copy_(shard_view(self._full[self._prefix + name], tensor))
 
 
 def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:

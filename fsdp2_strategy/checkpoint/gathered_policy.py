@@ -18,7 +18,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.peft.merge import has_adapters
-from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import values_of
 
@@ -48,13 +48,13 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
                 gathered[id(tensor)] = _gather_to_rank_0(tensor)
     if not is_rank_0():
         return None
-    policy = twin(root, lambda tensor: gathered[id(tensor)])
+    policy = meta_skeleton(root, lambda tensor: gathered[id(tensor)])
     if hasattr(policy, "config"):
         policy.config = copy.deepcopy(policy.config)  # the original may change during an asynchronous save
     return policy
 
 
-def save_by_itself(policy: Any, folder: Path) -> None:
+def save_with_own_method(policy: Any, folder: Path) -> None:
     """Save an unsharded policy with its own `save_pretrained`; not collective: one rank calls it."""
     state = {clean(name): tensor for name, tensor in policy.state_dict().items()}
     policy.save_pretrained(folder, state_dict=state)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.paths import Places
+from fsdp2_strategy.checkpoint.paths import CheckpointPaths
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import digest_of
 
@@ -125,7 +125,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         DamageError: it is missing, corrupted, or of another format.
     """
-    file = Places.found_in(path).manifest
+    file = CheckpointPaths.found_in(path).manifest
     try:
         manifest = json.loads(file.read_bytes())
     except OSError as error:

@@ -25,36 +25,36 @@ from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
 from fsdp2_strategy.checkpoint.layout import checkpoints_with_manifest, is_last
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
-from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, Places
+from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
 from fsdp2_strategy.checkpoint.reader import Opened, check_structure, open_checkpoint
-from fsdp2_strategy.checkpoint.storage import Wanted, read_all, stored_in, targets_by_name
+from fsdp2_strategy.checkpoint.storage import LoadTargets, read_all, stored_in, targets_by_name
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
-    prepared,
-    require,
+    require_saved,
     restore_optimizer,
     restore_scheduler,
     settings_by_group,
+    sharded_module_of,
 )
-from fsdp2_strategy.distributed.agreement import agree, all_or_none, from_rank_0
+from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicated_reads import shares
+from fsdp2_strategy.hf.replicated_reads import divide_reads
 from fsdp2_strategy.hf.verified_read import ranges_of
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
-from fsdp2_strategy.model.ranks import on_its_ranks
+from fsdp2_strategy.model.ranks import on_model_ranks
 
 
-@on_its_ranks
+@on_model_ranks
 @gc_paused()
 def load_checkpoint(
     model: nn.Module,
@@ -107,13 +107,13 @@ def load_checkpoint(
     load_dir = Path(load_dir)
     is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
     arguments = (str(load_dir), tag, is_none, load_model, strict, verify, fallback, trust)
-    agree("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
+    check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
     if foreign is not None:
         if dataloader is not None and not isinstance(dataloader, Later):
-            require(None, "data position", "dataloader=None", load_dir)
+            require_saved(None, "data position", "dataloader=None", load_dir)
         return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
     if not paths:
         log("no checkpoint in %s: nothing is loaded", load_dir)
@@ -160,14 +160,14 @@ class _LoadRequest:
 def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     opened, state = _open(path)
     with all_or_none(f"load {path}", DamageError):
-        rng, of_rank = _files_of_rank(opened, state, request.loader)
+        rng, rank_file = _files_of_rank(opened, state, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
-        root = prepared(request.model)
-        plan = _plan(request, root, opened.places, state)
+        root = sharded_module_of(request.model)
+        plan = _plan(request, root, opened.paths, state)
     left_out = LeftOut.from_json(state.get("left_out") if request.load_model else None)
     others = left_out.find_differing(root, path, strict=request.strict)
     with all_or_none(f"load {path}", DamageError):
-        requests, broadcasts = shares(plan.targets)
+        requests, broadcasts = divide_reads(plan.targets)
         if request.verify:
             opened.read_checksum_manifests(ranges_of(requests))
     changed: list[nn.Module | Optimizer] = [root] if request.load_model else []
@@ -177,12 +177,12 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
             clear_gradients(root)
             read_all(requests, opened.checksums if request.verify else None, f"loading {path.name}")
             for broadcast in broadcasts:
-                broadcast.carry_out()
+                broadcast.run()
             left_out.restore(root, others, path)
         with all_or_none(f"load the run's state from {path}", CheckpointError):
-            _restore_state(request, root, plan, state, rng=rng, of_rank=of_rank)
+            _restore_state(request, root, plan, state, rng=rng, rank_file=rank_file)
     log("loaded %s (step %d)", path, state["step"])
-    if request.ema is None and request.load_model and (opened.places.state / EMA).is_dir():
+    if request.ema is None and request.load_model and (opened.paths.state / EMA).is_dir():
         log("%s has averages, which are not loaded: pass ema= to load them", path, level=logging.WARNING)
     if request.dataloader is None and request.optimizer is not None and state.get("data"):
         log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
@@ -204,7 +204,7 @@ def _restore_state(
     state: Mapping[str, Any],
     *,
     rng: bytes | None,
-    of_rank: bytes | None,
+    rank_file: bytes | None,
 ) -> None:
     """Restore optimizer, schedule, random state and data position, once the tensors are read."""
     optimizer = request.optimizer
@@ -220,7 +220,7 @@ def _restore_state(
     elif optimizer is not None:
         derive_rng(state["seed"], step=state["step"], rank=rank(), world_size=world_size())
     if request.loader is not None:
-        restore_position(request.loader, state["data"], of_rank)
+        restore_position(request.loader, state["data"], rank_file)
 
 
 def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
@@ -236,7 +236,7 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
         same_ranks = len(manifest["checksums"]) == world_size()
         opened = open_checkpoint(path, manifest, rank=rank() if same_ranks else None)
         opened.check_headers()
-        return opened, opened.read_json(opened.places.state / TRAINER_STATE)
+        return opened, opened.read_json(opened.paths.state / TRAINER_STATE)
 
 
 def _files_of_rank(
@@ -245,9 +245,9 @@ def _files_of_rank(
     """Return this rank's random state and its loader's state; None if the number of ranks changed or no file exists."""
     if state["world_size"] != world_size():
         return None, None
-    rng = opened.read(opened.places.of_rank(RNG, rank()))
+    rng = opened.read(opened.paths.rank_file(RNG, rank()))
     has_file = loader is not None and "ranks" in (state.get("data") or {})
-    return rng, opened.read(opened.places.of_rank(DATA, rank())) if has_file else None
+    return rng, opened.read(opened.paths.rank_file(DATA, rank())) if has_file else None
 
 
 @dataclass(frozen=True)
@@ -255,14 +255,14 @@ class _LoadPlan:
     """The tensors to read, and the optimizer's state to restore."""
 
     report: LoadReport
-    targets: Wanted
+    targets: LoadTargets
     optimizer_state: dict[str, dict[str, torch.Tensor]]
     """The optimizer's tensors among the targets, by parameter name and key."""
     optimizer_settings: list[dict[str, Any]]
     """Hyper-parameters of each group."""
 
 
-def _plan(request: _LoadRequest, root: nn.Module, paths: Places, state: Mapping[str, Any]) -> _LoadPlan:
+def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state: Mapping[str, Any]) -> _LoadPlan:
     """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers.
 
     Raises:
@@ -277,7 +277,7 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: Places, state: Mapping[
         of_model, report = match_model(root, paths, left_out, strict=request.strict)
         targets += of_model
     if (optimizer := request.optimizer) is not None:
-        require(state["optimizer"], "optimizer", "load_optimizer_states=False", paths.root)
+        require_saved(state["optimizer"], "optimizer", "load_optimizer_states=False", paths.root)
         check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
         settings = settings_by_group(root, optimizer, state["optimizer"])
         stored = stored_in(paths.state / OPTIMIZER)
@@ -285,10 +285,10 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: Places, state: Mapping[
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
     if request.ema is not None:
-        require((paths.state / EMA).is_dir() or None, "ema", "ema=None", paths.root)
+        require_saved((paths.state / EMA).is_dir() or None, "ema", "ema=None", paths.root)
         targets += targets_by_name("ema", request.ema, stored_in(paths.state / EMA))
     if request.scheduler is not None:
-        require(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", paths.root)
+        require_saved(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", paths.root)
     if request.loader is not None:
         check_position(request.loader, state.get("data"), paths.root)
     return _LoadPlan(report, targets, optimizer_state, settings)
@@ -303,7 +303,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
     foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and is_last(load_dir):
         load_dir, tag = load_dir.parent, load_dir.readlink().name  # its target may have been moved aside
-    if tag is None and Places.found_in(load_dir).manifest.exists():
+    if tag is None and CheckpointPaths.found_in(load_dir).manifest.exists():
         return [load_dir], None
     if load_dir.is_dir():
         if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit

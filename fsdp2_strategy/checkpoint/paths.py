@@ -37,7 +37,7 @@ _ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_OF_RANKS, TRAINER_STATE
 
 
 @dataclass(frozen=True)
-class Places:
+class CheckpointPaths:
     """The paths of one checkpoint's components."""
 
     root: Path
@@ -79,12 +79,12 @@ class Places:
         return self.state / MANIFEST
 
     @property
-    def of_ranks(self) -> frozenset[Path]:
+    def per_rank_folders(self) -> frozenset[Path]:
         """The folders that contain one file per rank."""
         return frozenset(self.state / name for name in _OF_RANKS)
 
-    def of_rank(self, folder: str, rank: int) -> Path:
-        """Return a rank's file in one of the `of_ranks` folders."""
+    def rank_file(self, folder: str, rank: int) -> Path:
+        """Return a rank's file in one of the `per_rank_folders` folders."""
         return self.state / folder / f"rank{rank:05d}.{'json' if folder == CHECKSUMS else 'safetensors'}"
 
     def name_of(self, path: Path) -> str:

@@ -62,8 +62,13 @@ def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
 
     Saved states belong to the old ranks. The new seed depends on seed, step, rank and world size only.
     """
-    text = f"{seed}/{step}/{rank}/{world_size}".encode()
-    seed_everything(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))
+    seed_everything(derive_seed(seed, step, rank, world_size))
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a seed that depends on all of the numbers."""
+    text = "/".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
 def seed_everything(seed: int) -> None:

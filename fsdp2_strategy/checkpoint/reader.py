@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2_strategy.checkpoint.layout import read_manifest
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, Places
+from fsdp2_strategy.checkpoint.paths import CHECKSUMS, CheckpointPaths
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, check, digest_of
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header
@@ -32,7 +32,7 @@ _DEFAULT_BLOCK_BYTES = 16 << 20
 class Opened:
     """A checkpoint whose files have the lengths that its manifest lists."""
 
-    places: Places
+    paths: CheckpointPaths
     manifest: dict[str, Any]
     checksums: Checksums
 
@@ -47,7 +47,7 @@ class Opened:
         except OSError as error:
             raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
         for block in self.checksums.covering(path, 0, len(content)):
-            check(path, block, digest_of(memoryview(content)[block.begin : block.end]), self.places.name_of(path))
+            check(path, block, digest_of(memoryview(content)[block.begin : block.end]), self.paths.name_of(path))
         return content
 
     def read_json(self, path: Path) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class Opened:
             DamageError: a checksum differs.
         """
         for name, size in self.manifest["files"].items():
-            path = self.places.root / name
-            if path.suffix == ".safetensors" and path.parent not in self.places.of_ranks:
+            path = self.paths.root / name
+            if path.suffix == ".safetensors" and path.parent not in self.paths.per_rank_folders:
                 with path.open("rb") as file:
                     length = 8 + int.from_bytes(file.read(8), "little")
                     file.seek(0)
@@ -93,7 +93,7 @@ def check_structure(path: Path) -> dict[str, Any]:
     Raises:
         DamageError: the manifest is invalid, a file is missing or has another length, or a tensor file is not listed.
     """
-    manifest, places = read_manifest(path), Places.found_in(path)
+    manifest, paths = read_manifest(path), CheckpointPaths.found_in(path)
     try:
         for name, size in manifest["files"].items():
             actual = (path / name).stat().st_size
@@ -105,7 +105,7 @@ def check_structure(path: Path) -> dict[str, Any]:
             if file.relative_to(path).as_posix() not in manifest["files"]:
                 raise DamageError(f"cannot read {path}: {file} is not listed in its manifest. Remove that file.")
         ranks = range(len(manifest["checksums"]))
-        if list(manifest["checksums"]) != [places.name_of(places.of_rank(CHECKSUMS, rank)) for rank in ranks]:
+        if list(manifest["checksums"]) != [paths.name_of(paths.rank_file(CHECKSUMS, rank)) for rank in ranks]:
             raise ValueError("it does not list one checksum manifest per rank")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(
@@ -129,15 +129,15 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     """
     manifest = dict(manifest or check_structure(path))
     shard_size = manifest.get("shard_size", len(manifest["checksums"]))
-    places = Places.found_in(path)
-    return Opened(places, manifest, Checksums(_ChecksumManifests(places, manifest["checksums"], shard_size, rank)))
+    paths = CheckpointPaths.found_in(path)
+    return Opened(paths, manifest, Checksums(_ChecksumManifests(paths, manifest["checksums"], shard_size, rank)))
 
 
 @dataclass
 class _ChecksumManifests:
     """Find the checksum manifests that cover a range; see [Note: checksum manifests]."""
 
-    places: Places
+    paths: CheckpointPaths
     digests: Mapping[str, str]
     shard_size: int
     rank: int | None
@@ -188,15 +188,15 @@ class _ChecksumManifests:
             DamageError: a checksum manifest cannot be read, is corrupt, or uses another algorithm.
         """
         blocks: dict[Path, list[Block]] = {}
-        for path in (self.places.of_rank(CHECKSUMS, rank) for rank in ranks):
-            name = self.places.name_of(path)
+        for path in (self.paths.rank_file(CHECKSUMS, rank) for rank in ranks):
+            name = self.paths.name_of(path)
             try:
                 content = path.read_bytes()
             except OSError as error:
                 raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
             if digest_of(content) != self.digests[name]:
                 raise DamageError(
-                    f"cannot verify {self.places.root}: {name} does not match its checksum in the manifest; it is "
+                    f"cannot verify {self.paths.root}: {name} does not match its checksum in the manifest; it is "
                     "corrupt, or the manifest belongs to another checkpoint. Load another checkpoint."
                 )
             try:
@@ -206,11 +206,11 @@ class _ChecksumManifests:
                     found = [Block(*block) for block in of_file]
                     if not all(0 < block.end - block.begin <= max_bytes for block in found):
                         raise ValueError(f"a block of {file} is empty, or has more than {max_bytes} bytes")
-                    blocks.setdefault(self.places.root / file, []).extend(found)
+                    blocks.setdefault(self.paths.root / file, []).extend(found)
                 if listed["algorithm"] != ALGORITHM:
                     raise ValueError(f"its checksums are {listed['algorithm']}, expected {ALGORITHM}")
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DamageError(
-                    f"cannot verify {self.places.root}: {name} is invalid ({error!r}). Load another checkpoint."
+                    f"cannot verify {self.paths.root}: {name} is invalid ({error!r}). Load another checkpoint."
                 ) from error
         return blocks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsdp2_strategy.checkpoint.layout import Checkpoint
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.save_plan import check_free
+from fsdp2_strategy.hf.save_plan import check_free_space
 
 GB = 10**9
 
@@ -72,4 +72,4 @@ def check_space(save_dir: Path, needed_bytes: int, max_mem: float | None) -> Non
             f"cannot save: the checkpoint takes {needed_bytes / GB:.3f} GB, expected at most max_mem = {max_mem} GB. "
             "Increase max_mem, or save without the optimizer."
         )
-    check_free(save_dir, needed_bytes)
+    check_free_space(save_dir, needed_bytes)

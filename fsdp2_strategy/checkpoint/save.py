@@ -32,8 +32,8 @@ from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delet
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, prepared
-from fsdp2_strategy.distributed.agreement import agree, all_or_none, to_rank_0
+from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, sharded_module_of
+from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError
@@ -42,11 +42,11 @@ from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
-from fsdp2_strategy.model.ranks import on_its_ranks
+from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_count
 
 
-@on_its_ranks
+@on_model_ranks
 @gc_paused()
 def save_checkpoint(
     model: nn.Module,
@@ -133,7 +133,7 @@ def save_checkpoint(
     request.agree_between_ranks(loss_scale, (optimizer, scheduler, ema, dataloader))
     with all_or_none("save", CheckpointError):
         request.check(tokenizer)
-        root = prepared(model)
+        root = sharded_module_of(model)
         check_usable(root)
         if async_save:  # snapshot: the caller may change these during the background write
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
@@ -164,12 +164,14 @@ def save_checkpoint(
         )
         if async_save:
             staging.begin()
-            plan = replace(plan, components=stage_local(plan.components, staging.copies_of))
+            plan = replace(plan, components=stage_local(plan.components, staging.copy_to_host))
     if plan.data is not None:
-        agree("save", plan.data.facts, CheckpointError, "loaders at the same position. Save after the same batch.")
+        check_equal(
+            "save", plan.data.entry, CheckpointError, "loaders at the same position. Save after the same batch."
+        )
     if async_save:
-        plan = replace(plan, components=stage_gathered(plan.components, staging.copies_of))
-        background_save.behind(str(request.path), functools.partial(_execute, plan))
+        plan = replace(plan, components=stage_gathered(plan.components, staging.copy_to_host))
+        background_save.save_in_background(str(request.path), functools.partial(_execute, plan))
     else:
         _execute(plan)
     return request.path
@@ -228,7 +230,7 @@ def _plan(
         **trainer_state,
         "scheduler": schedule,
         "optimizer": hyper,
-        "data": data.facts if data else None,
+        "data": data.entry if data else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     return _SavePlan(
@@ -290,7 +292,7 @@ def _create_folders(plan: _SavePlan) -> None:
             directory.delete_leftovers(request.save_dir)
             needed_bytes = sum(component.total_bytes for component in plan.components) + plan.sidecars.total_bytes
             check_space(request.save_dir, needed_bytes, request.max_mem)
-            for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.of_rank is not None else [])):
+            for folder in (RNG, CHECKSUMS, *([DATA] if plan.data and plan.data.rank_file is not None else [])):
                 (paths.state / folder).mkdir(parents=True)
             if paths.is_lerobot:
                 paths.model.mkdir()
@@ -306,10 +308,10 @@ def _write(plan: _SavePlan) -> list[str]:
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
     with all_or_none(f"write the other files of {tag}", CheckpointError):
-        of_rank = {paths.of_rank(RNG, rank()): plan.rng}
-        if plan.data is not None and plan.data.of_rank is not None:
-            of_rank[paths.of_rank(DATA, rank())] = plan.data.of_rank
-        for path, content in of_rank.items():
+        rank_files = {paths.rank_file(RNG, rank()): plan.rng}
+        if plan.data is not None and plan.data.rank_file is not None:
+            rank_files[paths.rank_file(DATA, rank())] = plan.data.rank_file
+        for path, content in rank_files.items():
             write_bytes(path, content)
             blocks[path] = blocks_of(content)
         if is_rank_0():
@@ -338,7 +340,7 @@ def end_saving() -> None:
         CheckpointError: see `wait_for_save`.
     """
     try:
-        background_save.end()
+        background_save.finish()
     finally:
         directory.finish_removals()
         release_all()

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.checkpoint.layout import LAST, LATEST, check_tag
-from fsdp2_strategy.checkpoint.paths import META, TRAINING_STEP, Places
+from fsdp2_strategy.checkpoint.paths import META, TRAINING_STEP, CheckpointPaths
 from fsdp2_strategy.checkpoint.rotation import check_limits
-from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.json_files import as_json, check_json
@@ -60,7 +60,7 @@ class SaveRequest:
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
         arguments = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
         expected = "the same directory, tag, step, limits and objects to save on all ranks. Make the tag from the step."
-        agree("save", arguments, CheckpointError, expected)
+        check_equal("save", arguments, CheckpointError, expected)
 
     def check(self, tokenizer: object) -> None:
         """Check the options that do not depend on the model; not collective.
@@ -84,9 +84,9 @@ class SaveRequest:
         return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
 
     @property
-    def partial_paths(self) -> Places:
+    def partial_paths(self) -> CheckpointPaths:
         """The paths under ``.partial``, where the files are written before the commit."""
-        return Places.of(directory.partial_path(self.save_dir, self.tag), lerobot=self.layout is not None)
+        return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), lerobot=self.layout is not None)
 
     def manifest_entries(self, shard_size: int) -> dict[str, Any]:
         """Return the request's values for the manifest."""

@@ -37,30 +37,30 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
-from fsdp2_strategy.errors import CheckpointError, DamageError, FSDP2StrategyError
+from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import Block, Checksums, blocks_of
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header
 from fsdp2_strategy.hf.save_plan import (
     File,
     Share,
-    check_shared,
-    create,
+    check_shared_folder,
+    create_files,
     file_bytes,
     files_for,
-    gathered_jobs,
+    gathered_write_requests,
     index_of,
     is_direct,
-    jobs_of,
     own_shares,
     values_of_shares,
+    write_requests,
 )
-from fsdp2_strategy.hf.verified_read import Reader, Wish
-from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
+from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
+from fsdp2_strategy.hf.write import WriteRequest, force_to_disk, write_all
 
-Wanted = Sequence[tuple[str, Region, torch.Tensor]]
+LoadTargets = Sequence[tuple[str, Region, torch.Tensor]]
 """Tensors to fill, each with its name and the location of its values in files."""
 
 
@@ -87,7 +87,7 @@ class Layout:
         metadata: Mapping[str, str],
     ) -> Layout:
         """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
-        kind = (stem, most_bytes, *metadata.items(), sizes.FILES, sizes.FILE_BYTES, sizes.LEAST_FILE_BYTES)
+        kind = (stem, most_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_layout_key(tensors))
         if key in _layouts:
             _layouts[key] = _layouts.pop(key)  # most recently used last
@@ -133,7 +133,7 @@ class Component:
     layout: Layout
     staged: Sequence[torch.Tensor] | None = None
     """Copies of the values of the layout's shares, in an asynchronous save."""
-    staged_gathered: Sequence[Job] = ()
+    staged_gathered: Sequence[WriteRequest] = ()
     """Write requests for this rank's share of the gathered regions, with copied values, in an asynchronous save."""
 
     @classmethod
@@ -175,10 +175,10 @@ class Component:
             return self.staged
         return [values for found in values_of_shares(self.layout.shares, self.tensors) for _, values in found]
 
-    def jobs(self) -> list[Job]:
+    def write_requests(self) -> list[WriteRequest]:
         """Return the write requests of this rank that need no gather, or whose values are already gathered."""
         shares = zip(self.layout.shares, self.values(), strict=True)
-        return [*jobs_of(shares, self.entries), *self.staged_gathered]
+        return [*write_requests(shares, self.entries), *self.staged_gathered]
 
     @property
     def total_bytes(self) -> int:
@@ -234,8 +234,8 @@ class SafetensorsWriter(StorageWriter):
         files = [file for component in self._components for file in component.files]
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
-        create(own)
-        jobs = [job for component in self._components for job in component.jobs()]
+        create_files(own)
+        jobs = [job for component in self._components for job in component.write_requests()]
         written = write_all(jobs, hashed=True, create=True)
         self.add_blocks(written)
         force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
@@ -260,7 +260,7 @@ class SafetensorsWriter(StorageWriter):
             CheckpointError: a file or its header is missing: the ranks do not share the folder.
         """
         for component in self._components:
-            check_shared(component.files)
+            check_shared_folder(component.files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -277,7 +277,7 @@ class SafetensorsReader(StorageReader):
         label: label of the progress bar.
     """
 
-    def __init__(self, requests: Sequence[Wish], checksums: Checksums | None, label: str) -> None:
+    def __init__(self, requests: Sequence[ReadRequest], checksums: Checksums | None, label: str) -> None:
         self._requests, self._checksums, self._label = requests, checksums, label
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -334,7 +334,7 @@ def stored_in(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def targets_by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> Wanted:
+def targets_by_name(what: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> LoadTargets:
     """Pair tensors with the stored tensors of the same names.
 
     Raises:
@@ -351,7 +351,7 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
         The checksums of the bytes that this rank wrote, by file.
     """
     writer = SafetensorsWriter(components)
-    with one_error():
+    with convert_dcp_errors():
         save({}, storage_writer=writer, process_group=group_in_use(), no_dist=not dist.is_initialized())
     for component in components:
         if component.staged is None:
@@ -383,7 +383,7 @@ def stage_gathered(components: Sequence[Component], copy_to_host: CopyToHost) ->
     """
     staged = []
     for component in components:
-        gathered: list[Job] = []
+        gathered: list[WriteRequest] = []
         for name, jobs in _gathered_jobs(component):
             with all_or_none(f"copy {name}", CheckpointError):
                 tensors = copy_to_host([job.tensor for job in jobs])
@@ -393,41 +393,37 @@ def stage_gathered(components: Sequence[Component], copy_to_host: CopyToHost) ->
     return staged
 
 
-def _gathered_jobs(component: Component) -> Iterator[tuple[str, list[Job]]]:
+def _gathered_jobs(component: Component) -> Iterator[tuple[str, list[WriteRequest]]]:
     """Gather the regions that need it, one at a time, and yield this rank's write requests for each; collective."""
     gathered: dict[str, torch.Tensor] = {}
     for name, region in component.layout.gathered.items():
         with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next gather needs every rank
-            jobs = gathered_jobs(region, component.tensors, gathered, component.entries[name])
+            jobs = gathered_write_requests(region, component.tensors, gathered, component.entries[name])
         yield name, jobs
 
 
-def read_all(requests: Sequence[Wish], checksums: Checksums | None, label: str) -> None:
+def read_all(requests: Sequence[ReadRequest], checksums: Checksums | None, label: str) -> None:
     """Carry out this rank's read requests; collective.
 
     Raises:
         DamageError: on every rank: a file cannot be read, or its bytes do not match their checksum.
     """
     reader = SafetensorsReader(requests, checksums, label)
-    with one_error(DamageError):
+    with convert_dcp_errors(DamageError):
         load({}, storage_reader=reader, process_group=group_in_use(), no_dist=not dist.is_initialized())
 
 
 @contextmanager
-def one_error(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+def convert_dcp_errors(kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     """Convert torch's CheckpointException, a BaseException that it raises on every rank, to our error class."""
     try:
         yield
     except CheckpointException as report:
-        texts = {rank: _text(cause) for rank, (cause, _) in sorted(report.failures.items())}
+        texts = {rank: error_text(cause) for rank, (cause, _) in sorted(report.failures.items())}
         if len(set(texts.values())) == 1 and len(texts) == world_size():
             raise kind(texts[0]) from report
         failed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
         raise kind(f"cannot read or write the checkpoint: {failed}") from report
-
-
-def _text(cause: BaseException) -> str:
-    return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
 
 def check_shapes(

@@ -22,19 +22,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.checkpoint.storage import Wanted
-from fsdp2_strategy.distributed.agreement import agree, all_or_none, any_rank
+from fsdp2_strategy.checkpoint.storage import LoadTargets
+from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError, some
-from fsdp2_strategy.hf.load_plan import match
+from fsdp2_strategy.hf.load_plan import match_tensors
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.replicated_reads import shares
+from fsdp2_strategy.hf.replicated_reads import divide_reads
 from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.hf.verified_read import Reader
 from fsdp2_strategy.hf.weights_folder import folder_of, open_folder
-from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_built, fingerprints, local_sums
+from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_initial, fingerprints, local_sums
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
@@ -73,7 +73,7 @@ class LeftOut:
             found = {name: str(folder.resolve()) for name, model in own if (folder := folder_of(model))}
             local = local_sums(frozen)
         folders = _same_on_all_ranks(found)
-        changed = changed_since_built(root, frozen, local)
+        changed = changed_since_initial(root, frozen, local)
         weights = fingerprints(frozen, local)
         saved = set(changed) - _in_folders(root, changed, weights, folders)
         if saved:
@@ -92,7 +92,7 @@ class LeftOut:
         """Return the entry for a checkpoint, which `from_json` reads."""
         return asdict(self)
 
-    def find_differing(self, root: nn.Module, path: Path, *, strict: bool) -> Wanted:
+    def find_differing(self, root: nn.Module, path: Path, *, strict: bool) -> LoadTargets:
         """Find the left-out weights whose values in the model differ, in their source folders; collective.
 
         Raises:
@@ -114,7 +114,7 @@ class LeftOut:
                 )
             return found
 
-    def restore(self, root: nn.Module, found: Wanted, path: Path) -> None:
+    def restore(self, root: nn.Module, found: LoadTargets, path: Path) -> None:
         """Read what `find_differing` found; collective.
 
         Raises:
@@ -143,14 +143,14 @@ class LeftOut:
                 )
             present = {name: parameters[name] for name in self.weights if name in parameters}
             local = local_sums(present, self.elements)
-        fits = {name: now.fits(self.weights[name]) for name, now in fingerprints(present, local).items()}
-        if unknown := [name for name, verdict in fits.items() if verdict is None]:
+        matches = {name: now.matches(self.weights[name]) for name, now in fingerprints(present, local).items()}
+        if unknown := [name for name, verdict in matches.items() if verdict is None]:
             raise CheckpointError(
                 f"cannot load {path}: the saved model had frozen weights in {self.weights[unknown[0]].dtype}, and "
                 f"{type(root).__name__} has {some(unknown)} in {present[unknown[0]].dtype}, which cannot be compared, "
                 "expected float16 in both or in neither. Prepare the model in the precision of the saved model."
             )
-        return [name for name, verdict in fits.items() if not verdict]
+        return [name for name, verdict in matches.items() if not verdict]
 
 
 def _same_on_all_ranks(folders: dict[str, str]) -> dict[str, str]:
@@ -181,7 +181,9 @@ def _in_folders(
         try:
             with all_or_none(f"compare with {folder}", CheckpointError):
                 located = _locate(root, names, {where: folder})
-            agree(f"compare with {folder}", [n for n, _, _ in located], CheckpointError, "the same files everywhere.")
+            check_equal(
+                f"compare with {folder}", [n for n, _, _ in located], CheckpointError, "the same files everywhere."
+            )
             for name, region, tensor in located:  # one at a time, to avoid a second model in memory
                 stored = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
                 _read([(name, region, stored[name])])
@@ -192,7 +194,7 @@ def _in_folders(
     return model_state(root).set(_COMPARED, (state, frozenset(equal)))[1]
 
 
-def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -> Wanted:
+def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -> LoadTargets:
     """Return the regions of the folders' files that hold the named weights; omit weights that are not found."""
     found: list[tuple[str, Region, torch.Tensor]] = []
     for where, folder in folders.items():
@@ -201,15 +203,15 @@ def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -
             model = root.get_submodule(where)
             origin = open_folder(model, folder)
             known = {module: (origin, name) for module, name in names_without_adapters(model).items()}
-            targets, _ = match(root, known, "anything")
+            targets, _ = match_tensors(root, known, "anything")
             found += [(t.name, t.regions[0], t.tensor) for t in targets if t.name in within and t.regions]
     return found
 
 
-def _read(located: Wanted) -> None:
+def _read(located: LoadTargets) -> None:
     """Read tensors from their folders; collective."""
-    wishes, broadcasts = shares(located)
+    wishes, broadcasts = divide_reads(located)
     with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
         reader.read(wishes)
     for shared in broadcasts:
-        shared.carry_out()
+        shared.run()

@@ -52,7 +52,7 @@ class LoadedCheckpoint:
     """The saved state of the loss scale, if there is one."""
 
 
-def require(content: _T | None, what: str, option: str, path: Path) -> _T:
+def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
     """Return the content of a checkpoint that is to be loaded.
 
     Raises:
@@ -66,7 +66,7 @@ def require(content: _T | None, what: str, option: str, path: Path) -> _T:
     return content
 
 
-def prepared(model: nn.Module) -> nn.Module:
+def sharded_module_of(model: nn.Module) -> nn.Module:
     """Unwrap a model, register its sharded parameters, and return the sharded module.
 
     Raises:

@@ -27,7 +27,7 @@ from fsdp2_strategy.data.dataset_order import order_of
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
 from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
-from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import end_workers
 from fsdp2_strategy.errors import DataError
@@ -312,7 +312,7 @@ class ResumableLoader:
                 "the same number of delivered batches and the same samples on every rank. Load a checkpoint, and skip "
                 "before the first batch."
             )
-            agree("skip samples", (self._batches, skipped), DataError, expected)
+            check_equal("skip samples", (self._batches, skipped), DataError, expected)
         epoch = self.epoch
         self._replan(skipped)
         if self._batches < self._end:

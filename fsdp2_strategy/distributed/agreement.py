@@ -52,7 +52,7 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     raise agreed from cause
 
 
-def error_text(cause: Exception) -> str:
+def error_text(cause: BaseException) -> str:
     """Return the text of an error for another process: with its class, unless it is one of this package."""
     return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
@@ -64,7 +64,7 @@ def any_rank(own: bool) -> bool:
     return bool(flag.item())
 
 
-def agree(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
+def check_equal(action: str, value: object, error: type[FSDP2StrategyError], expected: str) -> None:
     """Raise on every rank if ``value`` differs between ranks; collective.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.errors import ConfigError
 
@@ -104,7 +104,7 @@ def _leaves(action: str, data: Any) -> dict[Path, Any]:
     collect(data, ())
     layout = [(path, tuple(_tensor(v).shape), _tensor(v).dtype) for path, v in leaves.items()]
     expected = "the same keys, shapes and dtypes on every rank. Fill in values that a rank does not have."
-    agree(action, (layout, wrong), ConfigError, expected)
+    check_equal(action, (layout, wrong), ConfigError, expected)
     if wrong:
         raise ConfigError(f"cannot {action}: {wrong[0]}, expected numbers, tensors and dicts of them. Convert it.")
     return leaves

@@ -4,7 +4,7 @@ Input: the variables that torchrun sets, or an existing process group. Output: t
 
 [Note: group in use] Some ranks of the default group may not train: they may serve an inference engine, for example. So
 no collective of this package uses the default group directly. A thread uses the group that `on_group` sets, else the
-group of the open strategy (`Trainers`), else the default group. `rank` and `world_size` refer to that group.
+group of the open strategy (`TrainingRanks`), else the default group. `rank` and `world_size` refer to that group.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fsdp2_strategy.errors import MeshError
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 # Open strategies that train on some ranks only; they end with `close`.
-_partial_trainers: list[Trainers] = []
+_partial_trainers: list[TrainingRanks] = []
 # Strategies that train on all ranks; they end with `close`, or when they are unreachable.
-_full_trainers: WeakSet[Trainers] = WeakSet()
+_full_trainers: WeakSet[TrainingRanks] = WeakSet()
 # For each default group: how many groups were made of the same ranks.
 _group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -89,7 +89,7 @@ def group_in_use() -> dist.ProcessGroup | None:
     return first.group if first is not None and first.default_group is dist.group.WORLD else None
 
 
-class Trainers:
+class TrainingRanks:
     """The ranks that a strategy trains on; from `begin` to `close` their group is the group in use of this process.
 
     Args:
@@ -188,7 +188,7 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def adopt_device(device: torch.device) -> None:
+def set_device(device: torch.device) -> None:
     """Make ``device`` the current device of this thread; in a new thread it is the first accelerator."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -39,12 +39,12 @@ tree_flatten, tree_leaves, tree_map = _pytree.tree_flatten, _pytree.tree_leaves,
 # --- FSDP2: a state -------------------------------------------------------------------------------------------------
 
 
-def state_of(module: nn.Module) -> Any:
+def fsdp_state_of(module: nn.Module) -> Any:
     """Return FSDP2's state of a module that `fully_shard` was called on; see [Note: FSDP2's objects]."""
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
-def records_of(state: FSDPState) -> list[Any]:
+def param_groups_of(state: FSDPState) -> list[Any]:
     """Return the records of a state; before torch 2.12 it has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
@@ -94,7 +94,7 @@ def forget_forward_root(state: FSDPState) -> None:
 def prefetch_for_forward(state: FSDPState) -> None:
     """Start the all-gathers that a unit's forward prefetches for later units."""
     for ahead in state._states_to_forward_prefetch:
-        for record in records_of(ahead):
+        for record in param_groups_of(ahead):
             record._prefetch_unshard(record, "forward")
 
 
@@ -105,7 +105,7 @@ UNIT_CALLS = {
     "gather": "unshard",
     "reduce": "post_backward",
     "choose gradient dtypes": "_init_mp_dtypes",
-    "note the order of forward": "_record_post_forward",
+    "record forward order": "_record_post_forward",
 }
 """The methods of a record that other modules may replace, by purpose."""
 
@@ -235,7 +235,7 @@ def set_flat_shard(parameter: FSDPParam, flat: torch.Tensor) -> None:
     shown._local_tensor = flat[: shown._local_tensor.numel()].view(shown._local_tensor.size())
 
 
-def take_over_shard(parameter: FSDPParam) -> None:
+def reset_sharded_parameter(parameter: FSDPParam) -> None:
     """Make FSDP2 read the sharded parameter from the module again, after it was replaced or materialised."""
     parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
@@ -375,7 +375,7 @@ without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 @contextmanager
-def past_modes() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Disable all modes and subclass overrides of torch's functions within the block."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield

@@ -22,7 +22,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import adjust_load_report, optional_name_patterns, set_conversions
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import Entry
-from fsdp2_strategy.hf.weights_folder import Origin
+from fsdp2_strategy.hf.weights_folder import WeightsSource
 from fsdp2_strategy.model.names import clean
 
 
@@ -37,7 +37,7 @@ class Recipe:
     """Pattern of the names that files may lack."""
 
 
-def recipe_for(origin: Origin, entries: Mapping[str, Entry]) -> Recipe:
+def recipe_for(origin: WeightsSource, entries: Mapping[str, Entry]) -> Recipe:
     """Return how to make the tensors of the origin's model from those of its files; reads nothing.
 
     A region has the dtype of its tensor in the origin's model. Values are cast to it first, then to the target's.
@@ -53,7 +53,7 @@ def recipe_for(origin: Origin, entries: Mapping[str, Entry]) -> Recipe:
     return _converted(origin, sources)
 
 
-def _converted(origin: Origin, sources: Mapping[str, Region]) -> Recipe:
+def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
     from transformers import core_model_loading, modeling_utils  # noqa: PLC0415
 
     regions: dict[str, Region] = {}

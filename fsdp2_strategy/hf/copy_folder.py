@@ -20,10 +20,10 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import Checksums
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.save_plan import create, files_for, publish
-from fsdp2_strategy.hf.verified_read import Reader, Wish
+from fsdp2_strategy.hf.save_plan import create_files, files_for, publish
+from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import CONFIG
-from fsdp2_strategy.hf.write import Job, force_to_disk, write_all
+from fsdp2_strategy.hf.write import WriteRequest, force_to_disk, write_all
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
@@ -63,7 +63,7 @@ class NewFolder:
         output.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Self:
-        create(self._files)
+        create_files(self._files)
         return self
 
     def __exit__(
@@ -74,7 +74,7 @@ class NewFolder:
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write full tensors."""
-        write_all([Job(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
+        write_all([WriteRequest(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
     def finish(self, sidecars_from: Path | None) -> None:
         """Copy the sidecar files of a folder, and give the files their final names."""
@@ -126,5 +126,5 @@ def _copy(reader: Reader, source: Entry, target: Entry) -> None:
         length = min(at_once, rows - begin)
         box = ((begin, length), *((0, n) for n in source.shape[1:])) if source.shape else ()
         part = torch.empty([n for _, n in box], dtype=target.dtype)
-        reader.read([Wish(source.name, region, box, part)])
-        write_all([Job(target, box, part)])
+        reader.read([ReadRequest(source.name, region, box, part)])
+        write_all([WriteRequest(target, box, part)])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
@@ -27,26 +27,26 @@ from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.save_plan import (
     File,
-    check_free,
-    check_shared,
-    create,
+    check_free_space,
+    check_shared_folder,
+    create_files,
     files_for,
-    gathered_jobs,
+    gathered_write_requests,
     is_direct,
-    jobs_of,
     own_shares,
     publish,
     regions_to_write,
     tensors_to_write,
     values_of_shares,
     write_configuration,
+    write_requests,
 )
-from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import reshard
-from fsdp2_strategy.model.ranks import on_its_ranks
+from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -55,7 +55,7 @@ _KNOWN = ["push_to_hub", "variant", "save_original_format", "is_main_process", "
 _KNOWN += ["repo_id", "commit_message", "token", "private", "create_pr", "revision"]
 
 
-@on_its_ranks
+@on_model_ranks
 def save_model(
     model: nn.Module,
     tokenizer: Any,
@@ -103,7 +103,7 @@ def save_model(
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         reshard(root)
         merged = without_adapters(root)
-        skeleton = twin(merged.model)
+        skeleton = meta_skeleton(merged.model)
         tensors = tensors_to_write(merged.model, skeleton)
         regions = _regions_that_load(skeleton, tensors, dtype, hub_names=kwargs.get("save_original_format", True))
         max_bytes = _in_bytes(max_shard_size)
@@ -112,7 +112,7 @@ def save_model(
         files = files_for(folder, f"model{suffix}", regions, max_bytes, partial=True)
     names_and_headers = [(file.name, file.header) for file in files]
     fix = "the same model and arguments on all ranks. Pass the same everywhere."
-    agree(f"export {name}", names_and_headers, CheckpointError, fix)
+    check_equal(f"export {name}", names_and_headers, CheckpointError, fix)
     if merged.adapters:
         with all_or_none(f"export {name}", CheckpointError):
             merged.gather()
@@ -179,13 +179,13 @@ def save_adapters(
         reshard(root)
     adapters, tensors = AdapterFiles.of(root)
     for adapter, stored in adapters.regions.items():
-        own = adapters.folder_of(adapter, folder)
+        own = adapters.adapter_folder(adapter, folder)
         regions = dict(stored)
         if dtype is not None:
             regions = {key: r.to(dtype) if r.dtype.is_floating_point else r for key, r in regions.items()}
         files = files_for(own, ADAPTER_WEIGHTS, regions, sys.maxsize, partial=True)
         fix = "the same model on all ranks. Pass the same everywhere."
-        agree(f"export {name}", [file.header for file in files], CheckpointError, fix)
+        check_equal(f"export {name}", [file.header for file in files], CheckpointError, fix)
         _write(name, own, files, regions, tensors)
         with all_or_none(f"export {name}", CheckpointError):
             if is_rank_0():
@@ -194,7 +194,7 @@ def save_adapters(
                 adapters.write_configuration(adapter, own)
     with all_or_none(f"export {name}", CheckpointError):
         if is_rank_0():
-            _save_tokenizer_and_push(folder, adapters.copied, tokenizer, kwargs)
+            _save_tokenizer_and_push(folder, adapters.skeleton, tokenizer, kwargs)
     log("exported the adapters of %s to %s: %s", name, folder, ", ".join(adapters.regions))
 
 
@@ -211,19 +211,19 @@ def _write(
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".*model*.safetensors.partial"):  # of an interrupted export
                 leftover.unlink()
-            check_free(folder, sum(file.nbytes for file in files))
-            create(files)
+            check_free_space(folder, sum(file.nbytes for file in files))
+            create_files(files)
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
     direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
-        check_shared(files)
+        check_shared_folder(files)
         for shares in values_of_shares(own_shares(direct, tensors), tensors):
-            write_all(jobs_of(shares, entries))
+            write_all(write_requests(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
         # One phase per tensor: the next gather needs every rank.
         with all_or_none(f"export {name}", CheckpointError):
-            write_all(gathered_jobs(regions[tensor_name], tensors, gathered, entries[tensor_name]))
+            write_all(gathered_write_requests(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
         force_to_disk([file.path for file in files])
 

@@ -32,10 +32,11 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file and fsync it."""
     path.write_bytes(content)
-    _fsync(path)
+    fsync(path)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Write a file or folder from the page cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -59,7 +59,7 @@ def replace_initialization(model: Any, make: Callable[[Callable[..., None]], Cal
     model._initialize_weights = make(model._initialize_weights)
 
 
-def blocks_that_stay_whole(module: Any) -> tuple[str, ...]:
+def no_split_class_names(module: Any) -> tuple[str, ...]:
     """Return the class names of a model's blocks, which ``device_map`` must not split."""
     return tuple(getattr(module, "_no_split_modules", None) or ())
 
@@ -74,7 +74,7 @@ def encodes_images_before_forward(model: Any) -> bool:
     return bool(getattr(model, "_supports_mm_encoder_outputs", lambda: False)())
 
 
-def forget_caches(layer: Any) -> None:
+def reset_caches(layer: Any) -> None:
     """Give a copied peft layer its own empty cache."""
     layer._caches = {}
 

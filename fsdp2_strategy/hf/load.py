@@ -16,26 +16,26 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match, tensor_at
+from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues, initialize, recording_digests
 from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_tensor
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
-from fsdp2_strategy.hf.replicated_reads import shares
+from fsdp2_strategy.hf.replicated_reads import divide_reads
 from fsdp2_strategy.hf.skeleton import original_class
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.verified_read import Reader
-from fsdp2_strategy.hf.weights_folder import CONFIG, Origin, open_folder, origin_of
+from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, open_folder, origin_of
 from fsdp2_strategy.model.failed_loads import mark_usable
-from fsdp2_strategy.model.fingerprint import remember_as_built
+from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.master_weights import refresh_masters_of
-from fsdp2_strategy.model.materialize import has_values_now, is_unreal, lacks_values, materialize
-from fsdp2_strategy.model.ranks import on_its_ranks
+from fsdp2_strategy.model.materialize import has_uninitialised_tensors, is_uninitialised, mark_initialised, materialize
+from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
     return _load(model, path, allowed_missing="nothing" if strict else "anything")
 
 
-def load_remembered(model: nn.Module) -> LoadReport:
+def load_pretrained(model: nn.Module) -> LoadReport:
     """Load the weights of a model that was built under `init_on_meta`, as ``from_pretrained`` would; collective.
 
     If the files lack the tensors of a head, a pooler or similar, these are initialised and named in the log. If the
@@ -70,7 +70,7 @@ def load_remembered(model: nn.Module) -> LoadReport:
     return _load(model, None, allowed_missing="heads")
 
 
-@on_its_ranks
+@on_model_ranks
 def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) -> LoadReport:
     root = unwrap_model(model)
     name = original_class(root).__name__
@@ -82,13 +82,13 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
             )
         reshard(root)
         known = _origins(root, path)
-        if path is None and not known and not is_unreal(root):
+        if path is None and not known and not has_uninitialised_tensors(root):
             raise CheckpointError(
                 f"cannot load {name}: no path was given and it was not built under init_on_meta, expected one of the "
                 "two. Pass the folder."
             )
-        targets, report = match(root, known, allowed_missing)
-        to_initialise = [_empty(t) for t in targets if not t.regions and lacks_values(t.tensor)]
+        targets, report = match_tensors(root, known, allowed_missing)
+        to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
         if path is None:
             _check_unchanged(targets)
         with Reader("comparing tied weights") as reader:
@@ -96,13 +96,13 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
     facts = [
         (
             t.name,
-            lacks_values(t.tensor),
+            is_uninitialised(t.tensor),
             [(s.name, s.offset, s.dtype, s.shape) for r in t.regions for s in sources_of(r)],
         )
         for t in targets
     ]
-    agree(f"load {name}", facts, CheckpointError, "the same files on all ranks. Give every rank the same folder.")
-    agree(
+    check_equal(f"load {name}", facts, CheckpointError, "the same files on all ranks. Give every rank the same folder.")
+    check_equal(
         f"load {name}",
         recording_digests(to_initialise),
         CheckpointError,
@@ -110,11 +110,11 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
     )
     with all_or_none(f"load {name}", CheckpointError):
         materialize(root, current_device())
-        requests, broadcasts = shares((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
+        requests, broadcasts = divide_reads((t.name, t.regions[0], t.tensor) for t in targets if t.regions)
         with Reader(f"loading {name}") as reader:
             reader.read(requests)
     for shared in broadcasts:
-        shared.carry_out()
+        shared.run()
     if to_initialise:
         with all_or_none(f"load {name}", CheckpointError):
             empty = [replace(e, tensor=tensor_at(e.registrations)) for e in to_initialise]
@@ -127,9 +127,9 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
                     "init_on_meta."
                 )
     forget(root)
-    has_values_now(root)
+    mark_initialised(root)
     if path is None:
-        remember_as_built(root)
+        store_initial_sums(root)
     refresh_masters_of(root)
     mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
@@ -163,7 +163,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
             )
 
 
-def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[Origin, str]]:
+def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[WeightsSource, str]]:
     """Map each module whose values are in files to those files and to its name in them."""
     known = {module: origin for module in root.modules() if (origin := origin_of(module))}
     if path is None:

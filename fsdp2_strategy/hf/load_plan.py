@@ -19,10 +19,10 @@ from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.regions import Region, sources_of
-from fsdp2_strategy.hf.replicated_reads import wish_for
+from fsdp2_strategy.hf.replicated_reads import read_request_for
 from fsdp2_strategy.hf.skeleton import original_class
-from fsdp2_strategy.hf.verified_read import Reader, Wish
-from fsdp2_strategy.hf.weights_folder import Origin, read_headers
+from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
+from fsdp2_strategy.hf.weights_folder import WeightsSource, read_headers
 from fsdp2_strategy.model.names import clean
 
 
@@ -50,7 +50,7 @@ class Target:
     """Whether it is a non-persistent buffer, which no file is expected to contain."""
     regions: list[Region]
     """Its values in the files; several regions if the files contain a tied tensor under several names."""
-    origin: Origin | None
+    origin: WeightsSource | None
     name_in_files: str
     """Its name in the model that the files belong to."""
 
@@ -67,8 +67,8 @@ def tensor_at(registrations: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
     return found if found is not None else module._buffers[key]  # type: ignore[return-value]
 
 
-def match(
-    root: nn.Module, known: Mapping[nn.Module, tuple[Origin, str]], allowed_missing: str
+def match_tensors(
+    root: nn.Module, known: Mapping[nn.Module, tuple[WeightsSource, str]], allowed_missing: str
 ) -> tuple[list[Target], LoadReport]:
     """Find the values of every tensor in the files, and check names and shapes; reads only headers.
 
@@ -81,7 +81,7 @@ def match(
     Raises:
         CheckpointError: files are missing or invalid; names or shapes do not match.
     """
-    recipes: dict[Origin, Recipe] = {}
+    recipes: dict[WeightsSource, Recipe] = {}
     for origin, _ in known.values():
         if origin not in recipes:
             recipes[origin] = recipe_for(*read_headers(origin))
@@ -101,7 +101,7 @@ def match(
 
 
 def _targets(
-    root: nn.Module, known: Mapping[nn.Module, tuple[Origin, str]], recipes: Mapping[Origin, Recipe]
+    root: nn.Module, known: Mapping[nn.Module, tuple[WeightsSource, str]], recipes: Mapping[WeightsSource, Recipe]
 ) -> list[Target]:
     found: dict[int, Target] = {}
     for path, module in root.named_modules(remove_duplicate=False):
@@ -137,7 +137,11 @@ def _check_shapes(target: Target) -> None:
 
 
 def _check_names(
-    root: nn.Module, targets: Sequence[Target], report: LoadReport, recipes: dict[Origin, Recipe], allowed_missing: str
+    root: nn.Module,
+    targets: Sequence[Target],
+    report: LoadReport,
+    recipes: dict[WeightsSource, Recipe],
+    allowed_missing: str,
 ) -> None:
     """Raise if the names do not match as ``allowed_missing`` requires; log the tensors that are initialised instead."""
     name = original_class(root).__name__
@@ -194,9 +198,9 @@ def check_ties(targets: Sequence[Target], reader: Reader) -> None:
     """
     for target in targets:
         for region in target.regions[1:]:
-            own = wish_for(target.name, region, target.tensor)
+            own = read_request_for(target.name, region, target.tensor)
             requests = [
-                Wish(target.name, r, own.box, torch.empty(own.tensor.shape, dtype=own.tensor.dtype))
+                ReadRequest(target.name, r, own.box, torch.empty(own.tensor.shape, dtype=own.tensor.dtype))
                 for r in (target.regions[0], region)
             ]
             reader.read(requests)

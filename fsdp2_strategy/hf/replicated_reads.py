@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.torch_internals import broadcast_coalesced
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.verified_read import Wish
+from fsdp2_strategy.hf.verified_read import ReadRequest
 from fsdp2_strategy.model.placeholders import values_of
-from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.shards import shard_ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,20 +30,20 @@ class Broadcast:
     tensors: list[torch.Tensor]
     """The tensors, viewed as bytes."""
 
-    def carry_out(self) -> None:
+    def run(self) -> None:
         """Broadcast the tensors; collective over the group."""
         broadcast_coalesced(self.group, self.tensors, sizes.BROADCAST_BYTES, self.source)
 
 
-def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wish], list[Broadcast]]:
+def divide_reads(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[ReadRequest], list[Broadcast]]:
     """Return the read requests of this rank, and the broadcasts over the replicas that follow.
 
     If parameters have replicas, each replica reads about the same number of bytes and broadcasts what it has read.
     """
-    requests: list[Wish] = []
-    replicated: dict[dist.ProcessGroup, list[Wish]] = {}
+    requests: list[ReadRequest] = []
+    replicated: dict[dist.ProcessGroup, list[ReadRequest]] = {}
     for name, region, tensor in wanted:
-        request = wish_for(name, region, tensor)
+        request = read_request_for(name, region, tensor)
         group = _replicas(tensor)
         if group is None:
             requests.append(request)
@@ -54,7 +54,7 @@ def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wis
         replicas = dist.get_world_size(group)
         total = sum(request.tensor.nbytes for request in shared)
         before = 0
-        by_reader: dict[int, list[Wish]] = {}
+        by_reader: dict[int, list[ReadRequest]] = {}
         for request in shared:
             reader = min(replicas - 1, before * replicas // max(1, total))
             by_reader.setdefault(reader, []).append(request)
@@ -68,9 +68,9 @@ def shares(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[Wis
     return requests, broadcasts
 
 
-def wish_for(name: str, region: Region, tensor: torch.Tensor) -> Wish:
+def read_request_for(name: str, region: Region, tensor: torch.Tensor) -> ReadRequest:
     """Return the read request for this rank's shard of a tensor."""
-    return Wish(name, region, local_box(tensor), values_of(tensor))
+    return ReadRequest(name, region, shard_ranges(tensor), values_of(tensor))
 
 
 def _replicas(tensor: torch.Tensor) -> dist.ProcessGroup | None:

@@ -22,7 +22,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.regions import Computed, Piece, Region, row_major, sources_of
 from fsdp2_strategy.hf.safetensors_format import Entry
-from fsdp2_strategy.hf.weights_folder import Origin, origin_for
+from fsdp2_strategy.hf.weights_folder import WeightsSource, source_of_weights
 from fsdp2_strategy.model.names import clean
 
 _MAX_PARTS = 10_000
@@ -42,7 +42,9 @@ def round_trips(
     """
     entries = {name: Entry(name, Path(), 0, region.dtype, tuple(region.shape)) for name, region in regions.items()}
     try:
-        recipe = recipe_for(origin_for(skeleton) if converted else Origin(model=skeleton, files=()), entries)
+        recipe = recipe_for(
+            source_of_weights(skeleton) if converted else WeightsSource(model=skeleton, files=()), entries
+        )
     except CheckpointError:  # a conversion does not fit the tensors
         return False
     if recipe.unexpected:

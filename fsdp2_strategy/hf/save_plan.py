@@ -28,18 +28,18 @@ from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, state_dict_hooks
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import hub_regions
-from fsdp2_strategy.hf.json_files import _fsync, write_text
+from fsdp2_strategy.hf.json_files import fsync, write_text
 from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
 from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry, lay_out, write_from
-from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.write import Job, opened
-from fsdp2_strategy.model.materialize import lacks_values
+from fsdp2_strategy.hf.write import WriteRequest, opened
+from fsdp2_strategy.model.materialize import is_uninitialised
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
-from fsdp2_strategy.model.placeholders import is_computed, values_of, whole_of
-from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.placeholders import full_tensor_of, is_computed, values_of
+from fsdp2_strategy.model.shards import shard_ranges
 from fsdp2_strategy.model.state import Slot, model_state
 
 
@@ -63,7 +63,7 @@ def tensors_to_write(root: nn.Module, skeleton: nn.Module | None = None) -> dict
         if all(id(tensor) in positions for tensor in found.values()):
             names = {name: positions[id(tensor)] for name, tensor in found.items()}
             model_state(root).set(_NAMES, (structure, names))
-    if lost := [name for name, tensor in found.items() if lacks_values(tensor)]:
+    if lost := [name for name, tensor in found.items() if is_uninitialised(tensor)]:
         raise CheckpointError(
             f"cannot write the model: {some(lost, 'tensor')} have no values yet, expected values for all. Prepare the "
             "model, or load its weights, first."
@@ -102,7 +102,7 @@ def _find_tensors(root: nn.Module, skeleton: Any) -> dict[str, torch.Tensor]:
         return {**named_parameters(root), **persistent_buffers(root)}
     from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: PLC0415
 
-    skeleton = skeleton or twin(root)
+    skeleton = skeleton or meta_skeleton(root)
     state = skeleton.state_dict()
     for name in names_not_saved(skeleton):
         state.pop(name, None)
@@ -141,7 +141,7 @@ def regions_to_write(
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class FileLayout:
     """The tensors of a model's files, by their names in the files."""
 
     regions: dict[str, Region]
@@ -149,7 +149,7 @@ class Arrangement:
     """Metadata of the files' headers: whether a load applies transformers' conversions."""
 
 
-def arrangement_of(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Arrangement:
+def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     """Choose names and layout of a checkpoint's files: guaranteed to load, and written without a gather if possible.
 
     Return the first of these that passes `round_trips`:
@@ -173,7 +173,7 @@ def arrangement_of(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Arrang
         regions = kept | {name: own[name] for name in sources}
     for candidate in (regions, hub, own):
         if round_trips(skeleton, candidate, tensors):
-            return Arrangement(candidate, CONVERTED)
+            return FileLayout(candidate, CONVERTED)
     if not round_trips(skeleton, own, tensors, converted=False):
         raise CheckpointError(
             f"cannot save {type(skeleton).__name__}: a load would not restore its tensors, expected the names of "
@@ -184,7 +184,7 @@ def arrangement_of(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Arrang
         "load_ckpt and load_weights can"
     )
     log(message, type(skeleton).__name__, level=logging.WARNING)
-    return Arrangement(own, OWN_NAMES)
+    return FileLayout(own, OWN_NAMES)
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def files_for(
 def file_bytes(regions: Mapping[str, Region]) -> int:
     """Return the size limit of a checkpoint's files; with several files, ranks and threads write in parallel."""
     total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
-    return min(sizes.FILE_BYTES, max(sizes.LEAST_FILE_BYTES, -(-total // sizes.FILES)))
+    return min(sizes.FILE_BYTES, max(sizes.MIN_FILE_LIMIT_BYTES, -(-total // sizes.FILE_COUNT)))
 
 
 def index_of(files: Sequence[File]) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def index_of(files: Sequence[File]) -> dict[str, Any]:
     }
 
 
-def check_free(folder: Path, needed_bytes: int) -> None:
+def check_free_space(folder: Path, needed_bytes: int) -> None:
     """Raise if the files do not fit on the disk; one rank calls it before the files are created.
 
     Raises:
@@ -278,7 +278,7 @@ def check_free(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def create(files: Iterable[File]) -> None:
+def create_files(files: Iterable[File]) -> None:
     """Create files with their full length and their header; bytes that other ranks have written already are kept."""
     for file in files:
         with opened(file.path, os.O_WRONLY | os.O_CREAT) as fd:
@@ -286,7 +286,7 @@ def create(files: Iterable[File]) -> None:
             write_from(fd, 0, memoryview(file.header))
 
 
-def check_shared(files: Iterable[File]) -> None:
+def check_shared_folder(files: Iterable[File]) -> None:
     """Check that this rank sees the files that another rank created.
 
     Raises:
@@ -316,7 +316,7 @@ def publish(folder: Path, files: Sequence[File], index_name: str = "model.safete
         partial = folder / f".{index_name}.partial"
         write_text(partial, json.dumps(index_of(files), indent=2) + "\n")
         partial.rename(folder / index_name)
-    _fsync(folder)
+    fsync(folder)
 
 
 def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -423,7 +423,7 @@ def values_of_shares(
         if values is None:
             tensor = tensors[share.source]
             if is_computed(tensor):
-                nbytes = math.prod(n for _, n in local_box(tensor)) * tensor.element_size()
+                nbytes = math.prod(n for _, n in shard_ranges(tensor)) * tensor.element_size()
                 if computed_bytes and computed_bytes + nbytes > sizes.COMPUTED_BYTES:
                     yield found
                     found.clear()
@@ -441,9 +441,9 @@ def values_of_shares(
     yield found
 
 
-def jobs_of(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mapping[str, Entry]) -> list[Job]:
+def write_requests(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mapping[str, Entry]) -> list[WriteRequest]:
     """Return the write requests for shares and their values."""
-    return [Job(entries[share.name], share.box, values) for share, values in shares]
+    return [WriteRequest(entries[share.name], share.box, values) for share, values in shares]
 
 
 def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, Region]]:
@@ -476,7 +476,7 @@ class _LocalBox:
                     size = tensor.device_mesh.size(axis)
                     replica = replica * size + tensor.device_mesh.get_local_rank(axis)
                     replicas *= size
-        return cls(local_box(tensor), replica, replicas)
+        return cls(shard_ranges(tensor), replica, replicas)
 
     def elements(self) -> tuple[int, int]:
         """Return the range of elements that this rank holds; the tensor must be sharded by rows or not at all."""
@@ -497,9 +497,9 @@ def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
     return boxes
 
 
-def gathered_jobs(
+def gathered_write_requests(
     region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
-) -> list[Job]:
+) -> list[WriteRequest]:
     """Gather a region's sources, and return write requests, in blocks, for an equal share of it; collective.
 
     Args:
@@ -515,14 +515,14 @@ def gathered_jobs(
     for source in needed:
         if source not in gathered:
             tensor = tensors[source]
-            gathered[source] = whole_of(tensor).contiguous()
+            gathered[source] = full_tensor_of(tensor).contiguous()
     stored = Region(region.shape, tensors[needed[0]].dtype, region.pieces)
     flat = assemble(stored, gathered.__getitem__).reshape(-1)
     begin, end = (i * len(flat) // world_size() for i in (rank(), rank() + 1))
     line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
     step = max(1, sizes.BLOCK_BYTES // entry.dtype.itemsize)
     parts = [(at, min(step, end - at)) for at in range(begin, end, step)]
-    return [Job(line, (part,), flat.narrow(0, *part), own_block=True) for part in parts]
+    return [WriteRequest(line, (part,), flat.narrow(0, *part), own_block=True) for part in parts]
 
 
 def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:

@@ -23,10 +23,10 @@ from fsdp2_strategy.hf.library_internals import (
     register_recorded_outputs,
     unregister_recorded_outputs,
 )
-from fsdp2_strategy.model.state import CARRIED
+from fsdp2_strategy.model.state import ATTACHED
 
 # Not copied: they change what initialisation and generation do, or may refer to the original model.
-_LEFT_OUT = (CARRIED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
+_LEFT_OUT = (ATTACHED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -50,7 +50,7 @@ def _unregister_outputs(module: nn.Module, *_: object) -> None:
     unregister_recorded_outputs(type(module))
 
 
-def twin(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
+def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
     """Return a copy of the module tree with all parameters and buffers replaced, each once; not collective.
 
     Args:
@@ -72,7 +72,7 @@ def twin(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor
     return _copy_tree(model, tensor, {})
 
 
-def twin_alone(module: nn.Module) -> nn.Module:
+def copy_module_shell(module: nn.Module) -> nn.Module:
     """Return a copy of one module without its parameters, buffers and children; other attributes are shared."""
     cls = original_class(module)
     new = cls.__new__(cls)
@@ -88,7 +88,7 @@ def _copy_tree(
     module: nn.Module, tensor: Callable[[torch.Tensor | None], torch.Tensor | None], modules: dict[int, nn.Module]
 ) -> nn.Module:
     if id(module) not in modules:
-        new = modules[id(module)] = twin_alone(module)
+        new = modules[id(module)] = copy_module_shell(module)
         # Not by attribute: `Module.__setattr__` inspects each value, which would take longer than the rest of the copy.
         new.__dict__ |= {
             "_parameters": {name: tensor(p) for name, p in module._parameters.items()},

@@ -26,7 +26,7 @@ import xxhash
 from tqdm import tqdm
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import adopt_device, current_device, is_rank_0
+from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, set_device
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import Block, Checksums, check
 from fsdp2_strategy.hf.regions import Box, Computed, Piece, Region, sources_of, target_of, value_of
@@ -36,7 +36,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Wish:
+class ReadRequest:
     """A read request for a box of a region; values are cast to the region's dtype, then to the tensor's."""
 
     name: str
@@ -119,7 +119,7 @@ class _Ranges:
         return in_a_row and (self.block is None or self.block.end == ends[-1])
 
 
-def ranges_of(requests: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
+def ranges_of(requests: Iterable[ReadRequest]) -> Iterator[tuple[Path, int, int]]:
     """Yield the file ranges that read requests need, as (path, begin, end) in bytes; reads nothing."""
     for _, part in _requested_pieces(requests):
         if isinstance(part.source, Computed):
@@ -127,10 +127,10 @@ def ranges_of(requests: Iterable[Wish]) -> Iterator[tuple[Path, int, int]]:
                 yield entry.path, entry.offset, entry.offset + entry.nbytes
         elif math.prod(part.shape):
             begin = part.source.offset + part.offset * part.source.dtype.itemsize
-            yield part.source.path, begin, begin + _span(part) * part.source.dtype.itemsize
+            yield part.source.path, begin, begin + part.span * part.source.dtype.itemsize
 
 
-def _requested_pieces(requests: Iterable[Wish]) -> Iterator[tuple[Wish, Piece]]:
+def _requested_pieces(requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadRequest, Piece]]:
     """Yield each request with each part of a piece that lies in the request's box."""
     for request in requests:
         for piece in request.region.pieces:
@@ -168,7 +168,7 @@ class Reader:
         self._files.clear()
         self._computed = None
 
-    def read(self, requests: Sequence[Wish]) -> None:
+    def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill the tensors of all read requests.
 
         Raises:
@@ -176,7 +176,7 @@ class Reader:
             DamageError: bytes do not match their checksum.
         """
         views: list[_View] = []
-        computed: list[tuple[Wish, Piece]] = []
+        computed: list[tuple[ReadRequest, Piece]] = []
         for request, part in _requested_pieces(requests):
             if isinstance(part.source, Computed):
                 computed.append((request, part))
@@ -241,7 +241,7 @@ class Reader:
                         raise
                     bar.update(read.nbytes)
 
-            with ThreadPoolExecutor(_THREADS, initializer=adopt_device, initargs=(current_device(),)) as pool:
+            with ThreadPoolExecutor(_THREADS, initializer=set_device, initargs=(current_device(),)) as pool:
                 workers = [pool.submit(work) for _ in range(_THREADS)]
             for worker in workers:
                 worker.result()
@@ -294,7 +294,7 @@ class Reader:
         """Verify all blocks that a strided view touches; the caller reads the view's bytes again."""
         if self._checksums is None:
             return
-        path, end = view.entry.path, view.begin + _span(view.piece) * view.entry.dtype.itemsize
+        path, end = view.entry.path, view.begin + view.piece.span * view.entry.dtype.itemsize
         for block in self._checksums.covering(path, view.begin, end):
             if (path, block.begin) not in self._checked:
                 self._read_checked(view, block, [(block.begin, self._buffer(block.end - block.begin))])
@@ -303,7 +303,7 @@ class Reader:
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
         """Read a view, its strides descending, in parts that fit into the scratch buffer."""
         for part in _split_to_fit_scratch(piece, read.entry.dtype.itemsize):
-            span = _span(part)
+            span = part.span
             scratch = self._buffer(span * read.entry.dtype.itemsize)
             begin = read.entry.offset + part.offset * read.entry.dtype.itemsize
             self._read_bytes(read.entry.path, begin, memory_of(scratch), None)
@@ -384,7 +384,7 @@ def _split_to_fit_scratch(piece: Piece, itemsize: int) -> Iterator[Piece]:
     waiting = [piece]
     while waiting:
         part = waiting.pop()
-        span, needed = _span(part), math.prod(part.shape)
+        span, needed = part.span, math.prod(part.shape)
         if not needed:
             continue
         if span * itemsize <= (sizes.SCRATCH_BYTES if span <= 2 * needed else sizes.SMALL_READ_BYTES):
@@ -393,11 +393,11 @@ def _split_to_fit_scratch(piece: Piece, itemsize: int) -> Iterator[Piece]:
         dim = next(d for d, n in enumerate(part.shape) if n > 1)
         row = part.narrow(dim, 0, 1)
         apart = span > 2 * needed and needed // part.shape[dim] * itemsize >= sizes.SHORT_READ_BYTES
-        fitting = max(1, (sizes.SCRATCH_BYTES // itemsize - _span(row)) // part.strides[dim] + 1)
+        fitting = max(1, (sizes.SCRATCH_BYTES // itemsize - row.span) // part.strides[dim] + 1)
         if not apart and fitting >= part.shape[dim]:
             yield part  # many short runs: reading the gaps costs less than one call per run
             continue
-        step = 1 if apart or _span(row) * itemsize > sizes.SCRATCH_BYTES else fitting
+        step = 1 if apart or row.span * itemsize > sizes.SCRATCH_BYTES else fitting
         waiting += [
             part.narrow(dim, begin, min(step, part.shape[dim] - begin)) for begin in range(0, part.shape[dim], step)
         ][::-1]
@@ -408,10 +408,6 @@ def _permuted(piece: Piece, order: Sequence[int]) -> Piece:
         return tuple(values[d] for d in order)
 
     return Piece(piece.source, pick(piece.start), pick(piece.shape), pick(piece.strides), piece.offset)
-
-
-def _span(piece: Piece) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.strides, strict=True))
 
 
 def _is_dense(piece: Piece) -> bool:

@@ -1,7 +1,7 @@
 """Find the files that contain a model's weights in a Hugging Face folder.
 
-Input: a folder, a file or an index. Output: an `Origin`, which `load` reads: the files, and a meta skeleton of the
-model that they belong to.
+Input: a folder, a file or an index. Output: a `WeightsSource`, which `load` reads: the files, and a meta skeleton of
+the model that they belong to.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.peft.merge import base_skeleton
 from fsdp2_strategy.hf.safetensors_format import OWN_NAMES, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.model.state import Slot, carried, carry
+from fsdp2_strategy.model.state import Slot, attach, attached
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Origin:
+class WeightsSource:
     """The source of a model's values."""
 
     model: nn.Module
@@ -40,32 +40,32 @@ class Origin:
     where: str = ""
     """The folder or hub id, for messages."""
 
-    def __deepcopy__(self, _memo: object) -> Origin:
+    def __deepcopy__(self, _memo: object) -> WeightsSource:
         return self  # copies of a module share its origin
 
 
-_ORIGIN = Slot[tuple[Origin, str]]("origin")
+_ORIGIN = Slot[tuple[WeightsSource, str]]("origin")
 """Set on each module of a model that from_pretrained built on meta; deep copies keep it."""
 
 
-def remember_origin(model: nn.Module, origin: Origin) -> None:
+def remember_origin(model: nn.Module, origin: WeightsSource) -> None:
     """Store the origin on each module of a model, together with the module's name."""
     for name, module in model.named_modules():
-        carry(module, _ORIGIN, (origin, name))
+        attach(module, _ORIGIN, (origin, name))
 
 
-def origin_of(module: nn.Module) -> tuple[Origin, str] | None:
+def origin_of(module: nn.Module) -> tuple[WeightsSource, str] | None:
     """Return a module's origin, and its name in the origin's model; None if no origin was stored."""
-    return carried(module, _ORIGIN)
+    return attached(module, _ORIGIN)
 
 
-def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) -> Origin:
+def open_folder(model: nn.Module, path: str | Path, *, has_model_names: bool = False) -> WeightsSource:
     """Return the origin for a folder, a safetensors file or an index.
 
     Args:
         model: the model; if it has adapters, the files are those of the model without adapters.
         path: the folder, file or index.
-        own_names: whether the files use the model's own names, adapters included, and not Hugging Face names.
+        has_model_names: whether the files use the model's own names, adapters included, and not Hugging Face names.
 
     Raises:
         CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
@@ -81,13 +81,17 @@ def open_folder(model: nn.Module, path: str | Path, *, own_names: bool = False) 
         )
     index = chosen if chosen.name.endswith(".index.json") else None
     files = tuple(sorted({chosen.parent / name for name in read_index(index).values()})) if index else (chosen,)
-    origin = Origin(model=twin(model), files=()) if own_names else origin_for(base_skeleton(model))
+    origin = (
+        WeightsSource(model=meta_skeleton(model), files=())
+        if has_model_names
+        else source_of_weights(base_skeleton(model))
+    )
     return replace(origin, files=files, index=index, where=str(path))
 
 
-def origin_for(skeleton: nn.Module) -> Origin:
+def source_of_weights(skeleton: nn.Module) -> WeightsSource:
     """Return an origin without files for a model's meta skeleton."""
-    return Origin(model=skeleton, files=(), conversions=_conversions(skeleton))
+    return WeightsSource(model=skeleton, files=(), conversions=_conversions(skeleton))
 
 
 def _conversions(model: Any) -> list[Any] | None:
@@ -129,7 +133,7 @@ def read_index(path: Path) -> dict[str, str]:
     return dict(names)
 
 
-def read_headers(origin: Origin) -> tuple[Origin, dict[str, Entry]]:
+def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]]:
     """Return the origin, without conversions if a header declares own names, and the location of each tensor.
 
     Raises:

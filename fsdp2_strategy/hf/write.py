@@ -1,7 +1,7 @@
 """Execute write requests: cast boxes of tensors and write them into files in parallel, with optional checksums.
 
-Input: write requests (`Job`): a tensor, and the box of a file's entry that it fills. Output: bytes in files, and their
-checksums. Independent of models.
+Input: write requests (`WriteRequest`): a tensor, and the box of a file's entry that it fills. Output: bytes in files,
+and their checksums. Independent of models.
 
 [Note: write order] The kernel admits one writer at a time per file. Every rank writes to all files, because it holds a
 shard of every tensor. So each rank begins at a different file, and so does each thread of a rank. If there are fewer
@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import adopt_device, current_device, rank, world_size
+from fsdp2_strategy.distributed.process_group import current_device, rank, set_device, world_size
 from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.regions import Box
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, write_from
@@ -35,7 +35,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class WriteRequest:
     """A write request: fill the box of an entry with the values of ``tensor``, which has the shape of the box."""
 
     entry: Entry
@@ -62,7 +62,9 @@ class _Run:
         return self.offset + self.tensor.numel() * self.dtype.itemsize
 
 
-def write_all(requests: Sequence[Job], *, hashed: bool = False, create: bool = False) -> dict[Path, list[Block]]:
+def write_all(
+    requests: Sequence[WriteRequest], *, hashed: bool = False, create: bool = False
+) -> dict[Path, list[Block]]:
     """Execute write requests.
 
     Args:
@@ -132,7 +134,7 @@ def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Pa
     threads = min(_THREADS, sum(map(len, queues.values())))
     if not threads:
         return
-    with ThreadPoolExecutor(threads, initializer=adopt_device, initargs=(current_device(),)) as pool:
+    with ThreadPoolExecutor(threads, initializer=set_device, initargs=(current_device(),)) as pool:
         workers = [pool.submit(take_files) for _ in range(threads)]
         try:
             wait(workers, return_when=FIRST_EXCEPTION)
@@ -155,7 +157,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _runs(request: Job) -> Iterator[_Run]:
+def _runs(request: WriteRequest) -> Iterator[_Run]:
     """Split a request into runs of at most one block."""
     entry, tensor = request.entry, request.tensor
     if not tensor.numel():
@@ -173,7 +175,7 @@ def _runs(request: Job) -> Iterator[_Run]:
     else:
         for i, row in enumerate(tensor.unbind(), begin):
             inner = Entry(entry.name, entry.path, entry.offset + i * row_bytes, entry.dtype, inner_shape)
-            yield from _runs(Job(inner, inner_box, row, request.own_block))
+            yield from _runs(WriteRequest(inner, inner_box, row, request.own_block))
 
 
 def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp2_strategy.import_paths import lazily
+from fsdp2_strategy.import_paths import lazy_exports
 
 if TYPE_CHECKING:
     from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout as LeRobotLayout
@@ -18,4 +18,4 @@ if TYPE_CHECKING:
     from fsdp2_strategy.lerobot.metadata import Metadata as Metadata
     from fsdp2_strategy.lerobot.policy_export import save_policy as save_policy
 
-__getattr__, __dir__, __all__ = lazily(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

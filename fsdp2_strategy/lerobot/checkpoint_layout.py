@@ -86,7 +86,7 @@ def check_sidecars(train_config: Any, preprocessor: Any, postprocessor: Any) -> 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BesidePolicy:
+class PolicySidecars:
     """The objects that are saved as sidecar files of a policy's weights."""
 
     config: Any

@@ -181,9 +181,9 @@ class LeRobotDataset(Dataset[Sample]):
         self._rows = EpisodeRows(self._source, self.metadata, self._folder.path, pool)
         self._decoders = Decoders(self._source, decoders, self._counts)
         fetcher = EpisodeFetcher(self._source, self.metadata, self._rows)
-        used_bytes = partial(_bytes_on_disk, self._folder.path)
+        cached_bytes = partial(used_bytes, self._folder.path)
         self._prefetcher = EpisodePrefetcher(
-            fetcher.announce, fetcher.fetch, fetcher.release, used_bytes, max_bytes=disk_bytes
+            fetcher.announce, fetcher.fetch, fetcher.release, cached_bytes, max_bytes=disk_bytes
         )
         self._prefetcher.end_with(self)
 
@@ -289,7 +289,8 @@ def _create_locked_folder(parent: Path) -> tuple[Path, IO[str]]:
         lock.close()
 
 
-def _bytes_on_disk(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
+    """Return the size of all files below a folder, in bytes."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # deleted in the meantime

@@ -17,15 +17,15 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS
-from fsdp2_strategy.hf.peft.merge import base_of, has_adapters
+from fsdp2_strategy.hf.peft.merge import has_adapters, without_adapter_modules
 from fsdp2_strategy.hf.save_plan import write_configuration
-from fsdp2_strategy.hf.skeleton import twin
-from fsdp2_strategy.lerobot.checkpoint_layout import BesidePolicy
-from fsdp2_strategy.model.ranks import on_its_ranks
+from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.lerobot.checkpoint_layout import PolicySidecars
+from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
-@on_its_ranks
+@on_model_ranks
 def save_policy(
     policy: nn.Module,
     output_dir: str | Path,
@@ -59,8 +59,8 @@ def save_policy(
     with all_or_none("export a policy", CheckpointError):
         if is_rank_0():
             _check_folder(folder, adapted=adapted)
-        base = twin(base_of(unwrap_model(policy)))
-        sidecars = BesidePolicy.of(base, train_config, preprocessor, postprocessor)
+        base = meta_skeleton(without_adapter_modules(unwrap_model(policy)))
+        sidecars = PolicySidecars.of(base, train_config, preprocessor, postprocessor)
     save_model(policy, None, folder, dtype=dtype, max_shard_size=sys.maxsize, merge_adapters=not adapted)
     with all_or_none("export a policy", CheckpointError):
         if is_rank_0():

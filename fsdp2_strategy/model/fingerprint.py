@@ -25,7 +25,7 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import values_of
-from fsdp2_strategy.model.shards import local_box
+from fsdp2_strategy.model.shards import shard_ranges
 from fsdp2_strategy.model.state import Slot, model_state
 
 _INITIAL_SUMS = Slot[dict[str, torch.Tensor]]("initial sums of the frozen parameters")
@@ -46,7 +46,7 @@ class Fingerprint:
     as_bfloat16: str
     """Sum over the elements rounded to bfloat16; equal to ``exact`` for bfloat16 and non-floating dtypes."""
 
-    def fits(self, other: Fingerprint) -> bool | None:
+    def matches(self, other: Fingerprint) -> bool | None:
         """Return whether two tensors hold the same values, up to rounding to bfloat16 if their dtypes differ.
 
         Return None if the dtypes differ and one is float16: float16 and bfloat16 round one fp32 value differently, so
@@ -71,7 +71,7 @@ def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None)
     return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=control_device())
 
 
-def remember_as_built(model: nn.Module) -> None:
+def store_initial_sums(model: nn.Module) -> None:
     """Store the sums of the frozen parameters of a partly frozen model, unless one is on meta; not collective."""
     parameters = named_parameters(model)
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -79,8 +79,8 @@ def remember_as_built(model: nn.Module) -> None:
         model_state(model).set(_INITIAL_SUMS, dict(zip(frozen, local_sums(frozen), strict=True)))
 
 
-def changed_since_built(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
-    """Return which of the named tensors have changed on any rank since `remember_as_built`; collective.
+def changed_since_initial(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
+    """Return which of the named tensors have changed on any rank since `store_initial_sums`; collective.
 
     ``local`` holds their present `local_sums`. Tensors without a stored sum count as changed.
     """
@@ -118,7 +118,7 @@ def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
         return totals
     rounded = values.is_floating_point() and values.dtype != torch.bfloat16
     offset_weights = offset_weights.to(values.device)
-    for begin, run in _runs(values, tuple(tensor.shape), local_box(tensor)):
+    for begin, run in _runs(values, tuple(tensor.shape), shard_ranges(tensor)):
         for first, last in _split_at_blocks(begin, begin + len(run), len(offset_weights)):
             part = run[first - begin : last - begin]
             totals[0] += _weighted(_bits(part), first, offset_weights)

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp2_strategy.distributed.torch_internals import (
     drop_gather_in_flight,
     forget_forward_root,
+    fsdp_state_of,
     mark_idle,
-    records_of,
+    param_groups_of,
     reset_record,
-    state_of,
 )
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Yield the ``FSDPParamGroup`` of each unit that has parameters; not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            yield from records_of(state_of(module))
+            yield from param_groups_of(fsdp_state_of(module))
 
 
 def reshard(model: nn.Module) -> None:
@@ -52,7 +52,7 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            for record in records_of(state_of(module)):
+            for record in param_groups_of(fsdp_state_of(module)):
                 drop_gather_in_flight(record)
 
 
@@ -66,5 +66,5 @@ def reset_units(model: nn.Module) -> None:
         reset_record(record)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            mark_idle(state_of(module))
-            forget_forward_root(state_of(module))
+            mark_idle(fsdp_state_of(module))
+            forget_forward_root(fsdp_state_of(module))

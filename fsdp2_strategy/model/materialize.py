@@ -20,8 +20,8 @@ from fsdp2_strategy.distributed.torch_internals import (
     is_offloaded_to_cpu,
     local_of,
     parameters_of,
+    reset_sharded_parameter,
     shard_of,
-    take_over_shard,
 )
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.gradients import average_gradient
@@ -34,7 +34,7 @@ _uninitialised: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate all parameters and buffers that are on the meta device, without values; not collective.
 
-    Tied tensors stay tied. The new tensors count as uninitialised until `has_values_now`. Of sharded parameters only
+    Tied tensors stay tied. The new tensors count as uninitialised until `mark_initialised`. Of sharded parameters only
     this rank's shards are allocated, in host memory under ``CPUOffloadPolicy``; FSDP2 pads and pins them.
     """
     sharded = is_sharded(model)
@@ -58,22 +58,22 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for record in parameter_groups(model):
         for parameter in parameters_of(record):
             if flat_shard_of(parameter).is_meta:
-                take_over_shard(parameter)
+                reset_sharded_parameter(parameter)
 
 
-def lacks_values(tensor: torch.Tensor) -> bool:
+def is_uninitialised(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is uninitialised: on meta and not a placeholder, or allocated but not filled."""
     if tensor.is_meta and not is_offloaded_tensor(tensor) and not is_computed(tensor):
         return True
     return tensor in _uninitialised
 
 
-def is_unreal(model: nn.Module) -> bool:
+def has_uninitialised_tensors(model: nn.Module) -> bool:
     """Return whether any parameter or buffer of the model is uninitialised; not collective."""
-    return any(map(lacks_values, chain(model.parameters(), model.buffers())))
+    return any(map(is_uninitialised, chain(model.parameters(), model.buffers())))
 
 
-def has_values_now(model: nn.Module) -> None:
+def mark_initialised(model: nn.Module) -> None:
     """Record that all parameters and buffers of the model are initialised; not collective."""
     for tensor in chain(model.parameters(), model.buffers()):
         _uninitialised.pop(tensor, None)

@@ -33,17 +33,17 @@ from fsdp2_strategy.distributed.torch_internals import (
     local_of,
     name_of,
     parameters_of,
+    reset_sharded_parameter,
     set_flat_shard,
     set_local,
     shard_of,
     storage_address,
-    take_over_shard,
 )
 from fsdp2_strategy.errors import OffloadError
 from fsdp2_strategy.model.fsdp_state import parameter_groups, reset_units
 from fsdp2_strategy.model.placeholders import any_offloaded, is_offloaded_tensor, placeholder_for, values_of
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.unit_hooks import hang, remove_hook
+from fsdp2_strategy.model.unit_hooks import register_hook, remove_hook
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 _ALIGNMENT = 512
@@ -153,7 +153,7 @@ def _offload_one(owner: Any) -> None:
     """Offload a unit or an optimizer; if a copy fails, it is unchanged."""
     is_unit = not isinstance(owner, Optimizer)
     for parameter in parameters_of(owner) if is_unit else ():
-        take_over_shard(parameter)  # the module's parameter may have been replaced since the last pass
+        reset_sharded_parameter(parameter)  # the module's parameter may have been replaced since the last pass
     buffers: list[torch.Tensor] = []
     copied: list[tuple[_Item, torch.Tensor]] = []
     with CopyQueue() as queue:
@@ -168,7 +168,7 @@ def _offload_one(owner: Any) -> None:
         item.replace(placeholder_for(values, item.tensor))
     model_state(owner).set(_BUFFERS, buffers)
     if is_unit:
-        hang(owner, "gather", "offload", _refuse_gather)
+        register_hook(owner, "gather", "offload", _refuse_gather)
     _guard_steps()
 
 

@@ -86,7 +86,7 @@ def any_offloaded() -> bool:
     return bool(_offloaded)
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor, also of a placeholder; collective if the tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return values_of(tensor)

@@ -45,7 +45,7 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
         yield
 
 
-def on_its_ranks(function: F) -> F:
+def on_model_ranks(function: F) -> F:
     """Decorate a function, whose first parameter is ``model``, to run within `on_ranks_of` that model."""
 
     @functools.wraps(function)

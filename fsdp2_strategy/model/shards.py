@@ -20,7 +20,7 @@ def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor_like(source, local) if isinstance(source, DTensor) else local
 
 
-def local_box(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+def shard_ranges(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Return the offset and length of this rank's shard in each dimension of the full tensor; not collective.
 
     Raises:
@@ -53,7 +53,7 @@ def shard_size_of(tensor: torch.Tensor) -> int:
 
 def shard_view(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the view of a full tensor that corresponds to this rank's shard of ``like``; not collective."""
-    for dim, (begin, length) in enumerate(local_box(like)):
+    for dim, (begin, length) in enumerate(shard_ranges(like)):
         full = full.narrow(dim, begin, length)
     return full
 

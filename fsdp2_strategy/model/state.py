@@ -5,7 +5,7 @@ Input: a model, an optimizer, or the ``FSDPParamGroup`` of a unit. Output: its `
 [Note: per-model state] A module of this package that stores data per model defines a `Slot` at its top, with a name and
 a type. The table of states has weak keys. So a value must not reference its model, not even through a submodule, a
 bound method or a hook: the model would never be freed. Data that deep copies of a module must keep is stored on it with
-`carry`.
+`attach`.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ def model_state(subject: object) -> ModelState:
     return _states.setdefault(subject, ModelState())
 
 
-CARRIED = "_fsdp2_strategy_carried"
+ATTACHED = "_fsdp2_strategy_carried"
 """Name of the module attribute that holds carried values."""
 
 
-def carry(module: nn.Module, slot: Slot[T], value: T) -> None:
+def attach(module: nn.Module, slot: Slot[T], value: T) -> None:
     """Store a value on a module itself, so that deep copies and sharding keep it."""
-    module.__dict__.setdefault(CARRIED, {})[slot.name] = value
+    module.__dict__.setdefault(ATTACHED, {})[slot.name] = value
 
 
-def carried(module: nn.Module, slot: Slot[T]) -> T | None:
-    """Return the value that `carry` stored on a module; None if there is none."""
-    value: T | None = module.__dict__.get(CARRIED, {}).get(slot.name)
+def attached(module: nn.Module, slot: Slot[T]) -> T | None:
+    """Return the value that `attach` stored on a module; None if there is none."""
+    value: T | None = module.__dict__.get(ATTACHED, {}).get(slot.name)
     return value
 
 
-def put_down(module: nn.Module, slot: Slot[Any]) -> None:
-    """Remove a value that `carry` stored on a module; copies of the module keep theirs."""
-    module.__dict__.get(CARRIED, {}).pop(slot.name, None)
+def remove_attached(module: nn.Module, slot: Slot[Any]) -> None:
+    """Remove a value that `attach` stored on a module; copies of the module keep theirs."""
+    module.__dict__.get(ATTACHED, {}).pop(slot.name, None)

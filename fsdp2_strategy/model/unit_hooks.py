@@ -20,10 +20,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     # An offloaded unit raises before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
     # First add zero gradients for parameters that only other ranks used: the other hooks check what is to be reduced.
-    "reduce": ("unequal use", "units that never ran", "divergence"),
+    "reduce": ("unequal gradients", "units that never ran", "divergence"),
     # Master weights in the optimizer need fp32 gradients, so their hook runs around the other one and overrides it.
     "choose gradient dtypes": ("masters in the optimizer", "units that are frozen at first"),
-    "note the order of forward": ("replicated encoder",),
+    "record forward order": ("replicated encoder",),
 }
 """The features that may hook each call of a unit, outermost first."""
 
@@ -31,7 +31,7 @@ _HOOKS = Slot[dict[str, dict[str, Around]]]("hooks on the calls of a unit")
 """Hooks by call and feature. A hook must not reference its ``FSDPParamGroup``: it receives it as an argument."""
 
 
-def hang(record: Any, call: str, feature: str, around: Around) -> None:
+def register_hook(record: Any, call: str, feature: str, around: Around) -> None:
     """Register ``around(record, proceed, *arguments)`` as a hook around a call of a unit; not collective.
 
     Args:

@@ -33,7 +33,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return unwrap_model(inner)
 
 
-def remember_wrapper(root: nn.Module) -> None:
+def register_wrapper(root: nn.Module) -> None:
     """Map the inner model of a sharded wrapper to the wrapper; not collective."""
     inner = getattr(root, "model", None)
     if getattr(root, "is_actor", False) and isinstance(inner, nn.Module):

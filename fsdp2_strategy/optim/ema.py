@@ -17,8 +17,8 @@ from fsdp2_strategy.errors import ConfigError, ShardError
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
-from fsdp2_strategy.model.placeholders import values_of, whole_of
-from fsdp2_strategy.model.shards import local_box, sharded_like
+from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
+from fsdp2_strategy.model.shards import shard_view, sharded_like
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
@@ -139,10 +139,7 @@ def _local_values_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tenso
     """Return the part of ``source`` that corresponds to this rank's shard of ``target``."""
     if _same_sharding(target, source):
         return values_of(source)
-    part = whole_of(source)
-    for dim, (begin, length) in enumerate(local_box(target)):
-        part = part.narrow(dim, begin, length)
-    return part
+    return shard_view(full_tensor_of(source), target)
 
 
 def _same_sharding(target: torch.Tensor, source: torch.Tensor) -> bool:

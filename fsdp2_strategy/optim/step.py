@@ -36,7 +36,7 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.sharding.vision_encoders import may_be_uneven
+from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tens
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
     """Set what each unit communicates in the next backward pass; not collective."""
     root = unwrap_model(model)
-    if mode == "defer_all_reduce" and may_be_uneven(root):
+    if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
         mode = "every"  # FSDP2 sums deferred gradients in one flat buffer, so their parameters must not vary
     for unit in root.modules():
         if isinstance(unit, FSDPModule) and mode == "last":

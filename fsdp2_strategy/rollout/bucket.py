@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2_strategy.distributed.process_group import current_device, group_in_use
-from fsdp2_strategy.model.placeholders import values_of, whole_of
+from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
 
 _ALIGNMENT = 16
 
@@ -106,7 +106,7 @@ class Part:
 
     def write(self, row: torch.Tensor) -> None:
         """Write this rank's shard into its slice of the row; collective if ``is_gathered_alone``."""
-        local = whole_of(self.tensor) if self.route.is_gathered_alone else values_of(self.tensor)
+        local = full_tensor_of(self.tensor) if self.route.is_gathered_alone else values_of(self.tensor)
         target = self._values_in(row)
         if local.device != target.device:  # cast first: fewer bytes are copied to the device
             local = local.to(self.dtype)

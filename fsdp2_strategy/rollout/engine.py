@@ -23,9 +23,9 @@ from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
-from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.weights_folder import origin_for
+from fsdp2_strategy.hf.weights_folder import source_of_weights
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
@@ -85,7 +85,7 @@ class TransformersEngine:
             its_dtype = dtype if is_cast else original.dtype
             return torch.empty(original.shape, dtype=its_dtype, device=current_device())
 
-        copied: Any = twin(root, room).eval().requires_grad_(False)
+        copied: Any = meta_skeleton(root, room).eval().requires_grad_(False)
         _copy_configs(copied)
         copied.config.dtype = dtype or copied.dtype
         keep_dtypes(copied, dtype_plan(copied, dtype) if dtype else None)
@@ -168,14 +168,14 @@ class _WeightLoader:
     """Load weights under Hugging Face names into a full model, by the conversions that apply to files."""
 
     def __init__(self, model: nn.Module) -> None:
-        copied: Any = twin(model)
+        copied: Any = meta_skeleton(model)
         self._model = model
         regions = regions_to_write(copied, tensors_to_write(model, copied))
         nowhere = Path()
         self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
         self._direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
         self._computed: list[tuple[str, Piece, set[str]]] = []
-        recipe = recipe_for(origin_for(copied), self._expected).regions
+        recipe = recipe_for(source_of_weights(copied), self._expected).regions
         for own_name, region in recipe.items():
             for piece in region.pieces:
                 if isinstance(piece.source, Computed):
@@ -272,7 +272,10 @@ class Rollout:
 
     def set_up(self, args: object, engine_type: str | RolloutEngine, actor: nn.Module | None) -> None:
         """Build the engine, or use the given one; collective."""
-        with on_ranks_of(() if actor is None else actor), all_or_none("set up an inference engine", RolloutError):
+        with (
+            on_ranks_of(() if actor is None else actor),
+            all_or_none("set up an inference engine", RolloutError),
+        ):
             self.close()  # the old engine may hold memory or a port that the new one needs
             built: Any = engine_type
             if isinstance(engine_type, str):

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.agreement import error_text
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import FSDP2StrategyError, RolloutError
+from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.rollout.connection import (
     Connection,
     ConnectionLostError,
@@ -89,7 +90,7 @@ class RemoteEngine:
                 raise
             except Exception as error:  # noqa: BLE001  raised below, after the server has received it
                 failure = error
-            self._connection.send({"end": None if failure is None else _text(failure)})
+            self._connection.send({"end": None if failure is None else error_text(failure)})
             with suppress(RolloutError) if failure else nullcontext():
                 self._receive_answer(action)
         if failure is not None:
@@ -211,8 +212,8 @@ def _execute(
     except ConnectionLostError:
         raise
     except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
-        logger.warning("cannot %s: %s", call, _text(failure))
-        connection.send({"error": _text(failure)})
+        logger.warning("cannot %s: %s", call, error_text(failure))
+        connection.send({"error": error_text(failure)})
 
 
 def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
@@ -313,7 +314,3 @@ def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | No
 
 
 ENGINES["remote"] = _remote_engine
-
-
-def _text(failure: BaseException) -> str:
-    return str(failure) if isinstance(failure, FSDP2StrategyError) else f"{type(failure).__name__}: {failure}"

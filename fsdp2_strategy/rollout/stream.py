@@ -21,13 +21,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.agreement import agree, all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
-from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
@@ -84,7 +84,7 @@ def stream_weights(
             reshard(root)
             merged, buckets, is_early = _prepare(root, dtype, bucket_bytes)
         facts = [bucket.facts() for bucket in buckets]
-        agree(action, facts, RolloutError, "the same model and arguments on every rank. Call it with the same.")
+        check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Call it with the same.")
         if merged.adapters:
             with all_or_none(action, RolloutError):
                 merged.gather()
@@ -243,7 +243,7 @@ def _cached_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) 
 
 def _make_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_RegionBucket]:
     """Put a model's tensors into buckets; names, shapes, dtypes and placements determine the result on every rank."""
-    copied = twin(root)
+    copied = meta_skeleton(root)
     tensors = tensors_to_write(root, copied)
     regions = regions_to_write(copied, tensors, dtype)
     is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ShardError, did_you_mean
-from fsdp2_strategy.hf.library_internals import blocks_that_stay_whole
+from fsdp2_strategy.hf.library_internals import no_split_class_names
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.known_policies import policy_of
@@ -136,7 +136,7 @@ def choose_blocks(
         modules = _without_containers(modules_of_class(model, present or known))
         return Blocks("block", f"from _fsdp_wrap_modules of {policy.name}: {', '.join(present)}", modules)
     if known != ():
-        declared = {name for m in model.modules() for name in blocks_that_stay_whole(m)}
+        declared = {name for m in model.modules() for name in no_split_class_names(m)}
         listed = declared.union(known or (), manual_transformer_cls_names_to_wrap) - {"Embedding"}
         modules = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
         if modules := _without_thin_wrappers(_without_containers(modules)):

@@ -44,19 +44,19 @@ from fsdp2_strategy.distributed.torch_internals import (
     base_of,
     choose_root,
     forget_forward_root,
+    fsdp_state_of,
     gather,
     is_gathered_for_backward,
     is_in_backward,
     mark_forward,
     mark_idle,
+    param_groups_of,
     pre_backward_hook,
     prefetch_for_forward,
     record_post_forward,
     record_pre_forward,
-    records_of,
     run_post_forward,
     run_pre_forward,
-    state_of,
     tree_leaves,
 )
 from fsdp2_strategy.errors import ShardError, some
@@ -140,7 +140,7 @@ class BypassHooks:
         """Run a method of the root between FSDP2's pre- and post-forward; a nested call runs it as it is."""
         if self._depth:
             return method(*args, **kwargs)
-        state = state_of(self._root)
+        state = fsdp_state_of(self._root)
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
         self._enter(name)
         try:
@@ -148,7 +148,7 @@ class BypassHooks:
             self._leave(self._root, args, True)
         except BaseException:
             self._leave(self._root, args, None)
-            for each in (state, *records_of(state)):  # so that FSDP2 takes the next pass for a new one
+            for each in (state, *param_groups_of(state)):  # so that FSDP2 takes the next pass for a new one
                 mark_idle(each)
             forget_forward_root(state)
             raise
@@ -156,7 +156,7 @@ class BypassHooks:
 
     def _init_root(self, *_: object) -> None:
         """Initialise FSDP2's root before a unit runs on its own; otherwise FSDP2 would make that unit the root."""
-        choose_root(state_of(self._root))
+        choose_root(fsdp_state_of(self._root))
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, even if the caller uses ``model.forward(...)``."""
@@ -319,13 +319,13 @@ class _Unit:
 
     @property
     def _state(self) -> Any:
-        return state_of(self.module)
+        return fsdp_state_of(self.module)
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
         """Gather the unit as before its forward; ``module`` is its first submodule that runs, with these inputs."""
         state = self._state
         mark_forward(state)
-        for param_group in records_of(state):
+        for param_group in param_groups_of(state):
             args, kwargs = record_pre_forward(param_group, module, args, kwargs)
         prefetch_for_forward(state)
         self.is_open = self.was_bypassed = True
@@ -337,7 +337,7 @@ class _Unit:
             return
         self.is_open = False
         state = self._state
-        for param_group in records_of(state):
+        for param_group in param_groups_of(state):
             record_post_forward(param_group, self.module)
         mark_idle(state)
 
@@ -352,7 +352,7 @@ class _Unit:
         state = self._state
         if not is_gathered_for_backward(state):
             pre_backward_hook(state)(None)
-        for param_group in records_of(state):
+        for param_group in param_groups_of(state):
             gather(param_group)
 
 

@@ -18,7 +18,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     set_gradient_dtypes_of,
     shard_of,
 )
-from fsdp2_strategy.model.unit_hooks import hang
+from fsdp2_strategy.model.unit_hooks import register_hook
 
 
 def fix_gradient_dtypes(param_group: Any) -> None:
@@ -31,7 +31,7 @@ def fix_gradient_dtypes(param_group: Any) -> None:
     trained = [i for i in floating if shard_of(parameters_of(param_group)[i]).requires_grad] or floating
     if trained:
         around = functools.partial(_choose_dtypes_of, trained[0])
-        hang(param_group, "choose gradient dtypes", "units that are frozen at first", around)
+        register_hook(param_group, "choose gradient dtypes", "units that are frozen at first", around)
 
 
 def _choose_dtypes_of(i: int, param_group: Any, choose: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ def _choose_dtypes_of(i: int, param_group: Any, choose: Callable[[], None]) -> N
 
 def reduce_to_fp32(param_group: Any) -> None:
     """Keep the gradients of half-precision shards in fp32; FSDP2 would round them to the dtype of the shards."""
-    hang(param_group, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
+    register_hook(param_group, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
 
 def _choose_fp32(param_group: Any, choose: Callable[[], None]) -> None:

@@ -36,7 +36,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.errors import StepError, some
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import clean
-from fsdp2_strategy.model.unit_hooks import hang
+from fsdp2_strategy.model.unit_hooks import register_hook
 
 _exchanges = itertools.count()
 
@@ -52,8 +52,8 @@ def detect_divergence(root: nn.Module, seconds: float) -> None:
     names = {module: clean(name) for name, module in root.named_modules()}
     for param_group in parameter_groups(root):
         name = names[module_of(param_group)] or "the root unit"
-        hang(param_group, "gather", "divergence", functools.partial(_gather, exchange, name))
-        hang(param_group, "reduce", "divergence", functools.partial(_reduce, exchange, name))
+        register_hook(param_group, "gather", "divergence", functools.partial(_gather, exchange, name))
+        register_hook(param_group, "reduce", "divergence", functools.partial(_reduce, exchange, name))
     root.register_forward_hook(lambda *_: exchange.compare("finished its forward pass"))
 
 

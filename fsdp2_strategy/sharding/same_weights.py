@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2_strategy.distributed.agreement import agree
+from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use
 from fsdp2_strategy.errors import ShardError
 
@@ -33,7 +33,7 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
         "the same options, and a model with the same names, shapes, dtypes and frozen parameters, on every rank. Build "
         "it from the same configuration."
     )
-    agree(f"shard {name}", planned, ShardError, expected)
+    check_equal(f"shard {name}", planned, ShardError, expected)
     parameters = {name: p for name, p in parameters.items() if not p.is_meta}
     samples = torch.tensor([_sample(p) for p in parameters.values()], dtype=torch.float64, device=control_device())
     extremes = torch.stack([samples, -samples])

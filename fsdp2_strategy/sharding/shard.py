@@ -20,11 +20,11 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import ShardError
-from fsdp2_strategy.model.fingerprint import remember_as_built
+from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.wrappers import remember_wrapper, unwrap_model
+from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
 from fsdp2_strategy.sharding.bypassed_blocks import BypassHooks, clone_view_outputs
@@ -166,8 +166,8 @@ def shard_model(
             prefetch([unit.module for unit in plan.units if unit.kind not in ("root", "vision")], prefetch_depth)
         hooks.add_entry_points((*forward_methods, *plan.entry_points))
         model_state(root).set(_IS_TRAINED, is_training)
-        remember_wrapper(root)
-        remember_as_built(root)
+        register_wrapper(root)
+        store_initial_sums(root)
         log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
     return model
 

@@ -47,7 +47,7 @@ from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.library_internals import encodes_images_before_forward
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.state import Slot, model_state
-from fsdp2_strategy.model.unit_hooks import hang
+from fsdp2_strategy.model.unit_hooks import register_hook
 
 # Inputs of a forward pass. The vision encoder runs once for each that is present.
 _PIXELS = ("pixel_values", "pixel_values_videos")
@@ -90,14 +90,14 @@ def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
 _IS_UNEVEN = Slot[bool]("uneven micro-batches")
 
 
-def may_be_uneven(model: nn.Module) -> bool:
+def may_have_unequal_gradients(model: nn.Module) -> bool:
     """Return whether micro-batches of a sharded model may have gradients for different parameters."""
     return model_state(model).get(_IS_UNEVEN) is True
 
 
 def skip_units_that_never_ran(param_group: Any) -> None:
     """Skip FSDP2's gradient accumulation for a unit that never ran on this rank, because it would fail there."""
-    hang(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
+    register_hook(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
 def _reduce_if_it_ran(param_group: Any, reduce: Callable[..., None], *unused: Any) -> None:
@@ -107,20 +107,20 @@ def _reduce_if_it_ran(param_group: Any, reduce: Callable[..., None], *unused: An
 
 def exclude_from_prefetch(param_group: Any) -> None:
     """Exclude a unit from the order in which FSDP2 prefetches in backward, which must be the same on all ranks."""
-    hang(param_group, "note the order of forward", "replicated encoder", lambda *_: None)
+    register_hook(param_group, "record forward order", "replicated encoder", lambda *_: None)
 
 
 def add_zero_gradients(model: nn.Module, param_groups: Iterable[Any]) -> None:
     """Before these units reduce gradients, add zero gradients for parameters that only other ranks used.
 
     Args:
-        model: the sharded root; `may_be_uneven` returns True for it from then on.
+        model: the sharded root; `may_have_unequal_gradients` returns True for it from then on.
         param_groups: the ``FSDPParamGroup`` of units whose parameters may be used on some ranks only.
     """
     model_state(model).set(_IS_UNEVEN, True)
     around = functools.partial(_reduce_with_zeros, group_in_use())
     for param_group in param_groups:
-        hang(param_group, "reduce", "unequal use", around)
+        register_hook(param_group, "reduce", "unequal gradients", around)
 
 
 @torch.no_grad()

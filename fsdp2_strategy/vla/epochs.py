@@ -14,7 +14,6 @@ batches before the position are drawn and discarded. Its persistent workers are 
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsdp2_strategy.checkpoint import Loader
-from fsdp2_strategy.checkpoint.random_state import forked_rng, load_rng, rng_content
+from fsdp2_strategy.checkpoint.random_state import derive_seed, forked_rng, load_rng, rng_content
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
@@ -133,7 +132,7 @@ class Epochs:
         for source in sources:
             if callable(set_epoch := getattr(source, "set_epoch", None)) and source not in positioned:
                 set_epoch(epoch)
-        with forked_rng(_derive_seed(self._seed, rank(), epoch)):
+        with forked_rng(derive_seed(self._seed, rank(), epoch)):
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
@@ -209,7 +208,7 @@ class Epochs:
             generator = getattr(source, "generator", None)
             if isinstance(generator, torch.Generator) and id(generator) not in seeded:
                 seeded.add(id(generator))
-                generator.manual_seed(_derive_seed(_first_seeds.setdefault(source, generator.initial_seed()), epoch))
+                generator.manual_seed(derive_seed(_first_seeds.setdefault(source, generator.initial_seed()), epoch))
 
 
 def kind_of(loader: Any) -> Kind:
@@ -237,8 +236,3 @@ def _with_state(loader: Any, state: Any) -> Loader:
     """Return a proxy of a loader whose ``state_dict`` returns an earlier state."""
     own = {name: getattr(loader, name) for name in ("load_state_dict", "check_state") if hasattr(loader, name)}
     return SimpleNamespace(state_dict=lambda: state, **own)
-
-
-def _derive_seed(*numbers: int) -> int:
-    text = "/".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

@@ -347,11 +347,11 @@ class VLAFSDPStrategy(TrainingStrategy):
     @property
     def pending_micro_batches(self) -> int:
         """Micro-batches since the last optimizer step."""
-        return self._run(self.vla).accumulation.micro_batches
+        return self._state_of(self.vla).accumulation.micro_batches
 
     @pending_micro_batches.setter
     def pending_micro_batches(self, count: int) -> None:
-        self._run(self.vla).accumulation.micro_batches = count
+        self._state_of(self.vla).accumulation.micro_batches = count
 
     def _steps_of(self, dataloader: Any) -> int | None:
         if self.max_steps is not None:
@@ -461,7 +461,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         Raises:
             ConfigError: they differ.
         """
-        accumulation = self._run(self.vla).accumulation
+        accumulation = self._state_of(self.vla).accumulation
         if self._resumed is not None:
             self._resumed.check_start(epoch, step, accumulation.steps)
         elif step:

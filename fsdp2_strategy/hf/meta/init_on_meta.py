@@ -17,12 +17,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from fsdp2_strategy.distributed.torch_internals import past_modes
+from fsdp2_strategy.distributed.torch_internals import without_modes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import LAST_STEP, LOADING_STEP
 from fsdp2_strategy.hf.meta.recorded_init import Recording, is_recording, record
-from fsdp2_strategy.hf.skeleton import twin
-from fsdp2_strategy.hf.weights_folder import Origin, remember_origin
+from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.hf.weights_folder import WeightsSource, remember_origin
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
                 "folder or hub id. Build it outside of init_on_meta."
             )
         keep_dtypes(model, load_config.dtype_plan)
-        with past_modes():
+        with without_modes():
             _store_files(model, checkpoint_files, load_config)
         return _nothing_loaded(), None
 
@@ -131,8 +131,8 @@ def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:
             "safetensors files. Convert it with from_pretrained and save_pretrained."
         )
     _move_parameters_to_meta(model)
-    origin = Origin(
-        model=twin(model),
+    origin = WeightsSource(
+        model=meta_skeleton(model),
         files=files,
         index=_index_of(files[0]),
         conversions=load_config.weight_mapping,

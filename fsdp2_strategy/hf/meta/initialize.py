@@ -44,7 +44,7 @@ from fsdp2_strategy.hf.meta.recorded_init import (
     written_arguments,
 )
 from fsdp2_strategy.hf.peft.merge import gather_full
-from fsdp2_strategy.hf.skeleton import twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.model.shards import shard_view
 
@@ -189,7 +189,7 @@ class _LazyTensors:
             mark_initialized(new)
             return new
 
-        skeleton = twin(model, replacement)
+        skeleton = meta_skeleton(model, replacement)
         seen: set[int] = set()
         for module in skeleton.modules():
             both: tuple[Any, Any] = (module._parameters, module._buffers)

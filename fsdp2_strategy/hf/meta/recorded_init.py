@@ -39,10 +39,10 @@ from fsdp2_strategy.distributed.torch_internals import (
     tree_map,
 )
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.model.state import Slot, carried, carry, put_down
+from fsdp2_strategy.model.state import Slot, attach, attached, remove_attached
 
 _RECORDED = Slot[dict[str, "RecordedTensor"]]("how its tensors were made")
-"""The recorded tensors of a module, by name; stored with `carry`, so that copies of the module have them too."""
+"""The recorded tensors of a module, by name; stored with `attach`, so that copies of the module have them too."""
 _manual_seed, _get_rng_state, _set_rng_state = torch.manual_seed, torch.get_rng_state, torch.set_rng_state
 _COPIES = {"aten::_to_copy", "aten::clone"}
 _WITHOUT_VALUES = {
@@ -419,7 +419,7 @@ def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Ca
 
 def _attach(recording: Recording, module: nn.Module) -> None:
     """Store which tensors of a module a recording contains; unchanged ones keep the recording of an earlier block."""
-    earlier = carried(module, _RECORDED) or {}
+    earlier = attached(module, _RECORDED) or {}
     recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and tensor.is_meta:
@@ -427,15 +427,15 @@ def _attach(recording: Recording, module: nn.Module) -> None:
             if changed or (changed is not None and name not in recorded):
                 recorded[name] = RecordedTensor(recording, tensor.detach())
     if recorded:
-        carry(module, _RECORDED, recorded)
+        attach(module, _RECORDED, recorded)
 
 
 def forget(model: nn.Module) -> None:
     """Remove the recorded tensors of all modules of a model; a recording is freed with the last of them."""
     for module in model.modules():
-        put_down(module, _RECORDED)
+        remove_attached(module, _RECORDED)
 
 
 def recorded_tensor(module: nn.Module, name: str) -> RecordedTensor | None:
     """Return how a tensor of a module was made; None if that was not recorded."""
-    return (carried(module, _RECORDED) or {}).get(name)
+    return (attached(module, _RECORDED) or {}).get(name)

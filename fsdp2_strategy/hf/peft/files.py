@@ -21,7 +21,7 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
 from fsdp2_strategy.model.names import clean
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -35,7 +35,7 @@ class AdapterFiles:
 
     regions: Mapping[str, Mapping[str, Region]]
     """By adapter, then by name in its file; the sources are the model's tensor names."""
-    copied: Any
+    skeleton: Any
     """Meta skeleton of the peft model, with its own copy of the configurations."""
 
     @classmethod
@@ -51,7 +51,7 @@ class AdapterFiles:
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
             tensors = adapted.state_dict(keep_vars=True)
-            skeleton: Any = twin(adapted)
+            skeleton: Any = meta_skeleton(adapted)
             skeleton.peft_config = copy.deepcopy(skeleton.peft_config)
             # On rank 0 only, because peft may read the base model's folder or query the hub.
             names = _names_in_files(skeleton) if is_rank_0() else {}
@@ -62,14 +62,14 @@ class AdapterFiles:
         regions = {adapter: {key: whole[name] for key, name in held.items()} for adapter, held in names.items()}
         return cls(regions, skeleton), tensors
 
-    def folder_of(self, adapter: str, folder: Path) -> Path:
+    def adapter_folder(self, adapter: str, folder: Path) -> Path:
         """Return the folder of an adapter's files: ``folder`` itself for "default", a subfolder for others."""
         return folder if adapter == "default" else folder / adapter
 
     def write_configuration(self, adapter: str, folder: Path) -> None:
         """Write the configuration that peft needs to load an adapter's weights into the adapter's folder."""
-        config = self.copied.peft_config[adapter]
-        base = self.copied.get_base_model() if hasattr(self.copied, "get_base_model") else self.copied
+        config = self.skeleton.peft_config[adapter]
+        base = self.skeleton.get_base_model() if hasattr(self.skeleton, "get_base_model") else self.skeleton
         config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
         config.inference_mode = True
         classes = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}

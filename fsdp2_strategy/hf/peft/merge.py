@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.library_internals import forget_caches
-from fsdp2_strategy.hf.skeleton import original_class, twin
+from fsdp2_strategy.hf.library_internals import reset_caches
+from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import computed, values_of
-from fsdp2_strategy.model.shards import local_box, shard_view
+from fsdp2_strategy.model.shards import shard_ranges, shard_view
 
 Adapted = Callable[[Any, str, nn.Module], None]
 
@@ -74,22 +74,22 @@ def without_adapters(root: nn.Module) -> Merged:
         for key in _adapted_keys(layer, active):
             weight = layer.get_base_layer()._parameters[key]
             # A copy, because a forward pass registers gathered parameters in the layer itself.
-            rows = _Rows(twin(layer, lambda tensor: tensor), key, tuple(active), weight, gathered)
+            rows = _Rows(meta_skeleton(layer, lambda tensor: tensor), key, tuple(active), weight, gathered)
             base._parameters[key] = computed(rows.merged, like=weight)
 
-    model = _remove_adapters(twin(root, lambda tensor: tensor), root, merge)
+    model = _remove_adapters(meta_skeleton(root, lambda tensor: tensor), root, merge)
     _untie(model)
     return Merged(model, adapters, gathered)
 
 
-def base_of(model: nn.Module) -> nn.Module:
+def without_adapter_modules(model: nn.Module) -> nn.Module:
     """Return a copy of a model without adapters, which shares its parameters; the model if it has no adapters."""
-    return _remove_adapters(twin(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
+    return _remove_adapters(meta_skeleton(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
 
 
 def base_skeleton(model: nn.Module) -> nn.Module:
     """Return a meta skeleton of the model without adapters, with the names of the base model; not collective."""
-    return twin(base_of(model))
+    return meta_skeleton(without_adapter_modules(model))
 
 
 def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
@@ -298,7 +298,7 @@ class _Rows:
     def merged(self) -> torch.Tensor:
         """Return the rows with the adapters merged, on this rank's device."""
         rows = values_of(self.weight).to(current_device(), copy=True, memory_format=torch.contiguous_format)
-        begin, length = local_box(self.weight)[0]
+        begin, length = shard_ranges(self.weight)[0]
         chunk = sizes.MERGED_EXPERTS if self._experts > 1 else sizes.MERGED_ROWS
         for low, high in _row_chunks(self.weight.shape[0], chunk):
             first, last = max(low, begin), min(high, begin + length)
@@ -337,9 +337,9 @@ class _Rows:
                 return rows.new_zeros(self._other_parameter_shape(tensor, len(rows)), dtype=tensor.dtype)
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-        layer: Any = twin(self.layer, cut)
+        layer: Any = meta_skeleton(self.layer, cut)
         layer.merged_adapters = []  # the copy shares this list with the original
-        forget_caches(layer)
+        reset_caches(layer)
         if self._experts > 1:
             layer.num_experts = len(rows)
         layer.merge(adapter_names=list(self.active))
