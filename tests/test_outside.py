@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 import weakref
 from contextlib import contextmanager
 
@@ -518,13 +519,17 @@ def served(engine, **options):
 def call_until_interrupted(address, told):
     forever = ((f"{i}", torch.zeros(5 << 20)) for i in range(10**6))
     engines = []
-    for _ in range(2):
-        engines.append(RemoteEngine(address))
-        told.send("calls")
-        with pytest.raises(KeyboardInterrupt):
-            engines[-1].update_weights(forever) if len(engines) == 2 else engines[-1].generate()
-        engines[-1].close()
-        told.send("interrupted")
+    try:
+        for _ in range(2):
+            engines.append(RemoteEngine(address))
+            told.send("calls")
+            with pytest.raises(KeyboardInterrupt):
+                engines[-1].update_weights(forever) if len(engines) == 2 else engines[-1].generate()
+            engines[-1].close()
+            told.send("interrupted")
+    except BaseException:
+        told.send(traceback.format_exc())
+        raise
 
 
 def test_a_trainer_that_is_interrupted_comes_back_at_once_and_leaves_the_server_to_the_next():
@@ -535,13 +540,15 @@ def test_a_trainer_that_is_interrupted_comes_back_at_once_and_leaves_the_server_
     ours, theirs = processes.Pipe()
     trainer = processes.Process(target=call_until_interrupted, args=(address, theirs), daemon=True)
     trainer.start()
+    theirs.close()  # the end of the process is then an error, too
     for _ in range(2):
         assert ours.recv() == "calls" and engine.began.wait(60)
         for _ in range(2):  # Python may lose one where it runs a callback: then somebody presses the keys again
             os.kill(trainer.pid, signal.SIGINT)
             if ours.poll(25):
                 break
-        assert ours.poll() and ours.recv() == "interrupted", "before the engine has answered"
+        assert ours.poll(), "not before the engine has answered"
+        assert ours.recv() == "interrupted"
         engine.goes_on.set()
         engine.began.clear()
     trainer.join()

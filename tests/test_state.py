@@ -76,7 +76,6 @@ def test_no_other_table_of_models_is_kept():
         "distributed/process_group.py": {"_full_trainers", "_group_counts"},
         "hf/meta/recorded_init.py": {"_recordings"},
         "vla/epochs.py": {"_first_seeds"},
-        "lerobot/remote_requests.py": {"_roots"},
     }
     found = {}
     for path in PACKAGE.rglob("*.py"):
