@@ -1,7 +1,7 @@
 """Check the language of the package: run by `make lint`.
 
-Docstrings and comments use the terms of the field; see docs/glossary.md. The words below were used for something else
-in earlier versions, and nobody could guess for what.
+Docstrings, comments, error and log texts, and identifiers use the terms of the field; see docs/glossary.md. The words
+below were used for something else in earlier versions, and nobody could guess for what.
 """
 
 import ast
@@ -40,6 +40,24 @@ WORDS = {
 }
 """Patterns of words, and what to write instead."""
 
+IDENTIFIERS = {
+    "twin": "skeleton",
+    "tape": "recording",
+    "wish": "request",
+    "slab": "buffer",
+    "trip": "offload",
+    "tower": "vision_encoder",
+    "settle": "reset",
+    "knock": "connect",
+    "stretch": "span",
+    "away": "offloaded",
+    "alike": "equal",
+    "beside": "sidecars",
+    "whole": "full",
+    "room": "space",
+}
+"""Words that no identifier contains, and what to write instead."""
+
 FIRST_WORDS = {"Let": "an imperative verb that names the mechanism", "Have": "an imperative verb", "Say": "Return"}
 """Words that no docstring begins with."""
 
@@ -49,6 +67,26 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the string literals of several words that are not docstrings, with their lines: error and log texts."""
+    own = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in own
+        if is_text and node.value.strip().count(" ") >= 2:
+            yield node.lineno, node.value
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the names that a module defines, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -61,12 +99,16 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 def problems(path: Path) -> Iterator[str]:
     """Yield what is wrong with the language of a file."""
     source = path.read_text()
-    texts = list(docstrings(ast.parse(source)))
+    tree = ast.parse(source)
+    texts = list(docstrings(tree))
     for line, text in texts:
         first = text.split(maxsplit=1)[0] if text.split() else ""
         if first in FIRST_WORDS:
             yield f"{path}:{line}: a docstring begins with {first!r}: write {FIRST_WORDS[first]}"
-    for line, text in (*texts, *comments(source)):
+    for line, name in identifiers(tree):
+        for word in IDENTIFIERS.keys() & set(name.lower().strip("_").split("_")):
+            yield f"{path}:{line}: {name!r}: write {IDENTIFIERS[word]}"
+    for line, text in (*texts, *comments(source), *messages(tree)):
         prose = re.sub(r"``.+?``|`.+?`|\[Note: .+?\]|^ +\w+:", "", text, flags=re.DOTALL | re.MULTILINE)
         for words, instead in WORDS.items():
             for found in re.finditer(rf"(?<![-\w])(?:{words})(?![-\w])", prose):
@@ -76,7 +118,7 @@ def problems(path: Path) -> Iterator[str]:
 def main() -> int:
     """Write all problems; return 1 if there is one."""
     found = [text for folder in sys.argv[1:] for path in sorted(Path(folder).rglob("*.py")) for text in problems(path)]
-    sys.stdout.write("\n".join(found or ["All docstrings and comments use the terms of the field"]) + "\n")
+    sys.stdout.write("\n".join(found or ["The language is that of the field"]) + "\n")
     return bool(found)
 
 

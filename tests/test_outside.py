@@ -457,7 +457,7 @@ def connect_and_die(address):
 
 def knock_and_die(address):
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port))).sendall(b"fsdp2 trainer 02")
+    socket.create_connection((host, int(port))).sendall(b"fsdp2 trainer 03")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -747,8 +747,8 @@ def test_a_greeting_that_is_wrong_or_incomplete_leaves_the_server_to_the_next():
     strangers = []
     for said in (
         b"GET / HTTP/1.1" + bytes(40),
-        b"fsdp2 trainer 02" + bytes(16) + b"x",
-        b"fsdp2 trainer 02" + bytes(16) + b"r",
+        b"fsdp2 trainer 03" + bytes(16) + b"x",
+        b"fsdp2 trainer 03" + bytes(16) + b"r",
     ):
         strangers.append(socket.create_connection((host, int(port))))
         strangers[-1].sendall(said)

@@ -169,13 +169,13 @@ def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[
     if path is None:
         return known
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    whole = not is_transformers_model(root) and not (folder / CONFIG).is_file()
+    is_plain = not is_transformers_model(root) and not (folder / CONFIG).is_file()
     outermost = [module for module, (_, name) in known.items() if not name]
-    if not whole and len(outermost) == 1 and is_transformers_model(outermost[0]):
+    if not is_plain and len(outermost) == 1 and is_transformers_model(outermost[0]):
         # The model was built for another folder: use the module names of that folder.
         old = known[outermost[0]][0]
         new = open_folder(old.model, path)
         return {module: (new, name) for module, (own, name) in known.items() if own is old}
-    within = root if whole else inner_model(root)
+    within = root if is_plain else inner_model(root)
     given = open_folder(within, path)
     return {module: (given, name) for module, name in names_without_adapters(within).items()}

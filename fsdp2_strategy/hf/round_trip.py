@@ -107,9 +107,9 @@ def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
     longer = [(s, n) for s, n in zip(part.strides, part.shape, strict=True) if n > 1]
     last = part.offset + sum(s * (n - 1) for s, n in longer)
     for piece in in_file.pieces:
-        whole = piece.shape == tuple(in_file.shape)
+        covers_file = piece.shape == tuple(in_file.shape)
         dims = [d for d, n in enumerate(piece.shape) if n > 1]
-        if whole and all(piece.strides[d] == shape[d] for d in dims):  # offsets map directly
+        if covers_file and all(piece.strides[d] == shape[d] for d in dims):  # offsets map directly
             return piece.source, piece.offset + part.offset, [s for s, _ in longer]
         first = _unravel_index(part.offset, in_file.shape)
         each = [_unravel_index(s, in_file.shape) for s, _ in longer]

@@ -328,9 +328,9 @@ def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
             return False
         strides = [s for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1]
         run = region.dtype.itemsize
-        for length, whole in zip(reversed(piece.shape), reversed(region.shape), strict=True):
+        for length, full_length in zip(reversed(piece.shape), reversed(region.shape), strict=True):
             run *= length
-            if length != whole:
+            if length != full_length:
                 break
         in_order = strides == sorted(strides, reverse=True)
         if not in_order or run < min(sizes.SHORTEST_RUN_BYTES, math.prod(piece.shape) * region.dtype.itemsize):

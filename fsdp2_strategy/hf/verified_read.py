@@ -191,7 +191,7 @@ class Reader:
             view = value.as_strided(part.shape, part.strides, part.offset)
             target_of(request.tensor, part).copy_(view.to(request.region.dtype))
 
-    def read_whole(self, entry: Entry) -> torch.Tensor:
+    def read_full(self, entry: Entry) -> torch.Tensor:
         """Return the full tensor of a file entry."""
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self._open(entry.path)
@@ -250,7 +250,7 @@ class Reader:
         """Return the value of a computed source; the last one is cached because several tensors may need it."""
         if self._computed is None or self._computed[0] is not piece.source:
             self._computed = None
-            self._computed = (piece.source, value_of(piece.source, self.read_whole))
+            self._computed = (piece.source, value_of(piece.source, self.read_full))
         return self._computed[1]
 
     def _open(self, path: Path) -> None:

@@ -157,8 +157,8 @@ def _runs(
 def _split_at_blocks(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """Split a range of positions at block boundaries into partial blocks and groups of whole blocks."""
     while begin < end:
-        whole = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)
-        cut = begin + whole * size if whole else min(end, begin + size - begin % size)
+        full_blocks = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)
+        cut = begin + full_blocks * size if full_blocks else min(end, begin + size - begin % size)
         yield begin, cut
         begin = cut
 

@@ -43,9 +43,9 @@ _BUFFER_BYTES = 1 << 20
 _CLOSED = "the connection is closed"
 _BACKLOG = 128
 _ID_BYTES = 16
-_ACCEPTED = b"fsdp2 engine v02"
+_ACCEPTED = b"fsdp2 engine v03"
 _REQUESTS, _HEARTBEATS = b"r", b"h"
-_OPEN_TO_ALL = b"fsdp2 trainer 02"
+_OPEN_TO_ALL = b"fsdp2 trainer 03"
 """The key of a server at an address. A server at a rank has a random key, which only the default group can read."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

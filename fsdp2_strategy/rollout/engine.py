@@ -78,14 +78,14 @@ class TransformersEngine:
                 "generate method. Use another engine."
             )
 
-        def room(original: torch.Tensor) -> torch.Tensor:
+        def empty_like(original: torch.Tensor) -> torch.Tensor:
             if not isinstance(original, nn.Parameter) and not original.is_meta:
                 return original.detach().clone().to(current_device())
             is_cast = dtype and isinstance(original, nn.Parameter) and original.is_floating_point()
             its_dtype = dtype if is_cast else original.dtype
             return torch.empty(original.shape, dtype=its_dtype, device=current_device())
 
-        copied: Any = meta_skeleton(root, room).eval().requires_grad_(False)
+        copied: Any = meta_skeleton(root, empty_like).eval().requires_grad_(False)
         _copy_configs(copied)
         copied.config.dtype = dtype or copied.dtype
         keep_dtypes(copied, dtype_plan(copied, dtype) if dtype else None)

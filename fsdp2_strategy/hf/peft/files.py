@@ -58,8 +58,8 @@ class AdapterFiles:
         names = from_rank_0(names)
         with all_or_none("export adapters", CheckpointError):
             _check_complete(root, [tensors[source] for held in names.values() for source in held.values()])
-        whole = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        regions = {adapter: {key: whole[name] for key, name in held.items()} for adapter, held in names.items()}
+        full = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        regions = {adapter: {key: full[name] for key, name in held.items()} for adapter, held in names.items()}
         return cls(regions, skeleton), tensors
 
     def adapter_folder(self, adapter: str, folder: Path) -> Path:
