@@ -18,34 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import bare
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import (
-    attempt,
-    become_rank,
-    check_values,
-    circumstances,
-    digests_of,
-    draw,
-    drop_from_cache,
-    error_of,
-    fill,
-    finish,
-    force_to_disk,
-    in_turns,
-    llama_config,
-    local_of,
-    memory_left,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -81,7 +57,7 @@ def build(size: str, *, smoke: bool) -> nn.Module:
     if size == "small":
         small = Small(4, 5, 8) if smoke else Small(100, 50, 64)
         return shard_model(small, bf16=False, class_names=["Sequential"])
-    config = llama_config(size, smoke=smoke)
+    config = harness.llama_config(size, smoke=smoke)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(config.dtype)
     return shard_model(model, bf16=False).to_empty(device="cpu")
@@ -105,14 +81,16 @@ class State:
 
     def reset(self) -> None:
         """Give all tensors the values that are saved; the optimizer's are new ones."""
-        fill(list(self.model.parameters()))
+        harness.fill(list(self.model.parameters()))
         if self.optimizer is None:
             return
         self.optimizer.state.clear()
         for parameter in self.model.parameters():
             moments = {key: torch.zeros_like(parameter.data) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
-        fill(list(self.model.parameters()) + [t for s in self.optimizer.state.values() for t in s.values() if t.ndim])
+        harness.fill(
+            list(self.model.parameters()) + [t for s in self.optimizer.state.values() for t in s.values() if t.ndim]
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of every tensor, by name."""
@@ -120,7 +98,7 @@ class State:
         for name, parameter in self.model.named_parameters():
             slots = self.optimizer.state[parameter] if self.optimizer else {}
             found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in sorted(slots.items())}}
-        return {name: local_of(tensor.detach()) for name, tensor in found.items()}
+        return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
 # --- contestants ------------------------------------------------------------------------------------------------------
@@ -177,7 +155,7 @@ def gather_save_file(state: State, folder: Path) -> None:
     full = get_model_state_dict(state.model, options=FULL)
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in full.items()}, folder / "model.safetensors")
-        force_to_disk(folder)
+        harness.force_to_disk(folder)
 
 
 def load_file_broadcast(state: State, folder: Path) -> None:
@@ -191,7 +169,7 @@ def gather_torch_save(state: State, folder: Path) -> None:
         full["optim"] = get_optimizer_state_dict(state.model, state.optimizer, options=FULL)
     if dist.get_rank() == 0:
         torch.save(full, folder / "whole.pt")
-        force_to_disk(folder)
+        harness.force_to_disk(folder)
 
 
 def torch_load_broadcast(state: State, folder: Path) -> None:
@@ -263,19 +241,19 @@ WEIGHTS_ALONE = {"DCP, Hugging Face", "gather + save_file"}
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     folder = Path(options["folder"])
     state = State.of(options["case"], smoke=options["smoke"])
-    expected = digests_of(state.tensors())
+    expected = harness.digests_of(state.tensors())
     names = [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ALONE]
     results: dict = {"save": {}, "load": {}}
     payload: list = [None] * options["ranks"]
     dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors().values()))
-    if memory_left() < 4 * sum(payload):  # the file, and the whole state on every rank
+    if harness.memory_left() < 4 * sum(payload):  # the file, and the whole state on every rank
         names.remove(WHOLE_STATE)
         error = [[{"error": "the whole state does not fit into this machine's memory"}]]
         results["save"][WHOLE_STATE] = results["load"][WHOLE_STATE] = error
-    for name in in_turns(names, options["rounds"]):
+    for name in harness.in_turns(names, options["rounds"]):
         save, load = CONTESTANTS[name]
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -283,18 +261,18 @@ def work(rank: int, options: dict) -> None:
         if name == "bare":
             state.bare_calls = bare.calls_of(list(state.tensors().values()))
         dist.barrier()
-        saved = attempt(lambda s=save: turn(lambda: s(state, folder)))
+        saved = harness.attempt(lambda s=save: harness.turn(lambda: s(state, folder)))
         if rank == 0 and options["cold"]:
-            drop_from_cache(folder)
+            harness.drop_from_cache(folder)
         for tensor in state.tensors().values():
             tensor.zero_()
         loaded = saved
-        if not error_of([saved]):
-            loaded = attempt(
-                lambda r=load: turn(lambda: r(state, folder)),
-                lambda: check_values(digests_of(state.tensors()), expected),
+        if not harness.error_of([saved]):
+            loaded = harness.attempt(
+                lambda r=load: harness.turn(lambda: r(state, folder)),
+                lambda: harness.check_values(harness.digests_of(state.tensors()), expected),
             )
-        if error_of([loaded]):
+        if harness.error_of([loaded]):
             saved = loaded  # values that do not come back make no time of a save
             state.reset()
         results["save"].setdefault(name, []).append(saved)
@@ -302,7 +280,7 @@ def work(rank: int, options: dict) -> None:
     results["save"].pop(LOAD_ALONE, None)
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    finish(rank, options, {"payload_bytes": sum(payload), "results": results})
+    harness.finish(rank, options, {"payload_bytes": sum(payload), "results": results})
 
 
 def table(entry: dict) -> str:
@@ -322,13 +300,13 @@ def table(entry: dict) -> str:
         if "error" in facts:
             lines.append(f"| {name} | {facts['error'].splitlines()[0][:60]} | | | |")
             continue
-        middle, low, high = ratio(facts["seconds"], own["seconds"])
+        middle, low, high = harness.ratio(facts["seconds"], own["seconds"])
         lines.append(
-            f"| {name} | {spread(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
+            f"| {name} | {harness.spread(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
             f"{facts['peak_bytes'] / 1e6:.0f} | {facts[f'{moved}_bytes'] / entry['payload_bytes']:.4f} |"
         )
     if "error" not in contestants["bare"]:
-        middle, low, high = ratio(own["seconds"], contestants["bare"]["seconds"])
+        middle, low, high = harness.ratio(own["seconds"], contestants["bare"]["seconds"])
         least = min(own["seconds"]) / min(contestants["bare"]["seconds"])
         lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f}); least / least: {least:.2f}"]
     return "\n".join(lines)
@@ -347,11 +325,11 @@ def panels(entries: list[dict]) -> list[tuple[str, dict[str, list[float]]]]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--where", nargs="+", default=["disk", "tmpfs"], choices=["disk", "tmpfs"])
-    args = parse(
+    args = harness.parse(
         parser,
         smoke={"ranks": [2], "where": ["disk"]},
         places={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
@@ -368,16 +346,16 @@ def main() -> None:
             "folder": str(place / "checkpoint"),
         }
         try:
-            measured = on_ranks(work, options)
+            measured = harness.on_ranks(work, options)
         finally:
             shutil.rmtree(place, ignore_errors=True)
         for kind, contestants in measured["results"].items():
             entry = {"kind": kind, "case": case, "ranks": ranks, "where": where}
-            entry |= {"payload_bytes": measured["payload_bytes"], **circumstances(smoke=args.smoke)}
-            entry["contestants"] = {name: summary(turns) for name, turns in contestants.items()}
-            entries = merge(args.out / "checkpoint.json", entry, ("kind", "case", "ranks", "where"))
+            entry |= {"payload_bytes": measured["payload_bytes"], **harness.circumstances(smoke=args.smoke)}
+            entry["contestants"] = {name: harness.summary(turns) for name, turns in contestants.items()}
+            entries = harness.merge(args.out / "checkpoint.json", entry, ("kind", "case", "ranks", "where"))
             print(table(entry), end="\n\n", flush=True)
-    draw(panels(entries), args.out / "checkpoint.png", smoke=args.smoke)
+    harness.draw(panels(entries), args.out / "checkpoint.png", smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import harness
 import numpy as np
 import torch
-from harness import ValuesError, circumstances, in_turns, merge, parse, parser_of, ratio
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, ResumableLoader
@@ -127,9 +127,9 @@ def resuming(rounds: int, samples: Sequence[int]) -> dict:
                 continue
             batch = calls[name]()
             if batch.shape != (BATCH,) or (expected is not None and not torch.equal(batch, expected)):
-                raise ValuesError(f"{name} goes on with {batch.tolist()}, expected {expected}")
+                raise harness.ValuesError(f"{name} goes on with {batch.tolist()}, expected {expected}")
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for name in in_turns(list(calls), rounds):
+        for name in harness.in_turns(list(calls), rounds):
             times[name].append(seconds(calls[name]))
         rows[str(consumed)] = {**times, **missing}
         for name, values in times.items():
@@ -162,7 +162,7 @@ def orders(rounds: int, count: int) -> dict:
         tracemalloc.stop()
         ids = np.concatenate(in_slices(order, count))
         if len(np.unique(ids)) != count or ids.min() < 0 or ids.max() >= samples:
-            raise ValuesError(f"{name} gives a sample twice, or one that there is not")
+            raise harness.ValuesError(f"{name} gives a sample twice, or one that there is not")
         times = [seconds(partial(in_slices, order, count)) for _ in range(rounds)]
         rows[name] = {"ids_per_second": count / statistics.median(times), "peak_bytes": peak_bytes}
     times = [seconds(lambda: torch.randperm(10**7)) for _ in range(rounds)]
@@ -185,15 +185,15 @@ def overhead(rounds: int, *, smoke: bool) -> dict:
         times: dict[str, list[float]] = {name: [] for name in loaders}
         for name, loader in loaders.items():
             if not torch.equal(torch.cat(list(loader)).sort().values, torch.arange(n)):
-                raise ValuesError(f"an epoch of the {name} loader is not each sample once")
-        for name in in_turns(list(loaders), rounds):
+                raise harness.ValuesError(f"an epoch of the {name} loader is not each sample once")
+        for name in harness.in_turns(list(loaders), rounds):
             times[name].append(seconds(partial(deque, loaders[name], maxlen=0)))
         batches = n / batch
         added = [(a - b) / batches for a, b in zip(times["ours"], times["plain"], strict=True)]
         rows[f"batch {batch}, {workers} workers"] = {
             "seconds": times,
             "added_seconds_per_batch": statistics.median(added),
-            "ratio": ratio(times["ours"], times["plain"]),
+            "ratio": harness.ratio(times["ours"], times["plain"]),
         }
         loaders["ours"].close()
         print(
@@ -204,17 +204,17 @@ def overhead(rounds: int, *, smoke: bool) -> dict:
 
 
 def main() -> None:
-    args = parse(parser_of(__doc__), smoke={})
+    args = harness.parse(harness.parser_of(__doc__), smoke={})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torchdata's, of torch
     logging.disable()  # the contestants', of what they replay
     entry = {
-        **circumstances(smoke=args.smoke),
+        **harness.circumstances(smoke=args.smoke),
         "resuming": resuming(args.rounds, (100, 1000, 10**9) if args.smoke else (10**3, 10**6, 10**9)),
         "orders": orders(args.rounds, 2**14 if args.smoke else 2**20),
         "overhead": overhead(args.rounds, smoke=args.smoke),
     }
-    merge(args.out / "data.json", json.loads(json.dumps(entry)), ("hardware",))
+    harness.merge(args.out / "data.json", json.loads(json.dumps(entry)), ("hardware",))
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from harness import IMPORTED, OUT, become_rank, finish, in_turns, local_of, ratio
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -134,7 +134,7 @@ def in_pairs(
     """
     calls = {"ours": ours, "reference": reference}
     found: dict[str, list[list[Turn]]] = {name: [] for name in calls}
-    for name in [*calls, *in_turns(list(calls), rounds)]:
+    for name in [*calls, *harness.in_turns(list(calls), rounds)]:
         found[name].append([timed(call) for call in calls[name]])
         between()
     by_call = {name: [list(turns) for turns in zip(*of[1:], strict=True)] for name, of in found.items()}
@@ -153,7 +153,7 @@ def compared(unit: str, amount: float, ours: list[Turn], reference: list[Turn]) 
         for turns, seconds in zip((ours, reference), times, strict=True)
     ]
     # Median and middle half of our time over the reference's, pair by pair.
-    return {"unit": f"{unit}/s", "ours": sides[0], "reference": sides[1], "time_ratio": ratio(*times)}
+    return {"unit": f"{unit}/s", "ours": sides[0], "reference": sides[1], "time_ratio": harness.ratio(*times)}
 
 
 def least(value: int) -> int:
@@ -278,11 +278,11 @@ def trained(billions: float) -> tuple[FSDPV2Strategy, nn.Module, torch.optim.Opt
 def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return this rank's part of what an optimizer keeps, in a fixed order."""
     slots = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
-    return [local_of(slot[key]) for slot in slots for key in sorted(slot)]
+    return [harness.local_of(slot[key]) for slot in slots for key in sorted(slot)]
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
-    return [local_of(parameter.detach()) for parameter in model.parameters()]
+    return [harness.local_of(parameter.detach()) for parameter in model.parameters()]
 
 
 def outcome(measures: dict, facts: dict, wrong: list[str]) -> dict:
@@ -497,7 +497,7 @@ def log_probs(job: Job) -> dict:
     for compute in (in_chunks, of_full_logits):
         values.append(compute())
         values[-1].mean().backward()
-        gradients.append([local_of(parameter.grad) for parameter in model.parameters()])
+        gradients.append([harness.local_of(parameter.grad) for parameter in model.parameters()])
         model.zero_grad()
     errors = torch.stack([(a - b).norm() for a, b in zip(*gradients, strict=True)])
     norms = torch.stack([gradient.norm() for gradient in gradients[1]])
@@ -533,9 +533,9 @@ def be_rank(rank: int, name: str, options: dict) -> None:
     """Be one rank of a part."""
     os.setpgrp()  # a part that is cut ends with all the processes that it started
     gc.freeze()  # what the imports made: `timed` collects garbage before each turn
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     job = Job(rank=rank, scratch=Path(options["scratch"]), **options["job"])
-    finish(rank, options, PARTS[name](job))
+    harness.finish(rank, options, PARTS[name](job))
 
 
 def run(name: str, ranks: int, job: dict, limit_seconds: float) -> dict:
@@ -650,7 +650,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.5, help="for all parts; half a minute is for starting")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="one per accelerator")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU where there is no accelerator")
-    parser.add_argument("--out", type=Path, help=f"{OUT} by default, {OUT / 'smoke'} with --smoke")
+    parser.add_argument("--out", type=Path, help=f"{harness.OUT} by default, {harness.OUT / 'smoke'} with --smoke")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         print("gpu.py needs an accelerator; --smoke tries the script without one", file=sys.stderr)
@@ -658,8 +658,8 @@ def main() -> int:
     job = {"billions": args.parameters, "rounds": args.rounds, "smoke": args.smoke}
     if args.smoke:
         job |= {"billions": 0.0, "rounds": 2}
-    mp.set_forkserver_preload(IMPORTED)
-    out = args.out or (OUT / "smoke" if args.smoke else OUT)
+    mp.set_forkserver_preload(harness.IMPORTED)
+    out = args.out or (harness.OUT / "smoke" if args.smoke else harness.OUT)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
     entry = {**circumstances(args), "parts": {}}

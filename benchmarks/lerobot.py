@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import av
+import harness
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from av.video.reformatter import VideoReformatter
-from harness import IMPORTED, ValuesError, circumstances, digest_of, in_turns, merge, parse, parser_of, ratio
 from torch.utils.data import DataLoader
 
 from fsdp2_strategy.data import ResumableLoader
@@ -171,7 +171,7 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 def take_turns(contestants: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> dict[str, Any]:
     """Return each one's seconds, turn by turn, after one turn that does not count."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
-    for name in [*contestants, *in_turns(list(contestants), rounds)]:
+    for name in [*contestants, *harness.in_turns(list(contestants), rounds)]:
         turns[name].append(contestants[name]())
     return {
         name: {"seconds": [wall for wall, _ in of[1:]], "cpu_seconds": [cpu for _, cpu in of[1:]]}
@@ -207,14 +207,16 @@ def batches(dataset: Any, count: int, **options: Any) -> Iterator[Any]:
 
 def digests(batch: Mapping[str, Any]) -> dict[str, str]:
     """Return a checksum for each part of a batch."""
-    return {key: digest_of(part) if isinstance(part, torch.Tensor) else repr(part) for key, part in batch.items()}
+    return {
+        key: harness.digest_of(part) if isinstance(part, torch.Tensor) else repr(part) for key, part in batch.items()
+    }
 
 
 def check_batches(given: Iterable[Mapping[str, Any]], expected: Iterable[Mapping[str, str]], what: str) -> None:
     """Compare batches with digests, as long as there are both."""
     for i, (batch, digest) in enumerate(zip(given, expected, strict=False)):
         if digests(batch) != digest:
-            raise ValuesError(f"{what}: batch {i} does not have the values that it should")
+            raise harness.ValuesError(f"{what}: batch {i} does not have the values that it should")
 
 
 def check_pictures(root: Path, wanted: Sequence[Place], count: int) -> None:
@@ -224,7 +226,7 @@ def check_pictures(root: Path, wanted: Sequence[Place], count: int) -> None:
         bare = bare_batches(wanted, len(keys), [0])
         for i, (batch, pictures) in enumerate(zip(ours, bare, strict=False)):
             if not all(map(torch.equal, (batch[key] for key in keys), pictures)):
-                raise ValuesError(f"{root.name}: pictures of batch {i} are not those of the bare loop")
+                raise harness.ValuesError(f"{root.name}: pictures of batch {i} are not those of the bare loop")
 
 
 def check_rows(batch: Mapping[str, Any], root: Path, what: str) -> None:
@@ -233,7 +235,7 @@ def check_rows(batch: Mapping[str, Any], root: Path, what: str) -> None:
     for key in ("observation.state", "action"):
         whole = np.array([row for file in files for row in file[key]], dtype=np.float32)
         if not np.array_equal(np.asarray(batch[key], dtype=np.float32), whole[np.asarray(batch["index"])]):
-            raise ValuesError(f"{what}: {key} is not that of the files")
+            raise harness.ValuesError(f"{what}: {key} is not that of the files")
 
 
 # --- frames ------------------------------------------------------------------------------------------------------
@@ -314,7 +316,8 @@ def frames(folder: Path, rounds: int, sizes: Sizes) -> dict:
             "bytes_of_one": sum(file.stat().st_size for file in root.rglob("*.mp4")) / (16 * 12 * cameras),
             "turns": turns,
             "speed_ratio": {
-                who: ratio(turns[who]["seconds"], turns["ours"]["seconds"]) for who in ("bare", "bare, in batches")
+                who: harness.ratio(turns[who]["seconds"], turns["ours"]["seconds"])
+                for who in ("bare", "bare, in batches")
             },
         }
         name = f"{codec}, {height}x{height * 4 // 3}, {cameras} camera{'s' * (cameras - 1)}"
@@ -368,7 +371,7 @@ def rows(folder: Path, rounds: int, sizes: Sizes) -> dict:
         turns = take_turns({name: partial(next_of, of, count * in_batch[name]) for name, of in given.items()}, rounds)
         given["ours"].close()
     for name, of in turns.items():
-        against = ratio(of["seconds"], turns["ours"]["seconds"])
+        against = harness.ratio(of["seconds"], turns["ours"]["seconds"])
         a_second = count * BATCH / statistics.median(of["seconds"])
         print(f"rows alone, {name:15s}: {a_second:7.0f} samples/s; its time / ours {shown(against)}")
     return {"samples": count * BATCH, "turns": turns | missing}
@@ -395,7 +398,7 @@ def first_batch(root: Path, workers: int, consumed: int) -> tuple[float, float]:
     seconds = timed(first)
     held.extend(begin(0))
     if got[0]["index"].tolist() != list(held[2].peek(BATCH)):
-        raise ValuesError(f"the first batch after {consumed} is not the next one of the order")
+        raise harness.ValuesError(f"the first batch after {consumed} is not the next one of the order")
     for one in held:
         one.close()
     return seconds
@@ -417,7 +420,7 @@ def workers(folder: Path, rounds: int, sizes: Sizes) -> dict:
     turns = take_turns({str(count): lambda count=count: steady(count) for count in (0, 1, 2)}, rounds)
     frames = (end - begin) * BATCH * 2
     for count, of in turns.items():
-        against = ratio(turns["0"]["seconds"], of["seconds"])
+        against = harness.ratio(turns["0"]["seconds"], of["seconds"])
         a_second = frames / statistics.median(of["seconds"])
         print(f"{count} workers: {a_second:6.0f} frames/s, {shown(against)} times the speed without")
     result: dict[str, Any] = {"frames": frames, "turns": turns, "first_batch": {}}
@@ -427,7 +430,7 @@ def workers(folder: Path, rounds: int, sizes: Sizes) -> dict:
             {name: lambda at=at, count=count: first_batch(root, count, at) for name, at in consumed.items()}, rounds
         )
         for name, of in starts.items():
-            against = ratio(of["seconds"], starts["0"]["seconds"])
+            against = harness.ratio(of["seconds"], starts["0"]["seconds"])
             print(
                 f"{count} workers, first batch after {name:13s} batches: {statistics.median(of['seconds']) * 1e3:6.0f} "
                 f"ms, {shown(against)} times that after none"
@@ -518,7 +521,7 @@ def alone(function: Callable[..., Any], *arguments: Any, smoke: bool) -> Any:
     With ``--smoke`` the process is forked from one that has the imports, which saves seconds; its memory means nothing.
     """
     context = multiprocessing.get_context("forkserver" if smoke else "spawn")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(harness.IMPORTED)
     with ProcessPoolExecutor(1, context, be_trainer, (multiprocessing.get_start_method(),)) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -634,16 +637,20 @@ def bytes_(folder: Path, _rounds: int, sizes: Sizes) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("SVT_LOG", "1")  # the encoder's greetings
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
-    args = parse(parser, smoke={}, places={"dir": Path("runs/lerobot")})
+    args = harness.parse(parser, smoke={}, places={"dir": Path("runs/lerobot")})
     logging.disable()  # the contestants'
     parts = dict(zip(PARTS, (frames, rows, workers, memory, bytes_), strict=True))
     sizes = SMOKE if args.smoke else MEASURED
     for name in args.only:
         start = time.perf_counter()
-        entry = {**circumstances(smoke=args.smoke), "part": name, "result": parts[name](args.dir, args.rounds, sizes)}
-        merge(args.out / "lerobot.json", json.loads(json.dumps(entry)), ("hardware", "part"))
+        entry = {
+            **harness.circumstances(smoke=args.smoke),
+            "part": name,
+            "result": parts[name](args.dir, args.rounds, sizes),
+        }
+        harness.merge(args.out / "lerobot.json", json.loads(json.dumps(entry)), ("hardware", "part"))
         print(f"{name}: {time.perf_counter() - start:.0f} s")
 
 

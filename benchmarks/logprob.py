@@ -13,27 +13,9 @@ small vocabularies and short sequences.
 
 from functools import partial
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import (
-    ValuesError,
-    attempt,
-    become_rank,
-    circumstances,
-    draw,
-    error_of,
-    finish,
-    in_turns,
-    local_of,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,21 +76,23 @@ class Passes:
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return the values of the last pass, with this rank's part of the gradients, and clear the gradients."""
-        gradients = {n: local_of(p.grad).clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {
+            n: harness.local_of(p.grad).clone() for n, p in self.model.named_parameters() if p.grad is not None
+        }
         self.model.zero_grad()
         return {LOG_PROBS: self.log_probs, **gradients}
 
     def check(self, *, trains: bool) -> None:
         found = self.take()
         if found.keys() != (self.expected.keys() if trains else {LOG_PROBS}):
-            raise ValuesError("some gradients are missing" if trains else "there are gradients, expected none")
+            raise harness.ValuesError("some gradients are missing" if trains else "there are gradients, expected none")
         for name, value in found.items():
             if not value.numel():
                 continue
             scale = 1.0 if name == LOG_PROBS else float(self.expected[name].abs().max()) or 1.0
             difference = float((value - self.expected[name]).abs().max()) / scale
             if not difference <= LARGEST_DIFFERENCE:
-                raise ValuesError(f"{name} differs from that of a log_softmax by {difference:.2g}")
+                raise harness.ValuesError(f"{name} differs from that of a log_softmax by {difference:.2g}")
             if name == LOG_PROBS:
                 self.largest_difference = max(self.largest_difference, difference)
 
@@ -119,23 +103,24 @@ def measured(vocabulary: int, options: dict) -> dict:
     for trains in (True, False):
         kind = "forward and backward" if trains else "forward"
         turns = {name: [] for name in passes.contestants}
-        for name in in_turns(list(passes.contestants), options["rounds"] + 1):
+        for name in harness.in_turns(list(passes.contestants), options["rounds"] + 1):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            outcomes = attempt(
-                lambda n=name, t=trains: turn(lambda: passes.run(n, trains=t)), lambda t=trains: passes.check(trains=t)
+            outcomes = harness.attempt(
+                lambda n=name, t=trains: harness.turn(lambda: passes.run(n, trains=t)),
+                lambda t=trains: passes.check(trains=t),
             )
-            if torch.cuda.is_available() and not error_of([outcomes]):
+            if torch.cuda.is_available() and not harness.error_of([outcomes]):
                 outcomes[0]["peak_bytes"] = torch.cuda.max_memory_allocated()
             turns[name].append(outcomes)
-        results[kind] = {name: summary(of_name[1:]) for name, of_name in turns.items()}
+        results[kind] = {name: harness.summary(of_name[1:]) for name, of_name in turns.items()}
     return {"kinds": results, "largest_difference": passes.largest_difference}
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     found = {str(v): measured(v, options) for v in options["vocabularies"]}
-    finish(rank, options, found)
+    harness.finish(rank, options, found)
 
 
 def table(entry: dict) -> str:
@@ -147,25 +132,28 @@ def table(entry: dict) -> str:
                 if failed := facts.get("error", contestants["ours"].get("error")):
                     lines.append(f"| {int(vocabulary):,} | {kind}: {name} | {failed} | | |")
                     continue
-                beside = ratio(facts["seconds"], contestants["ours"]["seconds"])
+                beside = harness.ratio(facts["seconds"], contestants["ours"]["seconds"])
                 text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
-                peak = facts["peak_bytes"] / 1e6
-                lines.append(
-                    f"| {int(vocabulary):,} | {kind}: {name} | {spread(facts['seconds'])} | {peak:,.0f} | {text} |"
-                )
+                peak, seconds = facts["peak_bytes"] / 1e6, harness.spread(facts["seconds"])
+                lines.append(f"| {int(vocabulary):,} | {kind}: {name} | {seconds} | {peak:,.0f} | {text} |")
     largest = max(found["largest_difference"] for found in entry["vocabularies"].values())
     return "\n".join([*lines, "", f"Largest difference of a log-probability: {largest:.2g}"])
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
-    args = parse(parser, smoke={"tokens": 8, "vocabularies": [320, 1280]})
-    found = on_ranks(work, vars(args))
-    entry = {"ranks": args.ranks, "tokens": args.tokens, **circumstances(smoke=args.smoke), "vocabularies": found}
-    merge(args.out / "logprob.json", entry, ("ranks", "tokens", "hardware"))
+    args = harness.parse(parser, smoke={"tokens": 8, "vocabularies": [320, 1280]})
+    found = harness.on_ranks(work, vars(args))
+    entry = {
+        "ranks": args.ranks,
+        "tokens": args.tokens,
+        **harness.circumstances(smoke=args.smoke),
+        "vocabularies": found,
+    }
+    harness.merge(args.out / "logprob.json", entry, ("ranks", "tokens", "hardware"))
     panels = [
         (
             f"{int(vocabulary):,} words, {kind}",
@@ -174,7 +162,7 @@ def main() -> None:
         for vocabulary, of_vocabulary in found.items()
         for kind, contestants in of_vocabulary["kinds"].items()
     ]
-    draw(panels, args.out / "logprob.png", smoke=args.smoke)
+    harness.draw(panels, args.out / "logprob.png", smoke=args.smoke)
     print(table(entry))
 
 

@@ -13,28 +13,9 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import (
-    ValuesError,
-    attempt,
-    become_rank,
-    check_values,
-    circumstances,
-    digests_of,
-    fill,
-    finish,
-    in_turns,
-    local_of,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -73,7 +54,7 @@ class BareCopies:
 
     def __init__(self, like: list[torch.Tensor]) -> None:
         self.sources = [torch.empty_like(t) for t in like]
-        fill(self.sources)
+        harness.fill(self.sources)
         pinned = torch.cuda.is_available()
         self._kept = [torch.empty(t.shape, pin_memory=True) for t in self.sources] if pinned else None
         self.copies: list[torch.Tensor] = []
@@ -105,11 +86,11 @@ def moves(rounds: int, millions: float) -> dict:
     strategy.optimizer_step(optimizer, model)
 
     def state() -> list[torch.Tensor]:
-        return [local_of(t) for s in optimizer.state.values() for t in s.values() if t.ndim]
+        return [harness.local_of(t) for s in optimizer.state.values() for t in s.values() if t.ndim]
 
-    fill(state())
+    harness.fill(state())
     bare = BareCopies(state())
-    expected = digests_of(numbered(state())), digests_of(numbered(bare.sources))
+    expected = harness.digests_of(numbered(state())), harness.digests_of(numbered(bare.sources))
 
     def move(call: Callable[[object], None]) -> None:
         call(optimizer)
@@ -117,22 +98,22 @@ def moves(rounds: int, millions: float) -> dict:
 
     def check_offloaded() -> None:
         if not is_offloaded(optimizer):
-            raise ValuesError("the optimizer's state is not offloaded")
+            raise harness.ValuesError("the optimizer's state is not offloaded")
 
     contestants = {
         "bare copy": (
-            (bare.offload, lambda: check_values(digests_of(numbered(bare.copies)), expected[1])),
-            (bare.reload, lambda: check_values(digests_of(numbered(bare.returned)), expected[1])),
+            (bare.offload, lambda: harness.check_values(harness.digests_of(numbered(bare.copies)), expected[1])),
+            (bare.reload, lambda: harness.check_values(harness.digests_of(numbered(bare.returned)), expected[1])),
         ),
         "ours": (
             (lambda: move(offload), check_offloaded),
-            (lambda: move(reload), lambda: check_values(digests_of(numbered(state())), expected[0])),
+            (lambda: move(reload), lambda: harness.check_values(harness.digests_of(numbered(state())), expected[0])),
         ),
     }
     results: dict = {"away": {}, "back": {}}
-    for name in in_turns(list(contestants), rounds + 1):
+    for name in harness.in_turns(list(contestants), rounds + 1):
         for kind, (call, check) in zip(results, contestants[name], strict=True):
-            results[kind].setdefault(name, []).append(attempt(lambda c=call: turn(c), check))
+            results[kind].setdefault(name, []).append(harness.attempt(lambda c=call: harness.turn(c), check))
         bare.copies, bare.returned = [], []
     warm = {kind: {name: turns[1:] for name, turns in by_name.items()} for kind, by_name in results.items()}
     return {"bytes_of_a_rank": sum(t.nbytes for t in bare.sources), "results": warm}
@@ -174,18 +155,18 @@ def accumulation(options: dict, shard_size: int) -> dict:
             norm = step(mode)
         found[mode] = {"sent_bytes": dict(counter.sent), "grad_norm": norm, "turns": []}
         if not abs(norm / found[MODES[0]]["grad_norm"] - 1) <= LARGEST_DIFFERENCE:
-            raise ValuesError(f"the gradient norm of {mode} is {norm}, that of {MODES[0]} {found[MODES[0]]}")
-    for mode in in_turns(MODES, options["rounds"]):
-        found[mode]["turns"].append(attempt(lambda m=mode: turn(lambda: step(m))))
+            raise harness.ValuesError(f"the gradient norm of {mode} is {norm}, that of {MODES[0]} {found[MODES[0]]}")
+    for mode in harness.in_turns(MODES, options["rounds"]):
+        found[mode]["turns"].append(harness.attempt(lambda m=mode: harness.turn(lambda: step(m))))
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     result = {"moves": moves(options["rounds"], options["parameters"])}
     sizes = [-1, 2] if options["ranks"] >= 4 else [-1]
     result["accumulation"] = {str(size): accumulation(options, size) for size in sizes}
-    finish(rank, options, result)
+    harness.finish(rank, options, result)
 
 
 def table(entry: dict) -> str:
@@ -198,10 +179,10 @@ def table(entry: dict) -> str:
                 lines.append(f"| {kind}: {name} | {failed} | | | |")
                 continue
             rate = nbytes / statistics.median(facts["seconds"]) / 1e9
-            beside = ratio(facts["seconds"], contestants["bare copy"]["seconds"])
+            beside = harness.ratio(facts["seconds"], contestants["bare copy"]["seconds"])
             text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
             peak = facts["peak_bytes"] / 1e6
-            lines.append(f"| {kind}: {name} | {spread(facts['seconds'])} | {rate:.2f} | {peak:.0f} | {text} |")
+            lines.append(f"| {kind}: {name} | {harness.spread(facts['seconds'])} | {rate:.2f} | {peak:.0f} | {text} |")
     head = f"accumulation of {entry['micro_batches']}"
     lines += ["", f"| {head} | s a step | gathered, MB | reduce-scattered, MB | all-reduced, MB | peak, MB |"]
     lines += ["|---|---|---|---|---|---|"]
@@ -213,32 +194,32 @@ def table(entry: dict) -> str:
             sent = [facts["sent_bytes"].get(n, 0) / 1e6 for n in ("allgather_base", "reduce_scatter_base", "allreduce")]
             columns = " | ".join(f"{number:.1f}" for number in sent)
             peak = facts["peak_bytes"] / 1e6
-            lines.append(f"| {mode}, shard size {size} | {spread(facts['seconds'])} | {columns} | {peak:.0f} |")
+            lines.append(f"| {mode}, shard size {size} | {harness.spread(facts['seconds'])} | {columns} | {peak:.0f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--parameters", type=float, default=200, help="in millions")
     parser.add_argument("--micro-batches", type=int, default=8, help="of one step")
-    args = parse(parser, smoke={"ranks": 4, "parameters": 0.05, "micro_batches": 2})
-    measured = on_ranks(work, vars(args))
+    args = harness.parse(parser, smoke={"ranks": 4, "parameters": 0.05, "micro_batches": 2})
+    measured = harness.on_ranks(work, vars(args))
     entry = {
         "ranks": args.ranks,
         "micro_batches": args.micro_batches,
-        **circumstances(smoke=args.smoke),
+        **harness.circumstances(smoke=args.smoke),
         "bytes_of_a_rank": measured["moves"]["bytes_of_a_rank"],
     }
     entry["moves"] = {
-        kind: {name: summary(turns) for name, turns in contestants.items()}
+        kind: {name: harness.summary(turns) for name, turns in contestants.items()}
         for kind, contestants in measured["moves"]["results"].items()
     }
     entry["accumulation"] = {
-        size: {mode: {**facts, **summary(facts.pop("turns"))} for mode, facts in modes.items()}
+        size: {mode: {**facts, **harness.summary(facts.pop("turns"))} for mode, facts in modes.items()}
         for size, modes in measured["accumulation"].items()
     }
-    merge(args.out / "memory.json", entry, ("ranks", "hardware"))
+    harness.merge(args.out / "memory.json", entry, ("ranks", "hardware"))
     print(table(entry))
 
 

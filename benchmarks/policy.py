@@ -23,29 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import (
-    attempt,
-    become_rank,
-    check_values,
-    circumstances,
-    digests_of,
-    drop_from_cache,
-    error_of,
-    finish,
-    force_to_disk,
-    in_turns,
-    local_of,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -108,7 +88,7 @@ class Run:
         for name, parameter in self.policy.named_parameters():
             slots = sorted(self.optimizer.state[parameter].items())
             found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
-        return {name: local_of(tensor.detach()) for name, tensor in found.items()}
+        return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
 # --- LeRobot's way ----------------------------------------------------------------------------------------------------
@@ -127,7 +107,7 @@ def save_as_lerobot(run: Run, folder: Path) -> None:
         save_file(flat, training / "optimizer_state.safetensors")
         (training / "optimizer_param_groups.json").write_text(json.dumps(state["param_groups"]))
         (training / "training_step.json").write_text(json.dumps({"step": 1}))
-        force_to_disk(folder)
+        harness.force_to_disk(folder)
         (folder / "last").symlink_to("000001")
 
 
@@ -173,20 +153,21 @@ def take_turn(run: Run, one: Contestant, options: dict) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    expected = digests_of(run.tensors())
-    saved = attempt(lambda: turn(lambda: one.save(run, folder)))
-    ended = attempt(lambda: turn(lambda: one.end(run)))
+    expected = harness.digests_of(run.tensors())
+    saved = harness.attempt(lambda: harness.turn(lambda: one.save(run, folder)))
+    ended = harness.attempt(lambda: harness.turn(lambda: one.end(run)))
     one.file_bytes = sum(path.stat().st_size for path in folder.glob("0*/**/*") if path.is_file())
     if options["cold"]:
-        drop_from_cache(folder)
+        harness.drop_from_cache(folder)
         dist.barrier()
     before = {name: tensor.clone() for name, tensor in run.tensors().items()}
     for tensor in run.tensors().values():
         tensor.zero_()
-    loaded = attempt(
-        lambda: turn(lambda: one.load(run, folder)), lambda: check_values(digests_of(run.tensors()), expected)
+    loaded = harness.attempt(
+        lambda: harness.turn(lambda: one.load(run, folder)),
+        lambda: harness.check_values(harness.digests_of(run.tensors()), expected),
     )
-    if error_of([loaded]):
+    if harness.error_of([loaded]):
         saved = ended = loaded  # values that do not come back make no time of a save
         for name, tensor in run.tensors().items():
             tensor.copy_(before[name])
@@ -195,7 +176,7 @@ def take_turn(run: Run, one: Contestant, options: dict) -> None:
 
 
 def measure(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     run = Run.start(options["hidden"], options["layers"])
     all_of_them = contestants()
     for name in all_of_them:  # once beforehand: threads, groups and host buffers are created
@@ -203,21 +184,21 @@ def measure(rank: int, options: dict) -> None:
     first = {name: peaks_of(one.turns["save"]) for name, one in all_of_them.items()}
     for one in all_of_them.values():
         one.turns = {phase: [] for phase in PHASES}
-    for name in in_turns(list(all_of_them), options["rounds"]):
+    for name in harness.in_turns(list(all_of_them), options["rounds"]):
         take_turn(run, all_of_them[name], options)
     result: dict = {"parameters": sum(p.numel() for p in run.policy.parameters())}
     for name, one in all_of_them.items():
-        phases = {phase: summary(taken) | peaks_of(taken) for phase, taken in one.turns.items()}
+        phases = {phase: harness.summary(taken) | peaks_of(taken) for phase, taken in one.turns.items()}
         if one.maps_files:
             phases["load"]["read_bytes"] = one.file_bytes * options["ranks"]
         result[name] = {**phases, "file_bytes": one.file_bytes, "first_save": first[name]}
     run.strategy.close()
-    finish(rank, options, result)
+    harness.finish(rank, options, result)
 
 
 def peaks_of(turns: list[list[dict]]) -> dict:
     """Return each rank's peak memory above what it held before, the median of its turns."""
-    if error_of(turns):
+    if harness.error_of(turns):
         return {}
     ranks = range(len(turns[0]))
     return {"peak_bytes_of_ranks": [statistics.median(taken[rank]["peak_bytes"] for taken in turns) for rank in ranks]}
@@ -235,9 +216,9 @@ def tell(where: str, result: dict) -> None:
             continue
         cells = []
         for phase, moved in (("save", of["file_bytes"]), ("load", of["load"]["read_bytes"])):
-            over, low, high = ratio(of[phase]["seconds"], result["ours"][phase]["seconds"])
-            cells += [spread(of[phase]["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
-            cells += [spread(of["end"]["seconds"])] if phase == "save" else []
+            over, low, high = harness.ratio(of[phase]["seconds"], result["ours"][phase]["seconds"])
+            cells += [harness.spread(of[phase]["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
+            cells += [harness.spread(of["end"]["seconds"])] if phase == "save" else []
             first = f" ({in_megabytes(of['first_save'])})" if phase == "save" else ""
             cells += [in_megabytes(of[phase]) + first, f"{moved / 1e6:.0f}"]
         print(f"| {name} | {' | '.join(cells)} |")
@@ -248,12 +229,12 @@ def in_megabytes(of: dict) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=17)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--where", nargs="+", default=["tmpfs", "disk"], choices=["tmpfs", "disk"])
-    args = parse(
+    args = harness.parse(
         parser,
         smoke={"hidden": 16, "layers": 2, "where": ["disk"]},
         places={"disk": Path("runs/policy"), "tmpfs": Path("/dev/shm/policy")},
@@ -262,12 +243,14 @@ def main() -> None:
         place = (args.disk if where == "disk" else args.tmpfs).absolute()
         sizes = {"hidden": args.hidden, "layers": args.layers, "ranks": args.ranks, "rounds": args.rounds}
         try:
-            result = on_ranks(measure, {**sizes, "smoke": args.smoke, "dir": str(place), "cold": where == "disk"})
+            result = harness.on_ranks(
+                measure, {**sizes, "smoke": args.smoke, "dir": str(place), "cold": where == "disk"}
+            )
         finally:
             shutil.rmtree(place, ignore_errors=True)
         tell(where, result)
-        entry = {**circumstances(smoke=args.smoke), **sizes, "where": where, **result}
-        merge(args.out / "policy.json", entry, ("where", "hidden", "layers", "ranks", "hardware"))
+        entry = {**harness.circumstances(smoke=args.smoke), **sizes, "where": where, **result}
+        harness.merge(args.out / "policy.json", entry, ("where", "hidden", "layers", "ranks", "hardware"))
     print(f"\nwrote {args.out / 'policy.json'} ({result['parameters'] / 1e6:.0f} M parameters)")
 
 

@@ -17,27 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import harness
 import torch
-from harness import (
-    attempt,
-    become_rank,
-    check_values,
-    circumstances,
-    digest_of,
-    digests_of,
-    draw,
-    error_of,
-    finish,
-    in_turns,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +65,7 @@ def sharded(count: int, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, st
         unit = nn.Module()
         for j in range(i, min(i + UNIT, count)):
             values = values_of(j, shape)
-            expected[f"unit{i // UNIT}.weight{j}"] = digest_of(values.to(torch.bfloat16))
+            expected[f"unit{i // UNIT}.weight{j}"] = harness.digest_of(values.to(torch.bfloat16))
             unit.register_parameter(f"weight{j}", nn.Parameter(values))
         model.add_module(f"unit{i // UNIT}", fully_shard(unit, mesh=build_mesh()))
     return fully_shard(model, mesh=build_mesh()), expected
@@ -115,7 +96,9 @@ def measured(options: dict, count: int, shape: tuple[int, ...]) -> dict:
     def checked_turn(name: str, take: Callable[[Callable[[], None]], dict]) -> list[dict]:
         for tensor in engine.values():
             tensor.zero_()
-        return attempt(lambda: take(lambda: update(name)), lambda: check_values(digests_of(engine), expected))
+        return harness.attempt(
+            lambda: take(lambda: update(name)), lambda: harness.check_values(harness.digests_of(engine), expected)
+        )
 
     def count_in(call: Callable[[], None]) -> dict:
         with Count() as counter:
@@ -125,16 +108,19 @@ def measured(options: dict, count: int, shape: tuple[int, ...]) -> dict:
     found: dict = {}
     for name in CONTESTANTS:
         outcomes = checked_turn(name, count_in)
-        found[name] = {"counted": outcomes[0].get("counted", {}), "turns": [outcomes] if error_of([outcomes]) else []}
-    for name in in_turns(list(CONTESTANTS), options["rounds"]):
-        found[name]["turns"].append(checked_turn(name, turn))
+        found[name] = {
+            "counted": outcomes[0].get("counted", {}),
+            "turns": [outcomes] if harness.error_of([outcomes]) else [],
+        }
+    for name in harness.in_turns(list(CONTESTANTS), options["rounds"]):
+        found[name]["turns"].append(checked_turn(name, harness.turn))
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     cases = {kind: measured(options, *options[kind]) for kind in ("large", "small")}
-    finish(rank, options, cases)
+    harness.finish(rank, options, cases)
 
 
 def numbers(text: str) -> tuple[int, tuple[int, ...]]:
@@ -164,34 +150,37 @@ def table(entry: dict) -> str:
             if failed := facts.get("error", contestants["ours"].get("error")):
                 lines.append(f"{start} {failed} | | | | |")
                 continue
-            over = ratio(facts["seconds"], contestants["ours"]["seconds"])
+            over = harness.ratio(facts["seconds"], contestants["ours"]["seconds"])
             counted = dict(facts["counted"])
             sent, peak = counted.pop("bytes") / 1e6, facts["peak_bytes"] / 1e6
             lines.append(
-                f"{start} {spread(facts['seconds'])} | {over[0]:.2f} ({over[1]:.2f} - {over[2]:.2f}) | "
+                f"{start} {harness.spread(facts['seconds'])} | {over[0]:.2f} ({over[1]:.2f} - {over[2]:.2f}) | "
                 f"{sum(counted.values())} | {sent:.0f} | {peak:.0f} |"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--large", type=numbers, default=(150, (2048, 2048)), help="count x rows x columns")
     parser.add_argument("--small", type=numbers, default=(3000, (64, 64)), help="count x rows x columns")
-    args = parse(parser, smoke={"large": (12, (32, 32)), "small": (30, (8, 8))})
-    found = on_ranks(work, vars(args))
-    entry = {"ranks": args.ranks, "large": args.large, "small": args.small, **circumstances(smoke=args.smoke)}
+    args = harness.parse(parser, smoke={"large": (12, (32, 32)), "small": (30, (8, 8))})
+    found = harness.on_ranks(work, vars(args))
+    entry = {"ranks": args.ranks, "large": args.large, "small": args.small, **harness.circumstances(smoke=args.smoke)}
     entry["cases"] = {
-        kind: {name: {"counted": facts["counted"], **summary(facts["turns"])} for name, facts in contestants.items()}
+        kind: {
+            name: {"counted": facts["counted"], **harness.summary(facts["turns"])}
+            for name, facts in contestants.items()
+        }
         for kind, contestants in found.items()
     }
-    merge(args.out / "rollout.json", entry, ("ranks", "hardware"))
+    harness.merge(args.out / "rollout.json", entry, ("ranks", "hardware"))
     panels = [
         (title(entry, kind), {name: facts["seconds"] for name, facts in contestants.items() if "seconds" in facts})
         for kind, contestants in entry["cases"].items()
     ]
-    draw(panels, args.out / "rollout.png", smoke=args.smoke)
+    harness.draw(panels, args.out / "rollout.png", smoke=args.smoke)
     print(table(entry))
 
 

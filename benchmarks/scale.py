@@ -23,9 +23,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import SMOKE_TITLE, ValuesError, circumstances, local_of, parse, parser_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -76,9 +76,14 @@ def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
     """
     ranges = sorted((run.path, run.offset, run.end) for group in groups for run in group)
     overlap = any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(ranges))
-    planned, held = sum(end - begin for _, begin, end in ranges), sum(local_of(t).nbytes for t in tensors.values())
+    planned, held = (
+        sum(end - begin for _, begin, end in ranges),
+        sum(harness.local_of(t).nbytes for t in tensors.values()),
+    )
     if overlap or planned != held:
-        raise ValuesError(f"the plan writes {planned} bytes{' that overlap' * overlap}, and the rank holds {held}")
+        raise harness.ValuesError(
+            f"the plan writes {planned} bytes{' that overlap' * overlap}, and the rank holds {held}"
+        )
 
 
 def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
@@ -220,21 +225,21 @@ def draw(result: dict, picture: Path) -> None:
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     if result["smoke"]:
-        figure.suptitle(SMOKE_TITLE, fontsize=9)
+        figure.suptitle(harness.SMOKE_TITLE, fontsize=9)
     figure.savefig(picture, dpi=120)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--tensors", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--dcp", type=int, nargs="*", default=[8, 64, 256], help="ranks at which torch's planner runs")
-    args = parse(parser, smoke={"ranks": [2, 8], "tensors": [10, 100], "dcp": [2, 4]})
+    args = harness.parse(parser, smoke={"ranks": [2, 8], "tensors": [10, 100], "dcp": [2, 4]})
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         pairs = [(ranks, count) for ranks in args.ranks for count in args.tensors]
         ours = [measure(ranks, count, args.rounds, Path(folder)) for ranks, count in pairs]
-    result = {**circumstances(smoke=args.smoke), "ours": ours, "exponents": exponents(ours)}
+    result = {**harness.circumstances(smoke=args.smoke), "ours": ours, "exponents": exponents(ours)}
     result["dcp"] = [measure_dcp(ranks, min(args.tensors), args.rounds) for ranks in args.dcp]
     (args.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, args.out / "scale.png")

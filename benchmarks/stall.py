@@ -24,30 +24,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import (
-    attempt,
-    become_rank,
-    check_values,
-    circumstances,
-    digests_of,
-    draw,
-    error_of,
-    finish,
-    in_turns,
-    local_of,
-    merge,
-    on_ranks,
-    own_group,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,7 +75,7 @@ class Contestants:
         for name, parameter in self.model.named_parameters():
             slots = sorted(self.optimizer.state[parameter].items())
             found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
-        return {name: local_of(tensor.detach()) for name, tensor in found.items()}
+        return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
     def bare_copy(self, _folder: Path) -> Callable[[], object]:
         for name, copy in self.copies.items():
@@ -165,7 +145,7 @@ NAMES = ["bare_copy", "ours", "ours_sync", "dcp_thread", "dcp_process", "gather_
 def stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path) -> dict[str, list]:
     """Time the calls; each contestant has saved once before, so that what it keeps is there."""
     found: dict[str, list] = {name: [] for name in names}
-    for name in [*names, *in_turns(names, rounds)]:
+    for name in [*names, *harness.in_turns(names, rounds)]:
         if any("error" in outcome for outcomes in found[name] for outcome in outcomes):
             continue
         ends: list[Callable[[], object]] = []
@@ -178,13 +158,13 @@ def stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path
                 ends.append(getattr(contestants, name)(folder / name))
                 seconds.append(time.perf_counter() - start)
 
-            outcome = turn(call)
+            outcome = harness.turn(call)
             ends[0]()
             slowest = torch.tensor(seconds)  # of all ranks: the others wait for it in their next step
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             return outcome | {"seconds": slowest.item()}
 
-        found[name].append(attempt(timed))
+        found[name].append(harness.attempt(timed))
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -195,7 +175,7 @@ def stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path
 
 def check_snapshots(contestants: Contestants, found: dict[str, list], folder: Path) -> None:
     """Compare what each contestant writes with the values of the moment of its call; an error replaces its times."""
-    expected = digests_of(contestants.now())
+    expected = harness.digests_of(contestants.now())
     before = {key: tensor.clone() for key, tensor in contestants.now().items()}
 
     def save_and_load(name: str) -> dict:
@@ -205,21 +185,24 @@ def check_snapshots(contestants: Contestants, found: dict[str, list], folder: Pa
                 tensor.zero_()
             end()
         finally:
-            dist.barrier(own_group())  # all ranks have written; also after an error, which other ranks may not have
+            dist.barrier(
+                harness.own_group()
+            )  # all ranks have written; also after an error, which other ranks may not have
         contestants.load(name, folder / name)
         return {}
 
     for name, timed in found.items():
-        if error_of(timed):
+        if harness.error_of(timed):
             continue
-        outcomes = attempt(
-            lambda name=name: save_and_load(name), lambda: check_values(digests_of(contestants.now()), expected)
+        outcomes = harness.attempt(
+            lambda name=name: save_and_load(name),
+            lambda: harness.check_values(harness.digests_of(contestants.now()), expected),
         )
-        if error_of([outcomes]):
+        if harness.error_of([outcomes]):
             found[name] = [outcomes]
             for key, tensor in contestants.now().items():
                 tensor.copy_(before[key])
-        dist.barrier(own_group())
+        dist.barrier(harness.own_group())
         if dist.get_rank() == 0:
             shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -246,7 +229,7 @@ def throughput(
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     folder = Path(options["dir"])
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, max_norm=1.0))
     smoke, rounds = options["smoke"], options["rounds"]
@@ -257,7 +240,7 @@ def work(rank: int, options: dict) -> None:
     nbytes = sum(t.nbytes for t in contestants.tensors.values())
     for process in multiprocessing.active_children():  # that of dcp.async_save reports an error when it is left alone
         process.terminate()
-    finish(
+    harness.finish(
         rank,
         options,
         {"bytes_of_a_rank": nbytes, "tensors": len(contestants.tensors), "stalls": found, "throughput": steps},
@@ -283,11 +266,13 @@ def table(entry: dict) -> str:
         if "error" in facts:
             lines.append(f"| {label_of(name)} | {facts['error'][:120]} | | |")
             continue
-        beside = ratio(facts["seconds"], bare)
+        beside = harness.ratio(facts["seconds"], bare)
         text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
-        lines.append(f"| {label_of(name)} | {spread(facts['seconds'])} | {text} | {facts['peak_bytes'] / 1e6:.0f} |")
+        lines.append(
+            f"| {label_of(name)} | {harness.spread(facts['seconds'])} | {text} | {facts['peak_bytes'] / 1e6:.0f} |"
+        )
     alone, beside_a_save = (entry["throughput"][name] for name in ("alone", "beside a save"))
-    slower = ratio(beside_a_save, alone)
+    slower = harness.ratio(beside_a_save, alone)
     lines += ["", f"a step of the small model: {statistics.median(alone) * 1e3:.0f} ms alone, "]
     lines[-1] += f"{slower[0]:.2f} x as long beside a save ({slower[1]:.2f} - {slower[2]:.2f})"
     return "\n".join(lines)
@@ -302,19 +287,19 @@ def _bars(entry: dict) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--parameters", type=float, nargs="+", default=[16, 83, 330], help="in millions")
     parser.add_argument("--contestants", nargs="+", default=NAMES, choices=NAMES, help="two at least, bare_copy first")
-    args = parse(parser, smoke={"parameters": [0.05]}, places={"dir": Path("runs/stall")})
+    args = harness.parse(parser, smoke={"parameters": [0.05]}, places={"dir": Path("runs/stall")})
     for millions in args.parameters:
-        measured = on_ranks(work, {**vars(args), "parameters": millions})
+        measured = harness.on_ranks(work, {**vars(args), "parameters": millions})
         shutil.rmtree(args.dir, ignore_errors=True)
         entry = {"ranks": args.ranks, "parameters": millions, "dir": str(args.dir)}
-        entry |= {**circumstances(smoke=args.smoke), **measured}
-        entry["stalls"] = {name: summary(turns) for name, turns in measured["stalls"].items()}
-        entries = merge(args.out / "stall.json", entry, ("ranks", "parameters", "hardware"))
-        draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png", smoke=args.smoke)
+        entry |= {**harness.circumstances(smoke=args.smoke), **measured}
+        entry["stalls"] = {name: harness.summary(turns) for name, turns in measured["stalls"].items()}
+        entries = harness.merge(args.out / "stall.json", entry, ("ranks", "parameters", "hardware"))
+        harness.draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png", smoke=args.smoke)
         print(table(entry), end="\n\n")
 
 

@@ -15,24 +15,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import (
-    SMOKE_TITLE,
-    ValuesError,
-    attempt,
-    become_rank,
-    circumstances,
-    finish,
-    in_turns,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,7 +76,7 @@ def through_strategy(model: torch.nn.Module) -> Callable[[dict], float]:
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     torch.manual_seed(0)
@@ -122,27 +107,27 @@ def work(rank: int, options: dict) -> None:
         """Compare the first steps, as far as both loops have taken them."""
         for i, (one, other) in enumerate(zip(*(found[:COMPARED] for found in norms.values()), strict=False)):
             if not abs(one / other - 1) <= LARGEST_DIFFERENCE:
-                raise ValuesError(f"the gradient norms of step {i} are {one} and {other}")
+                raise harness.ValuesError(f"the gradient norms of step {i} are {one} and {other}")
 
     for name in steps:
         with CountCollectives() as counter:
             run(name, 2)
         collectives[name] = {key: count // 2 for key, count in sorted(counter.counts.items())}
     turns: dict[str, list] = {name: [] for name in steps}
-    for name in in_turns(list(steps), options["rounds"]):
-        turns[name].append(attempt(lambda n=name: turn(lambda: run(n, STEPS)), check))
+    for name in harness.in_turns(list(steps), options["rounds"]):
+        turns[name].append(harness.attempt(lambda n=name: harness.turn(lambda: run(n, STEPS)), check))
     result = {
         "parameters": sum(p.numel() for p in ours.parameters()),
-        "contestants": {name: summary(taken) for name, taken in turns.items()},
+        "contestants": {name: harness.summary(taken) for name, taken in turns.items()},
         "collectives_per_step": collectives,
         "grad_norms": {name: found[:2] for name, found in norms.items()},
     }
-    finish(rank, options, result)
+    harness.finish(rank, options, result)
 
 
 def report(found: dict, args: argparse.Namespace) -> None:
     contestants = found.pop("contestants")
-    result = {**circumstances(smoke=args.smoke), "ranks": args.ranks, **found}
+    result = {**harness.circumstances(smoke=args.smoke), "ranks": args.ranks, **found}
     if error := next((facts["error"] for facts in contestants.values() if "error" in facts), None):
         result["error"] = error
         print(error)
@@ -160,8 +145,10 @@ def tell(times: dict[str, list[float]], result: dict) -> None:
     print(f"| loop | s a step, median (least - most) of {count} | gathers | reduce-scatters |\n|---|---|---|---|")
     for name, samples in times.items():
         counts = result["collectives_per_step"][name]
-        print(f"| {name} | {spread(samples, 3)} | {counts['allgather_base']} | {counts['reduce_scatter_base']} |")
-    middle, low, high = ratio(times["strategy"], times["hand-written"])
+        print(
+            f"| {name} | {harness.spread(samples, 3)} | {counts['allgather_base']} | {counts['reduce_scatter_base']} |"
+        )
+    middle, low, high = harness.ratio(times["strategy"], times["hand-written"])
     print(f"\nratio, median of pairs (middle half): {middle:.3f} ({low:.3f} - {high:.3f})")
     print(f"gradient norms of the first two steps: {result['grad_norms']}")
 
@@ -183,15 +170,15 @@ def draw(times: dict, result: dict, picture: Path, *, smoke: bool) -> None:
     axes.set_title(f"{result['hardware']}, {result['ranks']} ranks: ratio {result['ratio_median']:.3f}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if smoke:
-        figure.suptitle(SMOKE_TITLE, fontsize=9)
+        figure.suptitle(harness.SMOKE_TITLE, fontsize=9)
     figure.savefig(picture, dpi=120)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    args = parse(parser, smoke={})
-    report(on_ranks(work, vars(args)), args)
+    args = harness.parse(parser, smoke={})
+    report(harness.on_ranks(work, vars(args)), args)
 
 
 if __name__ == "__main__":

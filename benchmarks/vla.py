@@ -17,28 +17,9 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import (
-    attempt,
-    become_rank,
-    check_values,
-    circumstances,
-    digests_of,
-    error_of,
-    finish,
-    force_to_disk,
-    in_turns,
-    local_of,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -129,7 +110,7 @@ def step(strategy: VLAFSDPStrategy, hidden: int) -> None:
 
 
 def measure_steps(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     runs = {f: strategy_for(options["hidden"], Path(options["dir"]), freeze=f) for f in ("frozen", "rate 0", "trained")}
     traffic, state, parameters = {}, {}, {}
     for name, strategy in runs.items():
@@ -138,14 +119,17 @@ def measure_steps(rank: int, options: dict) -> None:
             step(strategy, options["hidden"])
         traffic[name] = {kind: [counted.calls[kind], counted.bytes[kind]] for kind in sorted(counted.calls)}
         slots = [t for slots in strategy.optimizer.state.values() for t in slots.values()]
-        state[name] = sum(local_of(t).nbytes for t in slots)
-        parameters[name] = sum(local_of(p).nbytes for p in strategy.vla.parameters())
+        state[name] = sum(harness.local_of(t).nbytes for t in slots)
+        parameters[name] = sum(harness.local_of(p).nbytes for p in strategy.vla.parameters())
     turns: dict[str, list] = {name: [] for name in runs}
-    for name in in_turns(list(runs), options["rounds"]):
+    for name in harness.in_turns(list(runs), options["rounds"]):
         steps = [runs[name]] * 3
-        turns[name].append(attempt(lambda steps=steps: turn(lambda: [step(s, options["hidden"]) for s in steps])))
+        turns[name].append(
+            harness.attempt(lambda steps=steps: harness.turn(lambda: [step(s, options["hidden"]) for s in steps]))
+        )
     result = {"traffic": traffic, "state_bytes": state, "parameter_bytes": parameters}
-    finish(rank, options, {**result, "turns": {name: summary(taken) for name, taken in turns.items()}})
+    result["turns"] = {name: harness.summary(taken) for name, taken in turns.items()}
+    harness.finish(rank, options, result)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -163,7 +147,7 @@ def save_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        force_to_disk(folder)
+        harness.force_to_disk(folder)
 
 
 def load_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
@@ -181,11 +165,11 @@ def tensors_of(strategy: VLAFSDPStrategy) -> dict[str, torch.Tensor]:
     for name, parameter in strategy.vla.named_parameters():
         slots = sorted(strategy.optimizer.state.get(parameter, {}).items())
         found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
-    return {name: local_of(tensor.detach()) for name, tensor in found.items()}
+    return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
 def measure_checkpoints(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     folder = Path(options["dir"]) / "checkpoints"
     strategy = strategy_for(options["hidden"], Path(options["dir"]), freeze=options["freeze"])
     step(strategy, options["hidden"])
@@ -197,33 +181,33 @@ def measure_checkpoints(rank: int, options: dict) -> None:
     if options["freeze"] != "frozen":
         del saves["ours, trainable alone"]
     turns: dict[str, dict[str, list]] = {name: {"save": [], "load": []} for name in saves}
-    expected = digests_of(tensors_of(strategy))
+    expected = harness.digests_of(tensors_of(strategy))
     before = {name: tensor.clone() for name, tensor in tensors_of(strategy).items()}
     frozen = {name for name, parameter in strategy.vla.named_parameters() if not parameter.requires_grad}
     sizes = {}
-    for name in in_turns(list(saves), options["rounds"]):
+    for name in harness.in_turns(list(saves), options["rounds"]):
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
-        saved = attempt(lambda name=name: turn(lambda: saves[name](folder)))
+        saved = harness.attempt(lambda name=name: harness.turn(lambda: saves[name](folder)))
         sizes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         kept = frozen if name == "ours, trainable alone" else set()
         for key, tensor in tensors_of(strategy).items():
             if key not in kept:
                 tensor.zero_()
         load = load_as_vitra if name == "VITRA's way" else lambda s, path: s.load_ckpt(s.vla, path)
-        loaded = attempt(
-            lambda load=load: turn(lambda: load(strategy, folder)),
-            lambda: check_values(digests_of(tensors_of(strategy)), expected),
+        loaded = harness.attempt(
+            lambda load=load: harness.turn(lambda: load(strategy, folder)),
+            lambda: harness.check_values(harness.digests_of(tensors_of(strategy)), expected),
         )
-        if error_of([loaded]):
+        if harness.error_of([loaded]):
             saved = loaded  # values that do not come back make no time of a save
             for key, tensor in tensors_of(strategy).items():
                 tensor.copy_(before[key])
         turns[name]["save"].append(saved)
         turns[name]["load"].append(loaded)
-    result = {name: {phase: summary(taken) for phase, taken in of.items()} for name, of in turns.items()}
-    finish(rank, options, {name: {**of, "file_bytes": sizes[name]} for name, of in result.items()})
+    result = {name: {phase: harness.summary(taken) for phase, taken in of.items()} for name, of in turns.items()}
+    harness.finish(rank, options, {name: {**of, "file_bytes": sizes[name]} for name, of in result.items()})
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -238,9 +222,8 @@ def tell_steps(result: dict) -> None:
         moved = [result["traffic"][name].get(kind, [0, 0]) for kind in ("allgather_base", "reduce_scatter_base")]
         cells = [f"{calls}, {size / 1e6:.1f} MB" for calls, size in moved]
         cells += [f"{result[what][name] / 1e6:.1f} MB" for what in ("state_bytes", "parameter_bytes")]
-        print(
-            f"| {name} | {' | '.join(cells)} | {spread(taken['seconds'])} | {ratio(taken['seconds'], frozen)[0]:.2f} |"
-        )
+        cells += [harness.spread(taken["seconds"]), f"{harness.ratio(taken['seconds'], frozen)[0]:.2f}"]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def tell_checkpoints(freeze: str, result: dict) -> None:
@@ -253,29 +236,34 @@ def tell_checkpoints(freeze: str, result: dict) -> None:
             if failed := taken.get("error", result["ours"][phase].get("error")):
                 cells += [failed, "", "", ""]
                 continue
-            over, low, high = ratio(taken["seconds"], result["ours"][phase]["seconds"])
-            cells += [spread(taken["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
+            over, low, high = harness.ratio(taken["seconds"], result["ours"][phase]["seconds"])
+            cells += [harness.spread(taken["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
             cells += [f"{taken['peak_bytes'] / 1e6:.0f}", f"{moved / 1e6:.0f}"]
         print(f"| {name} | {' | '.join(cells)} |")
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
-    args = parse(parser, smoke={"hidden": 16}, places={"dir": Path("/dev/shm/vla")})
+    args = harness.parse(parser, smoke={"hidden": 16}, places={"dir": Path("/dev/shm/vla")})
     options = {**vars(args), "dir": str(args.dir), "out": str(args.out)}
     results = args.out / "vla.json"
-    entry = {**circumstances(smoke=args.smoke), "hidden": args.hidden, "ranks": args.ranks, "rounds": args.rounds}
+    entry = {
+        **harness.circumstances(smoke=args.smoke),
+        "hidden": args.hidden,
+        "ranks": args.ranks,
+        "rounds": args.rounds,
+    }
     try:
-        entry["steps"] = on_ranks(measure_steps, options)
+        entry["steps"] = harness.on_ranks(measure_steps, options)
         tell_steps(entry["steps"])
         for freeze in ("frozen", "trained"):
-            entry[freeze] = on_ranks(measure_checkpoints, {**options, "freeze": freeze})
+            entry[freeze] = harness.on_ranks(measure_checkpoints, {**options, "freeze": freeze})
             tell_checkpoints(freeze, entry[freeze])
     finally:
         shutil.rmtree(args.dir, ignore_errors=True)
-    merge(results, json.loads(json.dumps(entry)), ("hidden", "ranks", "hardware"))
+    harness.merge(results, json.loads(json.dumps(entry)), ("hidden", "ranks", "hardware"))
     print(f"\nwrote {results}")
 
 

@@ -20,32 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import bare
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import (
-    ValuesError,
-    attempt,
-    become_rank,
-    check_equal,
-    check_values,
-    circumstances,
-    digest_of,
-    draw,
-    drop_from_cache,
-    finish,
-    in_turns,
-    llama_config,
-    local_of,
-    merge,
-    on_ranks,
-    parse,
-    parser_of,
-    ratio,
-    spread,
-    summary,
-    turn,
-)
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -161,7 +139,7 @@ LOADERS = {
 
 
 def bare_write(model: torch.nn.Module, folder: Path) -> None:
-    bare.write(bare.calls_of([local_of(p.detach()) for p in model.parameters()]), folder)
+    bare.write(bare.calls_of([harness.local_of(p.detach()) for p in model.parameters()]), folder)
 
 
 def our_export(model: torch.nn.Module, folder: Path) -> None:
@@ -206,11 +184,11 @@ def check_parts(named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> None
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 if name not in held:
-                    raise ValuesError(f"{path} has {name}, which the model lacks or another file has as well")
+                    raise harness.ValuesError(f"{path} has {name}, which the model lacks or another file has as well")
                 tensor = held.pop(name).detach()
-                check_equal(local_of(tensor), file.get_slice(name)[_part_of(tensor)], name)
+                harness.check_equal(harness.local_of(tensor), file.get_slice(name)[_part_of(tensor)], name)
     if held:
-        raise ValuesError(f"{folder} lacks {len(held)} tensors, {next(iter(held))} among them")
+        raise harness.ValuesError(f"{folder} lacks {len(held)} tensors, {next(iter(held))} among them")
 
 
 def _part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -225,7 +203,7 @@ def _part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
 def touch(result: torch.nn.Module | torch.Tensor) -> None:
     """Write to every page of every shard, as the first optimizer step does."""
     for tensor in result.parameters() if isinstance(result, torch.nn.Module) else [result]:
-        local = local_of(tensor).reshape(-1)
+        local = harness.local_of(tensor).reshape(-1)
         local[:: max(1, 4096 // local.element_size())] += 0
 
 
@@ -245,51 +223,51 @@ def load_turn(name: str, source: Path, expected: str) -> list[dict]:
         loaded.append(result)
 
     def call() -> dict:
-        facts = turn(lambda: LOADERS[name](source, marks), end)
-        held = sum(local_of(p).nbytes for p in loaded[0].parameters()) if name != "bare" else loaded[0].nbytes
+        facts = harness.turn(lambda: LOADERS[name](source, marks), end)
+        held = sum(harness.local_of(p).nbytes for p in loaded[0].parameters()) if name != "bare" else loaded[0].nbytes
         return facts | {"core_seconds": facts["end"] - marks.get("start", facts["start"]), "held_bytes": held}
 
     def check() -> None:
         if name == "bare":
-            check_values({"bare": digest_of(loaded[0])}, {"bare": expected})
+            harness.check_values({"bare": harness.digest_of(loaded[0])}, {"bare": expected})
         else:
             check_parts(list(loaded[0].named_parameters()), source)
 
-    return attempt(call, check)
+    return harness.attempt(call, check)
 
 
 def export_turn(name: str, model: torch.nn.Module, out: Path) -> list[dict]:
     """Take a contestant's turn, and compare what it wrote."""
 
     def call() -> dict:
-        facts = turn(lambda: EXPORTERS[name](model, out))
+        facts = harness.turn(lambda: EXPORTERS[name](model, out))
         return facts | {"core_seconds": facts["seconds"], "held_bytes": 0}
 
     def check() -> None:
         if name != "bare":
             check_parts(list(model.named_parameters()), out)
             return
-        written = {key: local_of(p.detach()) for key, p in model.named_parameters()}
+        written = {key: harness.local_of(p.detach()) for key, p in model.named_parameters()}
         read = {key: torch.empty_like(local) for key, local in written.items()}
         bare.read(bare.calls_of(list(read.values())), out)
         for key, local in written.items():
-            check_equal(read[key], local, key)
+            harness.check_equal(read[key], local, key)
 
-    return attempt(call, check)
+    return harness.attempt(call, check)
 
 
 def work(rank: int, options: dict) -> None:
-    become_rank(rank, options)
+    harness.become_rank(rank, options)
     source, out = Path(options["source"]), Path(options["target"])
     results: dict = {}
     for kind in options["kinds"]:
         model = ours(source, {}) if kind == "export" else None
-        expected = digest_of(prepare_bare(source)) if kind == "load" else ""
-        for name in in_turns(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
+        expected = harness.digest_of(prepare_bare(source)) if kind == "load" else ""
+        for name in harness.in_turns(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
             if kind == "load":
                 if options["cold"] and rank == 0:
-                    drop_from_cache(source)
-                    drop_from_cache(bare_folder(source))
+                    harness.drop_from_cache(source)
+                    harness.drop_from_cache(bare_folder(source))
                 outcomes = load_turn(name, source, expected)
             else:
                 if rank == 0:
@@ -303,12 +281,12 @@ def work(rank: int, options: dict) -> None:
         if rank == 0:
             shutil.rmtree(out, ignore_errors=True)
             shutil.rmtree(bare_folder(source), ignore_errors=True)
-    finish(rank, options, results)
+    harness.finish(rank, options, results)
 
 
 def summed_up(turns: list) -> dict:
     """Sum up the rounds of one contestant."""
-    facts = summary(turns)
+    facts = harness.summary(turns)
     if "error" not in facts:
         facts["core_seconds"] = [ranks[0]["core_seconds"] for ranks in turns]
         facts["extra_bytes"] = max(rank["peak_bytes"] - rank["held_bytes"] for ranks in turns for rank in ranks)
@@ -333,13 +311,14 @@ def table(entry: dict) -> str:
             lines.append(f"| {name} | {facts['error'].splitlines()[0][:60]} | | |")
             continue
         s = facts["seconds"]
-        middle, low, high = ratio(s, own["seconds"])
+        middle, low, high = harness.ratio(s, own["seconds"])
         lines.append(
-            f"| {name} | {spread(s)} | {middle:.2f} ({low:.2f} - {high:.2f}) | {facts['peak_bytes'] / 1e9:.2f} |"
+            f"| {name} | {harness.spread(s)} | {middle:.2f} ({low:.2f} - {high:.2f}) "
+            f"| {facts['peak_bytes'] / 1e9:.2f} |"
         )
     if "error" in least:
         return "\n".join(lines)
-    middle, low, high = ratio(own["core_seconds"], least["core_seconds"])
+    middle, low, high = harness.ratio(own["core_seconds"], least["core_seconds"])
     lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f})"]
     if entry["kind"] == "load":
         lines[-1] += f"; bytes read / needed {own['read_bytes'] / entry['payload_bytes']:.4f}"
@@ -361,7 +340,7 @@ def panels(entries: list[dict]) -> list[tuple[str, dict[str, list[float]]]]:
 
 def make(size: str, folder: Path, *, smoke: bool) -> int:
     """Save a model of random weights; return the bytes of its weights."""
-    config = llama_config(size, smoke=smoke)
+    config = harness.llama_config(size, smoke=smoke)
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_default_dtype(config.dtype)
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100GB")
@@ -371,12 +350,12 @@ def make(size: str, folder: Path, *, smoke: bool) -> int:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = harness.parser_of(__doc__)
     parser.add_argument("--sizes", nargs="+", default=SIZES, choices=SIZES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--where", nargs="+", default=["disk", "tmpfs"], choices=["disk", "tmpfs"])
     parser.add_argument("--only", choices=["load", "export"])
-    args = parse(
+    args = harness.parse(
         parser,
         smoke={"ranks": [2], "where": ["disk"]},
         places={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
@@ -395,15 +374,15 @@ def main() -> None:
         try:
             payload = make(size, place / size, smoke=args.smoke)
             for ranks in args.ranks:
-                for kind, contestants in on_ranks(work, {**options, "ranks": ranks}).items():
+                for kind, contestants in harness.on_ranks(work, {**options, "ranks": ranks}).items():
                     entry = {"kind": kind, "size": size, "ranks": ranks, "where": where, "payload_bytes": payload}
-                    entry |= circumstances(smoke=args.smoke)
+                    entry |= harness.circumstances(smoke=args.smoke)
                     entry["contestants"] = {name: summed_up(turns) for name, turns in contestants.items()}
-                    entries = merge(args.out / "weights.json", entry, ("kind", "size", "ranks", "where"))
+                    entries = harness.merge(args.out / "weights.json", entry, ("kind", "size", "ranks", "where"))
                     print(table(entry), end="\n\n", flush=True)
         finally:
             shutil.rmtree(place, ignore_errors=True)
-    draw(panels(entries), args.out / "weights.png", smoke=args.smoke)
+    harness.draw(panels(entries), args.out / "weights.png", smoke=args.smoke)
 
 
 if __name__ == "__main__":
