@@ -517,6 +517,7 @@ def served(engine, **options):
 
 
 def call_until_interrupted(address, told):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
     forever = ((f"{i}", torch.zeros(5 << 20)) for i in range(10**6))
     engines = []
     try:

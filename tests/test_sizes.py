@@ -205,7 +205,7 @@ def test_a_checkpoint_is_split_into_as_many_files_as_let_ranks_write_at_once(tot
 @pytest.mark.ranks(2)
 def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_path):
     made, opened, forced = [], [], []
-    create, write, force = storage.create, write_module._write, storage.force_to_disk
+    create, write, force = storage.create_files, write_module._write, storage.force_to_disk
 
     def recorded(files):
         made.extend(file.path.name for file in files)
@@ -275,7 +275,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_is_late_to_make_its_files_keeps_nobody_from_saving(slow, tmp_path):
-    create = storage.create
+    create = storage.create_files
 
     def late(files):
         if dist.get_rank() == slow:
