@@ -1,14 +1,14 @@
-"""Saving and loading sharded checkpoints, against the bare machine and the other ways.
+"""Measure saving and loading sharded checkpoints, compared with the limit of the machine and with other libraries.
 
     python benchmarks/checkpoint.py [--cases model-0.4 adam-0.4 model-1.5 model-small adam-small] [--ranks 2 4]
                                     [--rounds 7] [--where disk tmpfs] [--disk DIR] [--tmpfs DIR] [--out DIR] [--smoke]
 
-A turn saves (the files are forced to disk), drops them from the page cache where they are on a disk, and loads them
-into the same model and optimizer. Before the load all tensors are set to zero; after it the checksums of all of them
-are compared with those before the save, outside of the timed part. `model-` is the weights alone, `adam-` with fp32
-AdamW state; 0.4 is a Llama of 0.4 billion parameters in fp32, 1.5 one of 1.5 billion in bf16, small one of 5,000
-matrices of 64 x 64. The bare machine is a file of its own for each rank, see bare.py. Writes checkpoint.json and
-checkpoint.png, prints tables. `--smoke` runs all of it in seconds, with tiny models.
+A turn saves (files are forced to disk), drops the files from the page cache if they are on a disk, and loads them into
+the same model and optimizer. Before the load all tensors are set to zero; after it their checksums are compared with
+those before the save, outside of the timed part. `model-` cases have weights only, `adam-` cases also fp32 AdamW state;
+0.4 is a Llama of 0.4 billion fp32 parameters, 1.5 one of 1.5 billion bf16 parameters, small a model of 5,000 matrices
+of 64 x 64. "bare" writes and reads one file per rank, see bare.py. Writes checkpoint.json and checkpoint.png, prints
+tables. `--smoke` runs everything in seconds, with tiny models.
 """
 
 import os
@@ -43,8 +43,8 @@ BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 CASES = ["model-0.4", "adam-0.4", "model-1.5", "model-small", "adam-small"]
 
 
-class Small(nn.Module):
-    """5,000 small matrices, in blocks."""
+class SmallMatrices(nn.Module):
+    """A model of many small matrices, in blocks."""
 
     def __init__(self, blocks: int, matrices: int, side: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Small(nn.Module):
 
 def build(size: str, *, smoke: bool) -> nn.Module:
     if size == "small":
-        small = Small(4, 5, 8) if smoke else Small(100, 50, 64)
+        small = SmallMatrices(4, 5, 8) if smoke else SmallMatrices(100, 50, 64)
         return shard_model(small, bf16=False, class_names=["Sequential"])
     config = harness.llama_config(size, smoke=smoke)
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def build(size: str, *, smoke: bool) -> nn.Module:
 
 @dataclass
 class State:
-    """What is saved and loaded."""
+    """The model and the optimizer that are saved and loaded."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -80,7 +80,7 @@ class State:
         return state
 
     def reset(self) -> None:
-        """Give all tensors the values that are saved; the optimizer's are new ones."""
+        """Set all tensors to the values that are saved; the optimizer gets new state tensors."""
         harness.fill(list(self.model.parameters()))
         if self.optimizer is None:
             return
@@ -96,8 +96,8 @@ class State:
         """Return this rank's part of every tensor, by name."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            slots = self.optimizer.state[parameter] if self.optimizer else {}
-            found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in sorted(slots.items())}}
+            state = self.optimizer.state[parameter] if self.optimizer else {}
+            found |= {name: parameter, **{f"{name}.{key}": tensor for key, tensor in sorted(state.items())}}
         return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
@@ -112,11 +112,11 @@ def bare_load(state: State, folder: Path) -> None:
     bare.read(state.bare_calls, folder)
 
 
-def our_save(state: State, folder: Path) -> None:
+def save_ours(state: State, folder: Path) -> None:
     save_checkpoint(state.model, folder, "tag", optimizer=state.optimizer)
 
 
-def our_load(state: State, folder: Path, *, verify: bool = True) -> None:
+def load_ours(state: State, folder: Path, *, verify: bool = True) -> None:
     load_checkpoint(state.model, folder, tag="tag", optimizer=state.optimizer, verify=verify)
 
 
@@ -127,7 +127,7 @@ def dcp_state(state: State) -> dict:
 
 
 def dcp_save(state: State, folder: Path) -> None:
-    dcp.save(dcp_state(state), checkpoint_id=folder / "dcp")  # its writer forces files to disk
+    dcp.save(dcp_state(state), checkpoint_id=folder / "dcp")  # DCP's writer forces files to disk
 
 
 def dcp_load(state: State, folder: Path) -> None:
@@ -168,19 +168,19 @@ def gather_torch_save(state: State, folder: Path) -> None:
     if state.optimizer is not None:
         full["optim"] = get_optimizer_state_dict(state.model, state.optimizer, options=FULL)
     if dist.get_rank() == 0:
-        torch.save(full, folder / "whole.pt")
+        torch.save(full, folder / "full.pt")
         harness.force_to_disk(folder)
 
 
 def torch_load_broadcast(state: State, folder: Path) -> None:
-    full = torch.load(folder / "whole.pt", mmap=True) if dist.get_rank() == 0 else {"model": {}, "optim": {}}
+    full = torch.load(folder / "full.pt", mmap=True) if dist.get_rank() == 0 else {"model": {}, "optim": {}}
     set_model_state_dict(state.model, full["model"], options=BROADCAST)
     if state.optimizer is not None:
         set_optimizer_state_dict(state.model, state.optimizer, full["optim"], options=BROADCAST)
 
 
-def accelerate_parts() -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Return what accelerate's functions look at, for its `Accelerator` has no FSDP on CPUs."""
+def accelerate_arguments() -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return the plugin and the accelerator for accelerate's functions: its `Accelerator` has no FSDP on CPUs."""
     from torch.distributed.fsdp import StateDictType
 
     plugin = SimpleNamespace(
@@ -207,53 +207,53 @@ def accelerate_save(state: State, folder: Path) -> None:
         "MASTER_PORT": "1",
     }
     PartialState(cpu=True)
-    parts = accelerate_parts()
-    save_fsdp_model(*parts, state.model, str(folder))
+    arguments = accelerate_arguments()
+    save_fsdp_model(*arguments, state.model, str(folder))
     if state.optimizer is not None:
-        save_fsdp_optimizer(*parts, state.optimizer, state.model, str(folder))
+        save_fsdp_optimizer(*arguments, state.optimizer, state.model, str(folder))
 
 
 def accelerate_load(state: State, folder: Path) -> None:
     from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer
 
-    parts = accelerate_parts()
-    load_fsdp_model(*parts, state.model, str(folder))
+    arguments = accelerate_arguments()
+    load_fsdp_model(*arguments, state.model, str(folder))
     if state.optimizer is not None:
-        load_fsdp_optimizer(*parts, state.optimizer, state.model, str(folder))
+        load_fsdp_optimizer(*arguments, state.optimizer, state.model, str(folder))
 
 
-LOAD_ALONE = "ours, verify=False"
-WHOLE_STATE = "gather + torch.save"
+LOAD_ONLY = "ours, verify=False"
+FULL_STATE = "gather + torch.save"
 CONTESTANTS = {
     "bare": (bare_save, bare_load),
-    "ours": (our_save, our_load),
-    LOAD_ALONE: (our_save, lambda state, folder: our_load(state, folder, verify=False)),
+    "ours": (save_ours, load_ours),
+    LOAD_ONLY: (save_ours, lambda state, folder: load_ours(state, folder, verify=False)),
     "DCP": (dcp_save, dcp_load),
     "DCP, Hugging Face": (hf_save, hf_load),
     "gather + save_file": (gather_save_file, load_file_broadcast),
-    WHOLE_STATE: (gather_torch_save, torch_load_broadcast),
+    FULL_STATE: (gather_torch_save, torch_load_broadcast),
     "accelerate": (accelerate_save, accelerate_load),
 }
-WEIGHTS_ALONE = {"DCP, Hugging Face", "gather + save_file"}
+WEIGHTS_ONLY = {"DCP, Hugging Face", "gather + save_file"}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     folder = Path(options["folder"])
     state = State.of(options["case"], smoke=options["smoke"])
     expected = harness.digests_of(state.tensors())
-    names = [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ALONE]
+    names = [name for name in CONTESTANTS if state.optimizer is None or name not in WEIGHTS_ONLY]
     results: dict = {"save": {}, "load": {}}
     payload: list = [None] * options["ranks"]
     dist.all_gather_object(payload, sum(t.nbytes for t in state.tensors().values()))
-    if harness.memory_left() < 4 * sum(payload):  # the file, and the whole state on every rank
-        names.remove(WHOLE_STATE)
-        error = [[{"error": "the whole state does not fit into this machine's memory"}]]
-        results["save"][WHOLE_STATE] = results["load"][WHOLE_STATE] = error
-    for name in harness.in_turns(names, options["rounds"]):
+    if harness.available_bytes() < 4 * sum(payload):  # the file, and the full state on every rank
+        names.remove(FULL_STATE)
+        error = [[{"error": "the full state does not fit into this machine's memory"}]]
+        results["save"][FULL_STATE] = results["load"][FULL_STATE] = error
+    for name in harness.turn_order(names, options["rounds"]):
         save, load = CONTESTANTS[name]
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -273,18 +273,18 @@ def work(rank: int, options: dict) -> None:
                 lambda: harness.check_values(harness.digests_of(state.tensors()), expected),
             )
         if harness.error_of([loaded]):
-            saved = loaded  # values that do not come back make no time of a save
+            saved = loaded  # a save whose values cannot be loaded has no time
             state.reset()
         results["save"].setdefault(name, []).append(saved)
         results["load"].setdefault(name, []).append(loaded)
-    results["save"].pop(LOAD_ALONE, None)
+    results["save"].pop(LOAD_ONLY, None)
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     harness.finish(rank, options, {"payload_bytes": sum(payload), "results": results})
 
 
 def table(entry: dict) -> str:
-    """Return one configuration's table, in Markdown."""
+    """Return the Markdown table of one configuration."""
     contestants = entry["contestants"]
     own, moved = contestants["ours"], "written" if entry["kind"] == "save" else "read"
     if "error" in own:
@@ -293,7 +293,7 @@ def table(entry: dict) -> str:
         f"{entry['kind']} {entry['case']} ({entry['payload_bytes'] / 1e9:.2f} GB), {entry['ranks']} ranks, "
         f"{entry['where']}",
         "",
-        f"| | s, median (least - most) | time / ours, median (middle half) | peak a rank, MB | {moved} / needed |",
+        f"| | s: median (min - max) | time / ours: median (middle half) | peak per rank, MB | {moved} / needed |",
         "|---|---|---|---|---|",
     ]
     for name, facts in contestants.items():
@@ -302,13 +302,13 @@ def table(entry: dict) -> str:
             continue
         middle, low, high = harness.ratio(facts["seconds"], own["seconds"])
         lines.append(
-            f"| {name} | {harness.spread(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
+            f"| {name} | {harness.format_times(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
             f"{facts['peak_bytes'] / 1e6:.0f} | {facts[f'{moved}_bytes'] / entry['payload_bytes']:.4f} |"
         )
     if "error" not in contestants["bare"]:
         middle, low, high = harness.ratio(own["seconds"], contestants["bare"]["seconds"])
-        least = min(own["seconds"]) / min(contestants["bare"]["seconds"])
-        lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f}); least / least: {least:.2f}"]
+        min_ratio = min(own["seconds"]) / min(contestants["bare"]["seconds"])
+        lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f}); min / min: {min_ratio:.2f}"]
     return "\n".join(lines)
 
 
@@ -332,26 +332,26 @@ def main() -> None:
     args = harness.parse(
         parser,
         smoke={"ranks": [2], "where": ["disk"]},
-        places={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
+        scratch_folders={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
     )
     entries = []
     for where, case, ranks in ((w, c, r) for w in args.where for c in args.cases for r in args.ranks):
-        place = args.disk if where == "disk" else args.tmpfs
+        scratch = args.disk if where == "disk" else args.tmpfs
         options = {
             "case": case,
             "ranks": ranks,
             "rounds": args.rounds,
             "smoke": args.smoke,
             "cold": where == "disk",
-            "folder": str(place / "checkpoint"),
+            "folder": str(scratch / "checkpoint"),
         }
         try:
-            measured = harness.on_ranks(work, options)
+            measured = harness.run_on_ranks(work, options)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
         for kind, contestants in measured["results"].items():
             entry = {"kind": kind, "case": case, "ranks": ranks, "where": where}
-            entry |= {"payload_bytes": measured["payload_bytes"], **harness.circumstances(smoke=args.smoke)}
+            entry |= {"payload_bytes": measured["payload_bytes"], **harness.environment(smoke=args.smoke)}
             entry["contestants"] = {name: harness.summary(turns) for name, turns in contestants.items()}
             entries = harness.merge(args.out / "checkpoint.json", entry, ("kind", "case", "ranks", "where"))
             print(table(entry), end="\n\n", flush=True)

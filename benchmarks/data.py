@@ -1,13 +1,13 @@
-"""The data order: how long until the first batch after a resume, what an order costs, what a loader adds to a batch.
+"""Measure the data order: the time to the first batch after a resume, the cost of an order, the overhead of a loader.
 
     python benchmarks/data.py [--rounds 7] [--out DIR] [--smoke]
 
-Resuming: a loader goes on after so many samples, each contestant in its own way; ours computes the position,
-torchdata's StatefulDataLoader runs through a plain iterable again, Hugging Face's IterableDataset skips examples (from
-memory, in pieces). Orders: ids a second and memory, beside a permutation in memory. Overhead: an epoch of tiny samples
-through our loader and through a plain DataLoader, in turns. One process, no ranks. Outside of the timed part the first
-batch after a resume, the ids of an order and the samples of an epoch are compared with the expected ones. Writes
-data.json, prints tables. `--smoke` runs all of it in seconds, with fewer samples.
+Resuming: a loader resumes after a number of samples, each contestant in its own way: ours computes the position,
+torchdata's StatefulDataLoader iterates over a plain iterable again, Hugging Face's IterableDataset skips shards and
+examples in memory. Orders: ids per second and memory, compared with a permutation in memory. Overhead: an epoch of tiny
+samples through our loader and through a plain DataLoader, in turns. One process, no ranks. The first batch after a
+resume (if predictable), the ids of an order and the samples of an epoch are checked, outside of the timed part.
+Writes data.json, prints tables. `--smoke` runs everything in seconds, with fewer samples.
 """
 
 import json
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, ResumableLoader
 
 BATCH = 32
-BILLIONS = 2 * 10**9
+STREAM_LENGTH = 2 * 10**9
 
 
 class Numbers(Dataset):
@@ -44,7 +44,7 @@ class Numbers(Dataset):
 
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor(i) for i in range(BILLIONS))
+        return (torch.tensor(i) for i in range(STREAM_LENGTH))
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -54,29 +54,29 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 Resume = Callable[[], torch.Tensor]
-"""Return the first batch after a resume."""
+"""A function that resumes a new loader and returns its first batch."""
 
 
 def ours(batches: int) -> tuple[Resume, torch.Tensor]:
     consumed = batches * BATCH
-    loader = ResumableLoader(Numbers(BILLIONS), BATCH)
+    loader = ResumableLoader(Numbers(STREAM_LENGTH), BATCH)
     state = loader.state_dict() | {"batches": batches, "samples": consumed}
 
     def resume() -> torch.Tensor:
-        fresh = ResumableLoader(Numbers(BILLIONS), BATCH)
+        fresh = ResumableLoader(Numbers(STREAM_LENGTH), BATCH)
         fresh.load_state_dict(state)
         return next(iter(fresh))
 
-    order = GlobalOrder(BILLIONS, loader.seed, 0)
+    order = GlobalOrder(STREAM_LENGTH, loader.seed, 0)
     return resume, torch.as_tensor(order.indices(consumed, consumed + BATCH))
 
 
 def torchdata(batches: int) -> tuple[Resume, torch.Tensor]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    given = iter(loader := StatefulDataLoader(Stream(), BATCH))
+    iterator = iter(loader := StatefulDataLoader(Stream(), BATCH))
     for _ in range(batches):
-        next(given)
+        next(iterator)
     state = loader.state_dict()
 
     def resume() -> torch.Tensor:
@@ -88,19 +88,19 @@ def torchdata(batches: int) -> tuple[Resume, torch.Tensor]:
 
 
 def hugging_face(batches: int) -> tuple[Resume, None]:
-    """Resume a stream with a shuffle buffer; which samples come is not known: the buffer starts empty again."""
+    """Resume a stream with a shuffle buffer; its samples cannot be predicted, because the buffer starts empty."""
     import datasets
 
     def make() -> datasets.IterableDataset:
-        pieces = [range(i, i + 10**5) for i in range(0, 2 * 10**6, 10**5)]
+        shards = [range(i, i + 10**5) for i in range(0, 2 * 10**6, 10**5)]
         examples = datasets.IterableDataset.from_generator(
-            lambda pieces: ({"i": i} for piece in pieces for i in piece), gen_kwargs={"pieces": pieces}
+            lambda shards: ({"i": i} for shard in shards for i in shard), gen_kwargs={"shards": shards}
         )
         return examples.shuffle(seed=0, buffer_size=1000).batch(BATCH)
 
-    given = iter(stream := make())
+    iterator = iter(stream := make())
     for _ in range(batches):
-        next(given)
+        next(iterator)
     state = stream.state_dict()
 
     def resume() -> torch.Tensor:
@@ -112,7 +112,7 @@ def hugging_face(batches: int) -> tuple[Resume, None]:
 
 
 def resuming(rounds: int, samples: Sequence[int]) -> dict:
-    """Measure the time to the first batch, by what was consumed; a contestant that replays does not get the billion."""
+    """Measure the time to the first batch after each number of samples; only ours runs after 10^9 samples."""
     rows: dict[str, dict] = {}
     for consumed in samples:
         contestants = {"ours": ours} | ({"torchdata": torchdata, "datasets": hugging_face} if consumed < 10**9 else {})
@@ -127,9 +127,9 @@ def resuming(rounds: int, samples: Sequence[int]) -> dict:
                 continue
             batch = calls[name]()
             if batch.shape != (BATCH,) or (expected is not None and not torch.equal(batch, expected)):
-                raise harness.ValuesError(f"{name} goes on with {batch.tolist()}, expected {expected}")
+                raise harness.ValuesError(f"{name} resumes with {batch.tolist()}, expected {expected}")
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for name in harness.in_turns(list(calls), rounds):
+        for name in harness.turn_order(list(calls), rounds):
             times[name].append(seconds(calls[name]))
         rows[str(consumed)] = {**times, **missing}
         for name, values in times.items():
@@ -138,11 +138,11 @@ def resuming(rounds: int, samples: Sequence[int]) -> dict:
 
 
 def in_slices(order: GlobalOrder | EpisodeOrder, count: int) -> list[np.ndarray]:
-    return [order.indices(at, at + 4096) for at in range(10**7, 10**7 + count, 4096)]
+    return [order.indices(begin, begin + 4096) for begin in range(10**7, 10**7 + count, 4096)]
 
 
 def orders(rounds: int, count: int) -> dict:
-    """Measure ids a second in slices of 4,096, memory, and a permutation of 10^7 in memory beside them."""
+    """Measure ids per second in slices of 4,096, and memory; compare with a permutation of 10^7 in memory."""
     lengths = np.full(10**5, 300)
     made = {
         "GlobalOrder(10^9)": (10**9, lambda: GlobalOrder(10**9, 0, 0)),
@@ -162,7 +162,7 @@ def orders(rounds: int, count: int) -> dict:
         tracemalloc.stop()
         ids = np.concatenate(in_slices(order, count))
         if len(np.unique(ids)) != count or ids.min() < 0 or ids.max() >= samples:
-            raise harness.ValuesError(f"{name} gives a sample twice, or one that there is not")
+            raise harness.ValuesError(f"{name} returns a sample twice, or one that does not exist")
         times = [seconds(partial(in_slices, order, count)) for _ in range(rounds)]
         rows[name] = {"ids_per_second": count / statistics.median(times), "peak_bytes": peak_bytes}
     times = [seconds(lambda: torch.randperm(10**7)) for _ in range(rounds)]
@@ -173,7 +173,7 @@ def orders(rounds: int, count: int) -> dict:
 
 
 def overhead(rounds: int, *, smoke: bool) -> dict:
-    """Measure an epoch of tiny samples through ours and through a plain DataLoader, in turns."""
+    """Measure an epoch of tiny samples through our loader and through a plain DataLoader, in turns."""
     rows = {}
     for batch, workers, samples in ((32, 0, 20_000), (256, 0, 20_000), (32, 2, 60_000)):
         n = 1024 if smoke else samples
@@ -185,8 +185,8 @@ def overhead(rounds: int, *, smoke: bool) -> dict:
         times: dict[str, list[float]] = {name: [] for name in loaders}
         for name, loader in loaders.items():
             if not torch.equal(torch.cat(list(loader)).sort().values, torch.arange(n)):
-                raise harness.ValuesError(f"an epoch of the {name} loader is not each sample once")
-        for name in harness.in_turns(list(loaders), rounds):
+                raise harness.ValuesError(f"an epoch of the {name} loader does not have each sample once")
+        for name in harness.turn_order(list(loaders), rounds):
             times[name].append(seconds(partial(deque, loaders[name], maxlen=0)))
         batches = n / batch
         added = [(a - b) / batches for a, b in zip(times["ours"], times["plain"], strict=True)]
@@ -197,8 +197,8 @@ def overhead(rounds: int, *, smoke: bool) -> dict:
         }
         loaders["ours"].close()
         print(
-            f"batch {batch:3d}, {workers} workers: {statistics.median(times['plain']) / batches * 1e6:7.0f} us a batch "
-            f"plain, {statistics.median(added) * 1e6:+7.0f} us ours"
+            f"batch {batch:3d}, {workers} workers: {statistics.median(times['plain']) / batches * 1e6:7.0f} us per "
+            f"batch plain, {statistics.median(added) * 1e6:+7.0f} us ours"
         )
     return rows
 
@@ -206,10 +206,10 @@ def overhead(rounds: int, *, smoke: bool) -> dict:
 def main() -> None:
     args = harness.parse(harness.parser_of(__doc__), smoke={})
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torchdata's, of torch
-    logging.disable()  # the contestants', of what they replay
+    warnings.simplefilter("ignore")  # torchdata's warnings about torch
+    logging.disable()  # the contestants' messages about skipped samples
     entry = {
-        **harness.circumstances(smoke=args.smoke),
+        **harness.environment(smoke=args.smoke),
         "resuming": resuming(args.rounds, (100, 1000, 10**9) if args.smoke else (10**3, 10**6, 10**9)),
         "orders": orders(args.rounds, 2**14 if args.smoke else 2**20),
         "overhead": overhead(args.rounds, smoke=args.smoke),

@@ -1,19 +1,18 @@
-"""One run on an accelerator: GPU tests, training step, async save, offload, weight streaming, log-probabilities.
+"""Run GPU tests and GPU benchmarks: training step, async save, offload, weight streaming, log-probabilities.
 
     python benchmarks/gpu.py [--parts tests step ...] [--parameters 1.5] [--minutes 9.5] [--ranks N] [--out DIR]
     python benchmarks/gpu.py --smoke  # the same code at tiny sizes, on the CPU where there is no accelerator
 
-Each part runs in processes of its own, one rank per accelerator, and has a time limit: a part that fails, crashes or
-hangs costs none of the others. A part compares the library with a reference (a loop written in plain torch, or one
-plain copy of the same bytes) in alternating turns, and checks that both compute the same values. Rates are per rank.
-`gpu.json` is written again after each part; at the end a table is printed. The exit code is 1 if a part failed.
-Outside of a git checkout the environment variable FSDP2_COMMIT names the commit.
+Each part runs in its own processes, one rank per accelerator, with a time limit: a part that fails, crashes or hangs
+does not affect the others. Except for the tests, a part compares the library with a reference (a loop in plain torch,
+or one copy of the same bytes) in alternating turns, and checks that both compute the same values. Rates are per rank.
+`gpu.json` is rewritten after each part; at the end a table is printed. The exit code is 1 if a part failed. Outside of
+a git checkout the environment variable FSDP2_COMMIT names the commit.
 
-To add a part, write a function that takes a `Job` and returns measures, facts and perhaps an error; enter it in PARTS.
+To add a part, write a function that takes a `Job` and returns `outcome(measures, facts, errors)`, and add it to PARTS.
 """
 
 import argparse
-import copy
 import gc
 import itertools
 import json
@@ -29,6 +28,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -47,11 +47,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload, stream_weights, token_log_probs
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 4  # of one sample
+STEPS = 4  # timed together
 PRECISION = StrategyConfig(bf16=True, max_norm=1.0)
 TOLERANCE = {"loss": 1e-2, "grad_norm": 0.1, "log_prob": 5e-2, "gradient": 2e-2}
 
-# Dense bf16 TFLOP/s by the vendors' datasheets; the first name that the device's name contains.
+# Dense bf16 TFLOP/s from datasheets. The first key that occurs in the device's name counts.
 DATASHEET_TFLOPS = {
     "A100": 312, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "L40S": 362,
     "A10": 125, "L4": 121, "RTX 4090": 165, "B200": 2250, "MI300X": 1307,
@@ -64,11 +64,11 @@ class Job:
 
     rank: int
     billions: float
-    """Parameters of the largest model."""
+    """Parameters of the largest model, in billions."""
     rounds: int
     smoke: bool
     scratch: Path
-    """Folder that is removed after the part."""
+    """A folder that is removed after the part."""
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Job:
 class Turn:
     seconds: float
     peak_bytes: int | None
-    """Device memory above what was allocated before; None on the CPU."""
+    """Peak of the device memory minus the memory allocated before; None on the CPU."""
 
 
 def device() -> torch.device:
@@ -95,12 +95,12 @@ def allocated() -> int | None:
 
 
 def host_bytes(nbytes: int) -> torch.Tensor:
-    """Return host memory, pinned where there is an accelerator."""
+    """Allocate host memory, pinned if there is an accelerator."""
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def timed(call: Callable[[], object]) -> Turn:
-    """Time a call on all ranks, with idle devices before and after it; collective."""
+    """Time a call on all ranks, with synchronised devices before and after it; collective."""
     gc.collect()
     synchronize()
     before = allocated()
@@ -121,20 +121,20 @@ Calls = Sequence[Callable[[], object]]
 def in_pairs(
     ours: Calls, reference: Calls, rounds: int, between: Callable[[], object] = int
 ) -> list[tuple[list[Turn], list[Turn]]]:
-    """Time two contestants in turns, after a round that does not count; collective.
+    """Time two contestants in turns, after a warm-up round; collective.
 
     Args:
-        ours: the calls of a turn, each timed by itself.
+        ours: the calls of a turn, each timed separately.
         reference: the same number of calls.
-        rounds: turns of each contestant.
+        rounds: number of timed turns of each contestant.
         between: called after each turn, not timed.
 
     Returns:
-        For each call the turns of both contestants.
+        The turns of both contestants, for each call.
     """
     calls = {"ours": ours, "reference": reference}
     found: dict[str, list[list[Turn]]] = {name: [] for name in calls}
-    for name in [*calls, *harness.in_turns(list(calls), rounds)]:
+    for name in [*calls, *harness.turn_order(list(calls), rounds)]:
         found[name].append([timed(call) for call in calls[name]])
         between()
     by_call = {name: [list(turns) for turns in zip(*of[1:], strict=True)] for name, of in found.items()}
@@ -142,7 +142,7 @@ def in_pairs(
 
 
 def compared(unit: str, amount: float, ours: list[Turn], reference: list[Turn]) -> dict:
-    """Return the rates, times and memory peaks of turns that each processed an amount of a unit."""
+    """Return the rates, times and memory peaks of turns, each of which processed ``amount`` units."""
     times = [[turn.seconds for turn in turns] for turns in (ours, reference)]
     sides = [
         {
@@ -152,19 +152,19 @@ def compared(unit: str, amount: float, ours: list[Turn], reference: list[Turn]) 
         }
         for turns, seconds in zip((ours, reference), times, strict=True)
     ]
-    # Median and middle half of our time over the reference's, pair by pair.
+    # Median and middle half of our time / time of the reference, pair by pair.
     return {"unit": f"{unit}/s", "ours": sides[0], "reference": sides[1], "time_ratio": harness.ratio(*times)}
 
 
-def least(value: int) -> int:
-    """Return the least value of all ranks; for booleans, whether all are true; collective."""
-    box = torch.tensor(int(value))
-    dist.all_reduce(box, dist.ReduceOp.MIN)
-    return int(box)
+def min_over_ranks(value: int) -> int:
+    """Return the minimum over all ranks; for booleans, whether all are true; collective."""
+    minimum = torch.tensor(int(value))
+    dist.all_reduce(minimum, dist.ReduceOp.MIN)
+    return int(minimum)
 
 
 def matmul_tflops(size: int, repeats: int = 50) -> float | None:
-    """Return the rate of large bf16 matrix products, the practical peak of an accelerator; None on the CPU."""
+    """Return the TFLOP/s of large bf16 matrix products, a practical peak of the accelerator; None on the CPU."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device()) for _ in range(2))
     product = torch.empty_like(a)
 
@@ -181,8 +181,8 @@ def datasheet_tflops(name: str | None) -> float | None:
     return next((tflops for key, tflops in DATASHEET_TFLOPS.items() if re.search(rf"\b{key}\b", name or "")), None)
 
 
-class Bus:
-    """Copy a number of bytes between the device and pinned host memory in one piece, as fast as the bus allows."""
+class BareCopy:
+    """Copy bytes between the device and pinned host memory in one call, as a reference."""
 
     def __init__(self, nbytes: int) -> None:
         self.host = host_bytes(nbytes)
@@ -199,12 +199,12 @@ class Bus:
 
 
 def llama(billions: float, **changes: int) -> LlamaConfig:
-    """Configure a Llama of about so many parameters, at least two layers."""
+    """Configure a Llama with about ``billions`` billion parameters and at least two layers."""
     width = 3072 if billions >= 2.5 else 2048 if billions >= 0.05 else 64
     heads = max(2, width // 128)
     sizes = {
         "hidden_size": width,
-        "intermediate_size": 4 * width,  # with half as many heads for keys and values, 15 x width^2 in a layer
+        "intermediate_size": 4 * width,  # 15 x width^2 parameters per layer
         "num_hidden_layers": max(2, round((billions * 1e9 / width**2 - 32) / 15)),
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
@@ -224,18 +224,18 @@ def tokens(config: LlamaConfig, *shape: int) -> torch.Tensor:
     return torch.randint(1, config.vocab_size, shape, generator=generator).to(device())
 
 
-def rate_of(model: nn.Module) -> float:
-    """Return a learning rate at which the loss falls within a few steps: 1e-4 at a width of 2048."""
+def learning_rate_of(model: nn.Module) -> float:
+    """Return a learning rate with which the loss falls within a few steps: 1e-4 for a width of 2048."""
     return 0.2 / model.config.hidden_size
 
 
 Loop = Callable[[torch.Tensor], tuple[torch.Tensor, float]]
 
 
-def through_strategy(model: nn.Module) -> tuple[Loop, FSDPV2Strategy, torch.optim.Optimizer]:
+def strategy_loop(model: nn.Module) -> tuple[Loop, FSDPV2Strategy, torch.optim.Optimizer]:
     strategy = FSDPV2Strategy(config=PRECISION)
     strategy.prepare_model(model, is_training=True)
-    optimizer = strategy.create_optimizer(model, lr=rate_of(model), weight_decay=0.1)
+    optimizer = strategy.create_optimizer(model, lr=learning_rate_of(model), weight_decay=0.1)
 
     def step(ids: torch.Tensor) -> tuple[torch.Tensor, float]:
         loss = model(input_ids=ids, labels=ids).loss
@@ -245,15 +245,15 @@ def through_strategy(model: nn.Module) -> tuple[Loop, FSDPV2Strategy, torch.opti
     return step, strategy, optimizer
 
 
-def by_hand(model: nn.Module) -> Loop:
-    """Shard and step with nothing but torch, as the strategy does it."""
+def reference_loop(model: nn.Module) -> Loop:
+    """Shard and train with plain torch, in the same way as the strategy."""
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in [*model.model.layers, model.model.embed_tokens, model.lm_head, model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=rate_of(model), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate_of(model), weight_decay=0.1, fused=True)
 
     def step(ids: torch.Tensor) -> tuple[torch.Tensor, float]:
         loss = model(input_ids=ids, labels=ids).loss
@@ -266,39 +266,39 @@ def by_hand(model: nn.Module) -> Loop:
     return step
 
 
-def trained(billions: float) -> tuple[FSDPV2Strategy, nn.Module, torch.optim.Optimizer, Callable[[], object]]:
-    """Return a model that has taken a step, so that its optimizer has state, and what takes another one."""
+def train_one_step(billions: float) -> tuple[FSDPV2Strategy, nn.Module, torch.optim.Optimizer, Callable[[], object]]:
+    """Train a new model for one step to create optimizer state; return a function that takes another step, too."""
     model = build(config := llama(billions))
-    step, strategy, optimizer = through_strategy(model)
+    step, strategy, optimizer = strategy_loop(model)
     ids = tokens(config, 1, 32)
     step(ids)
     return strategy, model, optimizer, lambda: step(ids)
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return this rank's part of what an optimizer keeps, in a fixed order."""
-    slots = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
-    return [harness.local_of(slot[key]) for slot in slots for key in sorted(slot)]
+    """Return this rank's part of the optimizer state, in a fixed order."""
+    states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    return [harness.local_of(state[key]) for state in states for key in sorted(state)]
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
     return [harness.local_of(parameter.detach()) for parameter in model.parameters()]
 
 
-def outcome(measures: dict, facts: dict, wrong: list[str]) -> dict:
-    return {"measures": measures, "facts": facts, "error": "; ".join(wrong) or None}
+def outcome(measures: dict, facts: dict, errors: list[str]) -> dict:
+    return {"measures": measures, "facts": facts, "error": "; ".join(errors) or None}
 
 
 def all_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """Say whether tensors are bitwise equal on every rank; collective."""
-    return bool(least(all(torch.equal(a, b) for a, b in zip(some, others, strict=True))))
+    """Return whether the tensors are bitwise equal on every rank; collective."""
+    return bool(min_over_ranks(all(torch.equal(a, b) for a, b in zip(some, others, strict=True))))
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def tests(job: Job) -> dict:
-    """Run the tests that want an accelerator."""
+    """Run the tests that need an accelerator."""
     if job.rank:
         return outcome({}, {}, [])
     files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
@@ -306,7 +306,7 @@ def tests(job: Job) -> dict:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    process = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     facts = {}
     if report.exists():
         suite = ET.parse(report).getroot().find("testsuite").attrib
@@ -314,30 +314,30 @@ def tests(job: Job) -> dict:
         failed = counts["failures"] + counts["errors"]
         passed = counts["tests"] - failed - counts["skipped"]
         facts = {"passed": passed, "failed": failed, "skipped": counts["skipped"]}
-    said = f"{(done.stdout + done.stderr)[-3000:]}\npytest exited with {done.returncode}"
-    return outcome({}, facts, [said] if done.returncode else [])
+    output = f"{(process.stdout + process.stderr)[-3000:]}\npytest exited with {process.returncode}"
+    return outcome({}, facts, [output] if process.returncode else [])
 
 
 def step(job: Job) -> dict:
-    """Train through the strategy and with a loop written by hand."""
+    """Train with the strategy, and with a reference loop in plain torch."""
     model = build(config := llama(job.billions))
     count = sum(p.numel() for p in model.parameters())
-    hand = by_hand(copy.deepcopy(model))
-    ours, *_ = through_strategy(model)
+    reference = reference_loop(deepcopy(model))
+    ours, *_ = strategy_loop(model)
     length = 64 if job.smoke else 2048
-    size = sequences_that_fit((ours, hand), tokens(config, 1, length), most=2 if job.smoke else 8)
+    size = sequences_that_fit((ours, reference), tokens(config, 1, length), limit=2 if job.smoke else 8)
     batches = tokens(config, STEPS, size, length)
-    values, differing = {}, {}
-    steps = {"ours": [ours(batches[0]) for _ in batches], "reference": [hand(batches[0]) for _ in batches]}
+    values, differences = {}, {}
+    steps = {"ours": [ours(batches[0]) for _ in batches], "reference": [reference(batches[0]) for _ in batches]}
     for i, key in enumerate(("loss", "grad_norm")):
         values[key] = {name: [float(pair[i]) for pair in of] for name, of in steps.items()}
-        differing[key] = max(abs(a - b) / abs(b) for a, b in zip(*values[key].values(), strict=True))
+        differences[key] = max(abs(a - b) / abs(b) for a, b in zip(*values[key].values(), strict=True))
 
-    def sample(loop: Loop) -> None:
+    def run_steps(loop: Loop) -> None:
         for batch in batches:
             loop(batch)
 
-    [pair] = in_pairs([lambda: sample(ours)], [lambda: sample(hand)], job.rounds)
+    [pair] = in_pairs([lambda: run_steps(ours)], [lambda: run_steps(reference)], job.rounds)
     speed = compared("tokens", batches.numel(), *pair)
     per_token = 6 * (count - config.vocab_size * config.hidden_size)
     per_token += 6 * config.num_hidden_layers * config.hidden_size * length
@@ -355,29 +355,31 @@ def step(job: Job) -> dict:
         "flops_per_token": per_token,
         "flops": "6 x parameters without the input embedding + 6 x layers x width x length (causal: half of 12)",
         "peak_tflops": peaks,
-        "largest_relative_difference": differing,
+        "largest_relative_difference": differences,
         **values,
     }
-    wrong = [
-        f"{key} differs by {by:.2g} between the loops" for key, by in differing.items() if not by <= TOLERANCE[key]
+    errors = [
+        f"{key} differs by {difference:.2g} between the loops"
+        for key, difference in differences.items()
+        if not difference <= TOLERANCE[key]
     ]
-    return outcome(measures, facts, wrong)
+    return outcome(measures, facts, errors)
 
 
-def sequences_that_fit(loops: Iterable[Loop], one: torch.Tensor, most: int) -> int:
-    """Return how many sequences a step takes with a tenth of the device left free: a power of two; collective."""
+def sequences_that_fit(loops: Iterable[Loop], one: torch.Tensor, limit: int) -> int:
+    """Return the number of sequences that fit on the device with a tenth left free, a power of two; collective."""
     turns = [timed(lambda loop=loop: loop(one)) for loop in [*loops] * 2]
-    peak = max(turn.peak_bytes or 0 for turn in turns[len(turns) // 2 :])  # the first steps allocate Adam's state
+    peak = max(turn.peak_bytes or 0 for turn in turns[len(turns) // 2 :])  # the first steps allocate state
     if not peak:
-        return most
+        return limit
     free = 0.9 * torch.cuda.get_device_properties(device()).total_memory - torch.cuda.memory_allocated()
-    fitting = least(min(most, max(1, int(free / peak))))
+    fitting = min_over_ranks(min(limit, max(1, int(free / peak))))
     return 1 << (fitting.bit_length() - 1)
 
 
 def stall(job: Job) -> dict:
-    """Save asynchronously, against one copy of the same bytes to pinned memory."""
-    strategy, model, optimizer, step = trained(job.billions / 6)
+    """Save asynchronously; compare with one copy of the same bytes to pinned memory."""
+    strategy, model, optimizer, step = train_one_step(job.billions / 6)
 
     def state() -> list[torch.Tensor]:
         return [*weights_of(model), *state_of(optimizer)]
@@ -388,65 +390,66 @@ def stall(job: Job) -> dict:
     def save() -> None:
         strategy.save_ckpt(model, folder, f"save{next(numbers)}", max_num=1, async_save=True)
 
-    [pair] = in_pairs([save], [Bus(nbytes).to_host], job.rounds, between=strategy.wait_for_checkpoint)
+    [pair] = in_pairs([save], [BareCopy(nbytes).to_host], job.rounds, between=strategy.wait_for_checkpoint)
     before = [tensor.clone() for tensor in state()]
     start = time.perf_counter()
     save()
-    step()  # what is saved must be the state before
+    step()  # must not change the state that is saved
     strategy.wait_for_checkpoint()
     written = time.perf_counter() - start
     strategy.load_ckpt(model, folder)
     measure = compared("GB", nbytes / 1e9, *pair)
-    held_up = 1 / measure["ours"]["value"]
-    facts = {"bytes": nbytes, "held_up_seconds_per_gb": held_up, "seconds_until_written": written}
-    wrong = [] if all_equal(state(), before) else ["the loaded checkpoint differs from the state that was saved"]
-    return outcome({"async save, against one pinned copy": measure}, facts, wrong)
+    seconds_per_gb = 1 / measure["ours"]["value"]
+    facts = {"bytes": nbytes, "held_up_seconds_per_gb": seconds_per_gb, "seconds_until_written": written}
+    errors = [] if all_equal(state(), before) else ["the loaded checkpoint differs from the state that was saved"]
+    return outcome({"async save, against one pinned copy": measure}, facts, errors)
 
 
 def offloading(job: Job) -> dict:
-    """Move a model and an optimizer to the host and back, against plain copies of the same bytes."""
-    strategy, model, optimizer, _ = trained(job.billions / 3)
+    """Offload and reload a model and an optimizer; compare with plain copies of the same bytes."""
+    strategy, model, optimizer, _ = train_one_step(job.billions / 3)
     cases = {
         "strategy.offload_model": (strategy.offload_model, strategy.reload_model, model, weights_of),
         "offload(model)": (offload, reload, model, weights_of),
         "offload(optimizer)": (offload, reload, optimizer, state_of),
     }
-    measures, facts, wrong = {}, {}, []
-    for name, (there, back, subject, tensors_of) in cases.items():
+    measures, facts, errors = {}, {}, []
+    for name, (move_out, move_in, subject, tensors_of) in cases.items():
         before = [tensor.clone() for tensor in tensors_of(subject)]
         nbytes = sum(tensor.nbytes for tensor in before)
-        bus = Bus(nbytes)
-        pairs = in_pairs([partial(there, subject), partial(back, subject)], [bus.to_host, bus.to_device], job.rounds)
-        for way, (turns, plain) in zip(("to the host", "back"), pairs, strict=True):
-            measures[f"{name} {way}, against one pinned copy"] = compared("GB", nbytes / 1e9, turns, plain)
-        held = allocated()
-        there(subject)
-        freed = None if held is None else held - allocated()
-        back(subject)
+        copy = BareCopy(nbytes)
+        calls = [partial(move_out, subject), partial(move_in, subject)]
+        pairs = in_pairs(calls, [copy.to_host, copy.to_device], job.rounds)
+        for direction, (turns, plain) in zip(("to the host", "back"), pairs, strict=True):
+            measures[f"{name} {direction}, against one pinned copy"] = compared("GB", nbytes / 1e9, turns, plain)
+        allocated_before = allocated()
+        move_out(subject)
+        freed = None if allocated_before is None else allocated_before - allocated()
+        move_in(subject)
         facts[name] = {"bytes": nbytes, "freed_bytes": freed}
         if not all_equal(tensors_of(subject), before):
-            wrong.append(f"{name} came back with other values")
-        if freed is not None and not least(freed > 0.95 * nbytes):
-            wrong.append(f"{name} freed {freed} of {nbytes} bytes of the device")
-    return outcome(measures, facts, wrong)
+            errors.append(f"{name} does not restore the values")
+        if freed is not None and not min_over_ranks(freed > 0.95 * nbytes):
+            errors.append(f"{name} freed {freed} of {nbytes} bytes on the device, expected more than 95%")
+    return outcome(measures, facts, errors)
 
 
 def streaming(job: Job) -> dict:
-    """Bring a model's fp32 weights in bf16 into an engine's tensors, against `full_tensor` of each parameter."""
+    """Copy fp32 weights as bf16 into the tensors of an engine; compare with `full_tensor` of each parameter."""
     model = build(llama(job.billions))
     FSDPV2Strategy(config=PRECISION).prepare_model(model, is_training=True)
 
-    def by_full_tensor() -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in model.named_parameters():
             yield name, parameter.detach().full_tensor().to(torch.bfloat16)
 
-    streams = {"stream_weights": partial(stream_weights, model), "full_tensor": by_full_tensor}
-    expected = dict(by_full_tensor())
+    streams = {"stream_weights": partial(stream_weights, model), "full_tensor": full_tensors}
+    expected = dict(full_tensors())
     ends = dict(zip(expected, itertools.accumulate(tensor.nbytes for tensor in expected.values()), strict=True))
     nbytes = max(ends.values())
-    measures, wrong = {}, []
-    for place in ("device", "host"):
-        memory = host_bytes(nbytes) if place == "host" else torch.zeros(nbytes, dtype=torch.uint8, device=device())
+    measures, errors = {}, []
+    for target in ("device", "host"):
+        memory = host_bytes(nbytes) if target == "host" else torch.zeros(nbytes, dtype=torch.uint8, device=device())
         engine = {
             name: memory[ends[name] - tensor.nbytes : ends[name]].view(tensor.dtype).view(tensor.shape)
             for name, tensor in expected.items()
@@ -463,25 +466,25 @@ def streaming(job: Job) -> dict:
             memory.zero_()
             names = update(name)
             synchronize()
-            arrived = (tensor.to(device()) for tensor in engine.values())
-            if sorted(names) != sorted(expected) or not all_equal(arrived, expected.values()):
-                wrong.append(f"{name} to the {place} gave other names or values")
+            copied = (tensor.to(device()) for tensor in engine.values())
+            if sorted(names) != sorted(expected) or not all_equal(copied, expected.values()):
+                errors.append(f"{name} to the {target} has wrong names or values")
         [pair] = in_pairs(*([partial(update, name)] for name in streams), job.rounds)
-        measures[f"to the {place}, against full_tensor() of each"] = compared("GB", nbytes / 1e9, *pair)
-    return outcome(measures, {"bytes": nbytes, "tensors": len(expected)}, wrong)
+        measures[f"to the {target}, against full_tensor() of each"] = compared("GB", nbytes / 1e9, *pair)
+    return outcome(measures, {"bytes": nbytes, "tensors": len(expected)}, errors)
 
 
 def log_probs(job: Job) -> dict:
-    """Compute log-probabilities of tokens in chunks, against a log_softmax of the full logits."""
+    """Compute log-probabilities of tokens in chunks; compare with a log_softmax of the full logits."""
     config = llama(job.billions / 10, vocab_size=1024 if job.smoke else 128_256)
     model = build(config)
     FSDPV2Strategy(config=PRECISION).prepare_model(model, is_training=True)
     ids = tokens(config, 2, 32 if job.smoke else 4096)
 
-    def in_chunks() -> torch.Tensor:
+    def chunked() -> torch.Tensor:
         return token_log_probs(model, ids, chunk_bytes=32 << 10 if job.smoke else None)
 
-    def of_full_logits() -> torch.Tensor:
+    def full_logits() -> torch.Tensor:
         logits = model(input_ids=ids).logits[:, :-1].float()
         return logits.log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
@@ -494,26 +497,27 @@ def log_probs(job: Job) -> dict:
         model.zero_grad()
 
     values, gradients = [], []
-    for compute in (in_chunks, of_full_logits):
+    for compute in (chunked, full_logits):
         values.append(compute())
         values[-1].mean().backward()
         gradients.append([harness.local_of(parameter.grad) for parameter in model.parameters()])
         model.zero_grad()
-    errors = torch.stack([(a - b).norm() for a, b in zip(*gradients, strict=True)])
+    deviations = torch.stack([(a - b).norm() for a, b in zip(*gradients, strict=True)])
     norms = torch.stack([gradient.norm() for gradient in gradients[1]])
-    differing = {
+    differences = {
         "log_prob": (values[0] - values[1]).abs().max().item(),
-        "gradient": (errors.norm() / norms.norm()).item(),
+        "gradient": (deviations.norm() / norms.norm()).item(),
     }
     del values, gradients
     measures = {}
     for run in (forward, forward_and_backward):
-        calls = [[lambda run=run, compute=compute: run(compute)] for compute in (in_chunks, of_full_logits)]
+        calls = [[lambda run=run, compute=compute: run(compute)] for compute in (chunked, full_logits)]
         [pair] = in_pairs(*calls, job.rounds)
         measures[f"{run.__name__.replace('_', ' ')}, against full logits"] = compared("tokens", ids.numel(), *pair)
-    facts = {"tokens": list(ids.shape), "vocabulary": config.vocab_size, "largest_difference": differing}
-    wrong = [f"{key} differs by {by:.2g}" for key, by in differing.items() if not by <= TOLERANCE[key]]
-    return outcome(measures, facts, wrong)
+    facts = {"tokens": list(ids.shape), "vocabulary": config.vocab_size, "largest_difference": differences}
+    wrong = [key for key, difference in differences.items() if not difference <= TOLERANCE[key]]
+    errors = [f"{key} differs by {differences[key]:.2g}" for key in wrong]
+    return outcome(measures, facts, errors)
 
 
 PARTS: dict[str, Callable[[Job], dict]] = {
@@ -529,39 +533,39 @@ PARTS: dict[str, Callable[[Job], dict]] = {
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def be_rank(rank: int, name: str, options: dict) -> None:
-    """Be one rank of a part."""
-    os.setpgrp()  # a part that is cut ends with all the processes that it started
-    gc.freeze()  # what the imports made: `timed` collects garbage before each turn
-    harness.become_rank(rank, options)
+def run_rank(rank: int, name: str, options: dict) -> None:
+    """Run one rank of a part."""
+    os.setpgrp()  # `kill` ends the rank with all processes that it started
+    gc.freeze()  # excludes the imported modules from the garbage collections of `timed`
+    harness.init_rank(rank, options)
     job = Job(rank=rank, scratch=Path(options["scratch"]), **options["job"])
     harness.finish(rank, options, PARTS[name](job))
 
 
 def run(name: str, ranks: int, job: dict, limit_seconds: float) -> dict:
-    """Run a part in processes of its own; return its result, or the error that ended it."""
+    """Run a part in its own processes; return its result or its error."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
         paths = {"scratch": scratch, "store": f"{scratch}/store", "results": f"{scratch}/results.json"}
         options = {"ranks": ranks, "smoke": job["smoke"], "job": job, **paths}
-        # CUDA needs processes that start from nothing; without it they are forked from one that has done the imports.
+        # CUDA needs spawned processes; without it they are forked from a process that has done the imports.
         method = "spawn" if torch.cuda.is_available() else "forkserver"
-        context = mp.start_processes(be_rank, (name, options), nprocs=ranks, join=False, start_method=method)
+        context = mp.start_processes(run_rank, (name, options), nprocs=ranks, join=False, start_method=method)
         try:
             while not context.join(timeout=max(0.0, start + limit_seconds - time.monotonic())):
                 if time.monotonic() >= start + limit_seconds:
-                    raise TimeoutError(f"cut after {limit_seconds:.0f} seconds")
+                    raise TimeoutError(f"timed out after {limit_seconds:.0f} seconds")
             found = json.loads(Path(options["results"]).read_text())
         except BaseException as error:
-            end(context)
+            kill(context)
             if not isinstance(error, mp.ProcessRaisedException | mp.ProcessExitedException | OSError):
                 raise
             found = outcome({}, {}, [str(error).strip()[-3000:]])
     return {"seconds": round(time.monotonic() - start, 1), **found}
 
 
-def end(context: mp.ProcessContext) -> None:
-    """Kill what is left of the ranks and of all that they started."""
+def kill(context: mp.ProcessContext) -> None:
+    """Kill the ranks and all processes that they started."""
     for process in context.processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -569,7 +573,7 @@ def end(context: mp.ProcessContext) -> None:
         process.join()
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
+# --- main ------------------------------------------------------------------------------------------------------------
 
 
 def device_name() -> str | None:
@@ -577,7 +581,7 @@ def device_name() -> str | None:
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a program prints; None where it is missing or fails."""
+    """Return the output of a program; None if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -601,7 +605,7 @@ def hardware() -> dict:
     }
 
 
-def circumstances(args: argparse.Namespace) -> dict:
+def environment(args: argparse.Namespace) -> dict:
     commit = output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -645,12 +649,12 @@ def table(entry: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--parameters", type=float, default=1.5, help="of the largest model, in billions")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of turns")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all parts; half a minute is for starting")
+    parser.add_argument("--parameters", type=float, default=1.5, help="parameters of the largest model, in billions")
+    parser.add_argument("--rounds", type=int, default=7, help="number of pairs of turns")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time limit of all parts together, in minutes")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="one per accelerator")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU where there is no accelerator")
-    parser.add_argument("--out", type=Path, help=f"{harness.OUT} by default, {harness.OUT / 'smoke'} with --smoke")
+    parser.add_argument("--smoke", action="store_true", help="run at tiny sizes, on the CPU if there is no accelerator")
+    parser.add_argument("--out", type=Path, help=f"default: {harness.OUT}, with --smoke {harness.OUT / 'smoke'}")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         print("gpu.py needs an accelerator; --smoke tries the script without one", file=sys.stderr)
@@ -658,13 +662,13 @@ def main() -> int:
     job = {"billions": args.parameters, "rounds": args.rounds, "smoke": args.smoke}
     if args.smoke:
         job |= {"billions": 0.0, "rounds": 2}
-    mp.set_forkserver_preload(harness.IMPORTED)
+    mp.set_forkserver_preload(harness.PRELOADED)
     out = args.out or (harness.OUT / "smoke" if args.smoke else harness.OUT)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
-    entry = {**circumstances(args), "parts": {}}
+    entry = {**environment(args), "parts": {}}
     for i, name in enumerate(args.parts):
-        # Twice an equal share of the time that is left: one that hangs leaves enough for the others.
+        # Twice an equal share of the remaining time: a part that hangs leaves enough for the others.
         limit = (deadline - time.monotonic()) * min(1.0, 2 / (len(args.parts) - i))
         found = entry["parts"][name] = run(name, args.ranks, job, max(0.0, limit))
         (out / "gpu.json").write_text(json.dumps(entry, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""Share what all benchmarks need: options, ranks, turns with seconds, checks of values, ratios, panels of a chart.
+"""Provide the shared parts of all benchmarks: options, ranks, timed turns, checks of values, ratios, charts.
 
-All contestants take turns on the same ranks, in another order each round, so that a machine that slows down slows them
-all. Barriers around a turn are on a process group of the harness's own, so that they meet no contestant's traffic. Peak
-memory is the kernel's own (VmHWM, reset before each turn) above what the process held before.
+All contestants take turns on the same ranks, in a different order each round, so that a slow phase of the machine
+affects all of them. The barriers around a turn are on the harness's own process group, separate from the contestants'
+collectives. Peak memory is the kernel's VmHWM, reset before each turn, minus the memory of the process at that time.
 
-A turn ends with a check of all values that it moved, outside of the timed part: one that fails is an error, not a time.
+After the timed part of a turn, all values that it moved are checked. If the check fails, the result is an error.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from transformers import LlamaConfig
 from fsdp2_strategy.hf.safetensors_format import memory_of
 
 OUT = Path("runs/benchmarks")
-"""Where figures and charts go by default, in the working directory; `--out benchmarks/results` records them."""
-IMPORTED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy.strategy", "fsdp2_strategy.vla"]
-"""Modules that take seconds to import: ranks are forked from a process that has them."""
-SEVERAL = 2
-"""Wrong tensors that an error names."""
+"""Default folder for results and charts, in the working directory; `--out benchmarks/results` records them."""
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "fsdp2_strategy.strategy", "fsdp2_strategy.vla"]
+"""Modules that take seconds to import: ranks are forked from a process that has imported them."""
+MAX_NAMES = 2
+"""Maximum number of wrong tensors that an error names."""
 SMOKE_TITLE = "smoke run at tiny sizes: the figures mean nothing"
 
 
@@ -53,44 +53,44 @@ SMOKE_TITLE = "smoke run at tiny sizes: the figures mean nothing"
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has."""
+    """Create a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=OUT, help="where figures and charts go")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for results and charts")
     parser.add_argument(
-        "--smoke", action="store_true", help="run everything in seconds, at tiny sizes: the figures mean nothing"
+        "--smoke", action="store_true", help="run everything in seconds at tiny sizes: the figures mean nothing"
     )
     return parser
 
 
 def parse(
-    parser: argparse.ArgumentParser, smoke: Mapping[str, Any], places: Mapping[str, Path] | None = None
+    parser: argparse.ArgumentParser, smoke: Mapping[str, Any], scratch_folders: Mapping[str, Path] | None = None
 ) -> argparse.Namespace:
-    """Parse the command line, and create the folder for the output.
+    """Parse the command line, and create the output folder.
 
     Args:
-        parser: from `parser_of`, with the benchmark's own options added.
-        smoke: defaults of the benchmark's options with ``--smoke``, which has one round.
-        places: options that name a folder for scratch data, with their defaults; with ``--smoke`` they are under
-            ``--out``, and deleted at the end.
+        parser: created by `parser_of`, with the benchmark's own options added.
+        smoke: defaults of the benchmark's options with ``--smoke``, which runs one round.
+        scratch_folders: options that name a folder for temporary data, with their defaults. With ``--smoke`` these
+            folders are under ``--out`` and deleted at the end.
     """
-    places = places or {}
-    for name, place in places.items():
-        parser.add_argument(f"--{name}", type=Path, default=place, help=f"folder for scratch data, {place} by default")
+    scratch_folders = scratch_folders or {}
+    for name, folder in scratch_folders.items():
+        parser.add_argument(f"--{name}", type=Path, default=folder, help=f"temporary folder, default: {folder}")
     args = parser.parse_args()
     if args.smoke:
         parser.set_defaults(rounds=1, out=OUT / "smoke", **smoke)
         scratch = parser.parse_args().out / "scratch"
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        parser.set_defaults(**{name: scratch / name for name in places})
+        parser.set_defaults(**{name: scratch / name for name in scratch_folders})
         args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / f"{Path(parser.prog).stem}.json"
     if results.exists() and _is_smoke(json.loads(results.read_text())) != args.smoke:
         kinds = ("measured figures", "figures of a smoke run")[:: -1 if args.smoke else 1]
-        parser.error(f"cannot add {kinds[0]} to {results}: it holds {kinds[1]}. Name another --out.")
+        parser.error(f"cannot add {kinds[0]} to {results}: it holds {kinds[1]}. Choose another --out.")
     return args
 
 
@@ -101,37 +101,37 @@ def _is_smoke(entries: dict | list[dict]) -> bool:
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def become_rank(rank: int, options: dict) -> None:
-    """Join the process group of a benchmark, whose options `on_ranks` has completed."""
+def init_rank(rank: int, options: dict) -> None:
+    """Join the benchmark's process group, with the options that `run_on_ranks` completed."""
     ranks = options["ranks"]
     torch.set_num_threads(1)
     if options["smoke"]:
-        gc.freeze()  # a collection before each turn would take longer than the turn
-    tqdm.set_lock(threading.RLock())  # its own one is a named semaphore, which `os._exit` leaves behind
+        gc.freeze()  # garbage collection before each turn would take longer than the turn
+    tqdm.set_lock(threading.RLock())  # the default lock is a named semaphore, which `os._exit` does not remove
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("fsdp2_strategy").setLevel(logging.ERROR)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     faulthandler.enable(os.dup(2))
-    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  progress bars of all contestants
+    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  hides the progress bars of all contestants
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(options["store"], ranks), rank=rank, world_size=ranks)
-    own_group()
+    harness_group()
 
 
 @cache
-def own_group() -> dist.ProcessGroup:
-    """Return the process group of the harness, which no contestant uses; collective when first called."""
+def harness_group() -> dist.ProcessGroup:
+    """Return the harness's process group, which no contestant uses; the first call is collective."""
     return dist.new_group(backend="gloo")
 
 
-def on_ranks(work: Callable[[int, dict], None], options: dict) -> dict:
-    """Run ``work(rank, options)`` in as many processes as the options say; return what rank 0 passed to `finish`."""
-    method = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot start CUDA again
-    mp.get_context("forkserver").set_forkserver_preload(IMPORTED)
+def run_on_ranks(work: Callable[[int, dict], None], options: dict) -> dict:
+    """Run ``work(rank, options)`` in ``options["ranks"]`` processes; return what rank 0 passed to `finish`."""
+    method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA cannot be initialised after a fork
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         paths = {"store": f"{folder}/store", "results": f"{folder}/results.json"}
         mp.start_processes(work, ({**options, **paths},), nprocs=options["ranks"], start_method=method)
@@ -139,11 +139,11 @@ def on_ranks(work: Callable[[int, dict], None], options: dict) -> dict:
 
 
 def finish(rank: int, options: dict, result: dict) -> None:
-    """End a rank; rank 0's result is that of all."""
+    """Write the result of rank 0, wait for all ranks, and exit the process."""
     if rank == 0:
         Path(options["results"]).write_text(json.dumps(result))
     dist.barrier()
-    os._exit(0)  # gloo can abort an interpreter that is on its way out
+    os._exit(0)  # gloo can abort while the interpreter shuts down
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,15 +151,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def llama_config(size: str, *, smoke: bool) -> LlamaConfig:
-    """Return a Llama of 0.4 billion parameters in fp32, or of 1.5 billion in bf16; or a tiny one of that dtype."""
+    """Configure a Llama of 0.4 billion fp32 or 1.5 billion bf16 parameters, or a tiny one of the same dtype."""
     shape, dtype = {
         "0.4": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22}, torch.float32),
         "1.5": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 29}, torch.bfloat16),
     }[size]
-    words = 32000
+    vocab_size = 32000
     if smoke:
-        shape, words = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}, 128
-    return LlamaConfig(**shape, num_attention_heads=16, num_key_value_heads=8, vocab_size=words, dtype=dtype)
+        shape, vocab_size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}, 128
+    return LlamaConfig(**shape, num_attention_heads=16, num_key_value_heads=8, vocab_size=vocab_size, dtype=dtype)
 
 
 # --- files and memory -------------------------------------------------------------------------------------------------
@@ -181,15 +181,15 @@ def force_to_disk(folder: Path) -> None:
             os.close(fd)
 
 
-def memory_left() -> int:
-    """Return the bytes that nobody uses, the same on all ranks."""
+def available_bytes() -> int:
+    """Return the available memory in bytes as rank 0 reads it; collective."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    left = torch.tensor(int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) * 1024)
-    dist.broadcast(left, 0)
-    return int(left)
+    available = torch.tensor(int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) * 1024)
+    dist.broadcast(available, 0)
+    return int(available)
 
 
-def status(name: str, file: str = "status") -> int:
+def proc_value(name: str, file: str = "status") -> int:
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     value = dict(line.split(":", 1) for line in lines)[name].split()
     return int(value[0]) * (1024 if value[-1] == "kB" else 1)
@@ -199,21 +199,22 @@ def status(name: str, file: str = "status") -> int:
 
 
 class ValuesError(Exception):
-    """A contestant did not bring the values that it should."""
+    """A contestant produced other values than expected."""
 
 
 @torch.no_grad()
 def fill(tensors: Sequence[torch.Tensor]) -> None:
-    """Give this rank's part of each tensor values that no other tensor or rank has, without a generator's time."""
+    """Fill this rank's part of each tensor with values that differ between tensors and ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for i, tensor in enumerate(tensors):
         flat = local_of(tensor).reshape(-1)
+        # Much faster than a random generator.
         torch.arange(flat.numel(), dtype=torch.float32, out=(scratch := torch.empty(0)))
         flat.copy_(scratch.mul_(1e-6).add_(0.01 + 0.001 * (i * ranks + rank)))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return a checksum of this rank's part of a tensor: of its dtype, its shape, and all its bytes."""
+    """Return the dtype, the shape and a checksum of all bytes of this rank's part of a tensor."""
     local = local_of(tensor.detach()).cpu().contiguous()
     return f"{local.dtype} {list(local.shape)} {xxhash.xxh3_64_hexdigest(memory_of(local) if local.numel() else b'')}"
 
@@ -226,73 +227,73 @@ def check_values(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
     """Compare digests by name.
 
     Raises:
-        ValuesError: one differs, is missing, or is one too many.
+        ValuesError: a digest differs, is missing, or is not expected.
     """
     names = [*expected, *(found.keys() - expected.keys())]
     wrong = [name for name in names if found.get(name) != expected.get(name)]
     if wrong:
-        some = ", ".join(wrong[:SEVERAL]) + ", ..." * (len(wrong) > SEVERAL)
+        some = ", ".join(wrong[:MAX_NAMES]) + ", ..." * (len(wrong) > MAX_NAMES)
         raise ValuesError(f"{len(wrong)} of {len(names)} tensors do not have the values that were saved: {some}")
 
 
-def check_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def check_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Compare values, dtypes and shapes.
 
     Raises:
         ValuesError: they differ.
     """
     if found.dtype != expected.dtype or not torch.equal(found, expected):
-        raise ValuesError(f"{what} does not have the values that it should")
+        raise ValuesError(f"{name} does not have the expected values, dtype and shape")
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
 def turn(call: Callable[[], object], finish: Callable[[object], None] = id) -> dict:
-    """Run one contestant on all ranks; return seconds, and this rank's memory and bytes read and written."""
+    """Run one contestant on all ranks; return seconds, and this rank's peak memory and bytes read and written."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    resident, read, written = status("VmRSS"), status("rchar", "io"), status("wchar", "io")
-    dist.barrier(own_group())
+    resident, read, written = proc_value("VmRSS"), proc_value("rchar", "io"), proc_value("wchar", "io")
+    dist.barrier(harness_group())
     start = time.perf_counter()
     try:
         result = call()
         finish(result)
     finally:
-        dist.barrier(own_group())  # also after an error, which other ranks may not have
+        dist.barrier(harness_group())  # also after an error: other ranks may have none
     end = time.perf_counter()
     return {
         "start": start,
         "end": end,
         "seconds": end - start,
-        "peak_bytes": status("VmHWM") - resident,
-        "read_bytes": status("rchar", "io") - read,
-        "written_bytes": status("wchar", "io") - written,
+        "peak_bytes": proc_value("VmHWM") - resident,
+        "read_bytes": proc_value("rchar", "io") - read,
+        "written_bytes": proc_value("wchar", "io") - written,
     }
 
 
 def attempt(call: Callable[[], dict], check: Callable[[], object] = int) -> list[dict]:
-    """Run a contestant and return every rank's outcome; one that cannot do it, or fails the check after it, says why.
+    """Run a turn and check its values; return the outcome or error of every rank; collective.
 
     Args:
         call: the turn.
-        check: what raises where values are wrong; it has no collective, since another rank may not come to it.
+        check: raises if values are wrong. It runs no collective, because other ranks may have failed before it.
     """
     try:
         outcome = call()
         check()
     except ModuleNotFoundError as error:
         outcome = {"error": f"not installed: {error.name}"}
-    except (Exception, CheckpointException) as error:  # noqa: BLE001  whatever it says is its result
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  every error is a result
         outcome = {"error": f"{type(error).__name__}: {error}"[-600:]}
     outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome, own_group())
+    dist.all_gather_object(outcomes, outcome, harness_group())
     return outcomes
 
 
-def in_turns(names: list[str], rounds: int) -> list[str]:
-    """Return the names in the order of their turns: in each round another one is the first."""
+def turn_order(names: list[str], rounds: int) -> list[str]:
+    """Return the names in the order of their turns; each round begins with a different name."""
     return [name for r in range(rounds) for name in names[r % len(names) :] + names[: r % len(names)]]
 
 
@@ -301,7 +302,7 @@ def error_of(turns: list[list[dict]]) -> str | None:
 
 
 def summary(turns: list[list[dict]]) -> dict:
-    """Sum up the rounds of one contestant; one that cannot do it says why."""
+    """Summarise the rounds of one contestant, or return its first error."""
     if error := error_of(turns):
         return {"error": error}
     return {
@@ -313,21 +314,21 @@ def summary(turns: list[list[dict]]) -> dict:
 
 
 def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
-    """Return median and middle half of one contestant's times over another's, turn by turn."""
+    """Return the median and the middle half of the ratios of two contestants' times, turn by turn."""
     ratios = sorted(a / b for a, b in zip(one, other, strict=True))
     return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
 
 
-def spread(seconds: list[float], digits: int = 2) -> str:
-    """Return the median with the least and the most."""
+def format_times(seconds: list[float], digits: int = 2) -> str:
+    """Format the median, the minimum and the maximum."""
     return f"{statistics.median(seconds):.{digits}f} ({min(seconds):.{digits}f} - {max(seconds):.{digits}f})"
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def circumstances(*, smoke: bool) -> dict[str, str | bool]:
-    """Return what a figure was measured with, and whether it is one at all."""
+def environment(*, smoke: bool) -> dict[str, str | bool]:
+    """Return the command, commit, date, hardware and versions of a measurement, and whether it is a smoke run."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent,
@@ -348,7 +349,7 @@ def circumstances(*, smoke: bool) -> dict[str, str | bool]:
 
 
 def merge(results: Path, entry: dict, keys: tuple[str, ...]) -> list[dict]:
-    """Put an entry into a file of results, in place of the one with the same keys; return all."""
+    """Add an entry to a file of results, replacing the entry with the same keys; return all entries."""
     results.parent.mkdir(parents=True, exist_ok=True)
     entries = json.loads(results.read_text()) if results.exists() else []
     entries = [e for e in entries if any(e[key] != entry[key] for key in keys)]
@@ -357,8 +358,8 @@ def merge(results: Path, entry: dict, keys: tuple[str, ...]) -> list[dict]:
     return entries
 
 
-def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path, *, smoke: bool) -> None:
-    """Draw a panel of bars for each title: seconds by contestant, turn by turn."""
+def draw(panels: list[tuple[str, dict[str, list[float]]]], path: Path, *, smoke: bool) -> None:
+    """Draw a bar chart for each panel: the median seconds of each contestant, and a dot for each turn."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -381,4 +382,4 @@ def draw(panels: list[tuple[str, dict[str, list[float]]]], picture: Path, *, smo
         axes.spines[["top", "right"]].set_visible(False)
     if smoke:
         figure.suptitle(SMOKE_TITLE, fontsize=9)
-    figure.savefig(picture, dpi=120)
+    figure.savefig(path, dpi=120)

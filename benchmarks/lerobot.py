@@ -1,20 +1,20 @@
-"""The LeRobot reader: frames a second, rows a second, workers, memory, and bytes from an HTTP root.
+"""Measure the LeRobot reader: frames and rows per second, workers, memory, and bytes from an HTTP root.
 
     python benchmarks/lerobot.py [--rounds 7] [--only frames rows workers memory bytes] [--dir DIR] [--out DIR]
                                  [--smoke]
 
-Frames: our reader behind our loader, without workers, against a bare PyAV loop over the very same frames in the same
-order: files kept open, seek, decode to the frame, convert to an RGB array, and throw it away, or make batches of them
-as a trainer needs them, (batch, 3, height, width). One thread everywhere. Rows: a data set without pictures, against
-Hugging Face's streaming of the same parquet files. Workers: frames a second after the first batches, and the time until
-the first batch from nothing, also after a resume. Memory: of the trainer and its workers, as the kernel counts it, with
-rows so wide that they show. Bytes: what a server sends for an epoch, beside the packets and row groups that hold the
-episodes, and the files that hold them.
+Frames: our reader with our loader, without workers, compared with a plain PyAV loop over the same frames in the same
+order. The loop keeps files open, seeks, decodes up to the frame, converts it to an RGB array, and discards it or makes
+batches of shape (batch, 3, height, width) as for a trainer. All use one thread. Rows: a data set without images,
+compared with Hugging Face's streaming of the same parquet files. Workers: frames per second after the first batches,
+and the time from a root to the first batch, also after a resume. Memory: of the trainer and its workers, as the kernel
+counts it, with rows so wide that they are visible. Bytes: what a server sends for an epoch, compared with the packets
+and row groups of the episodes, and with the full files.
 
-Contestants take turns, in another order each round. Values are compared outside of the timed part: our pictures with
-those of the bare loop, rows with the parquet files, batches of workers with those without, first batches with the
-loader's order, batches from the server with those of local files. Data sets are written once, and kept in DIR. Writes
-lerobot.json, prints tables. `--smoke` runs all of it in seconds, with small pictures and short episodes.
+Contestants take turns, in a different order each round. Values are compared outside of the timed part: our images with
+those of the plain loop, rows with the parquet files, batches of workers with batches without workers, first batches
+with the loader's order, batches from the server with those of local files. Data sets are written once and kept in DIR.
+Writes lerobot.json, prints tables. `--smoke` runs everything in seconds, with small images and short episodes.
 """
 
 import json
@@ -58,30 +58,30 @@ PARTS = ("frames", "rows", "workers", "memory", "bytes")
 BATCH = 32
 POOL = 16
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
-Place = tuple[str, float]
-"""A video file, and seconds in it."""
+FramePosition = tuple[str, float]
+"""A video file, and a time in it in seconds."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the data sets, and how much of them a turn reads."""
+    """The sizes of the data sets, and the amounts that a turn reads."""
 
     heights: tuple[int, int]
-    """Of pictures from two cameras, and of those from one."""
-    in_turn: int
-    """Batches of pictures from one camera."""
-    numbers: tuple[int, int, int]
-    """Episodes, their length, and numbers a row."""
-    rows_in_turn: int
-    """Batches of rows."""
+    """Heights of the images of two cameras, and of one camera."""
+    batches_per_turn: int
+    """Batches of images of one camera; with two cameras a turn has half of them."""
+    rows: tuple[int, int, int]
+    """Number of episodes, their length, and numbers per row."""
+    row_batches_per_turn: int
+    """Batches of rows per turn."""
     steady: tuple[int, int]
-    """Batches before those that are timed, and with them."""
-    wide: tuple[int, int, int]
-    """Episodes, their length, and numbers a row, where memory is measured."""
-    looks: tuple[int, int]
-    """Batches from one look at the memory to the next, and to the last."""
+    """Number of warm-up batches, and of warm-up and timed batches together."""
+    wide_rows: tuple[int, int, int]
+    """Number of episodes, their length, and numbers per row, for the measurement of memory."""
+    memory_samples: tuple[int, int]
+    """Batches between two samples of the memory, and until the last sample."""
     large: tuple[int, int]
-    """Length and height of episodes that are served."""
+    """Length and image height of the episodes that are served over HTTP."""
 
 
 MEASURED = Sizes((240, 480), 12, (64, 300, 14), 100, (6, 18), (160, 128, 2048), (40, 240), (120, 240))
@@ -91,8 +91,8 @@ SMOKE = Sizes((48, 48), 2, (16, 40, 14), 10, (2, 4), (80, 16, 64), (4, 12), (12,
 # --- data sets, written once -------------------------------------------------------------------------------------
 
 
-def once(root: Path, write: Callable[[Path], object]) -> Path:
-    """Return a data set that is written where it is not yet; one that was left half-written has no meta/info.json."""
+def write_once(root: Path, write: Callable[[Path], object]) -> Path:
+    """Write a data set unless it exists, and return its root; an incomplete one has no meta/info.json."""
     if not (root / "meta" / "info.json").exists():
         shutil.rmtree(root, ignore_errors=True)
         start = time.perf_counter()
@@ -101,22 +101,22 @@ def once(root: Path, write: Callable[[Path], object]) -> Path:
     return root
 
 
-def of_one_camera(root: Path) -> Path:
-    """Return the same data set without its second camera."""
+def one_camera(root: Path) -> Path:
+    """Return a copy of a data set without its second camera."""
 
-    def write(half: Path) -> None:
-        shutil.copytree(root, half, ignore=shutil.ignore_patterns(WRIST, "info.json"))
+    def write(target: Path) -> None:
+        shutil.copytree(root, target, ignore=shutil.ignore_patterns(WRIST, "info.json"))
         info = json.loads((root / "meta" / "info.json").read_text())
         del info["features"][WRIST]
-        (half / "meta" / "info.json").write_text(json.dumps(info))
+        (target / "meta" / "info.json").write_text(json.dumps(info))
 
-    return once(root.with_name(f"{root.name}-one"), write)
+    return write_once(root.with_name(f"{root.name}-one"), write)
 
 
-def pictures(folder: Path, codec: str, height: int) -> Path:
-    """Return 16 episodes of 12 frames from two cameras, four episodes a file."""
+def image_episodes(folder: Path, codec: str, height: int) -> Path:
+    """Return a data set of 16 episodes with 12 frames of two cameras, and four episodes per video file."""
     size = {"height": height, "width": height * 4 // 3}
-    return once(
+    return write_once(
         folder / f"{codec}-{height}",
         lambda root: write_barcoded(
             root, [12] * 16, cameras=(TOP, WRIST), episodes_per_video_file=4, codec=codec, **size
@@ -124,26 +124,26 @@ def pictures(folder: Path, codec: str, height: int) -> Path:
     )
 
 
-def numbers(folder: Path, episodes: int, length: int, width: int) -> Path:
-    """Return episodes of numbers alone, so many a row, about 2 MB a file."""
+def row_episodes(folder: Path, episodes: int, length: int, width: int) -> Path:
+    """Return a data set of numbers only, ``width`` per state, in files of about 2 MB or more."""
     features = {
         "observation.state": {"dtype": "float32", "shape": (width,)},
         "action": {"dtype": "float32", "shape": (14,)},
     }
-    draws = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
 
     def write(root: Path) -> None:
         with DatasetWriter(root, fps=30, features=features, data_files_size_in_mb=max(2, width // 20)) as writer:
             for _ in range(episodes):
-                state = draws.standard_normal((length, width), dtype=np.float32)
+                state = generator.standard_normal((length, width), dtype=np.float32)
                 writer.add_episode({"observation.state": state, "action": state[:, :14]}, "move")
 
-    return once(folder / f"numbers-{episodes}-{length}-{width}", write)
+    return write_once(folder / f"numbers-{episodes}-{length}-{width}", write)
 
 
 def large_episodes(folder: Path, length: int, height: int) -> Path:
-    """Return 16 episodes, some MB each if they have 120 frames, four in a file, and in a data file eight."""
-    return once(
+    """Return a data set of 16 episodes, with four per video file and eight per data file."""
+    return write_once(
         folder / f"large-{length}-{height}",
         lambda root: write_barcoded(
             root,
@@ -162,16 +162,16 @@ def large_episodes(folder: Path, length: int, height: int) -> Path:
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those that this process computes meanwhile."""
-    wall, computing = time.perf_counter(), time.process_time()
+    """Return the wall-clock seconds and the CPU seconds of a call."""
+    wall, cpu = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - wall, time.process_time() - computing
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def take_turns(contestants: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> dict[str, Any]:
-    """Return each one's seconds, turn by turn, after one turn that does not count."""
+    """Return each contestant's seconds, turn by turn, after a warm-up turn."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
-    for name in [*contestants, *harness.in_turns(list(contestants), rounds)]:
+    for name in [*contestants, *harness.turn_order(list(contestants), rounds)]:
         turns[name].append(contestants[name]())
     return {
         name: {"seconds": [wall for wall, _ in of[1:]], "cpu_seconds": [cpu for _, cpu in of[1:]]}
@@ -179,17 +179,17 @@ def take_turns(contestants: Mapping[str, Callable[[], tuple[float, float]]], rou
     }
 
 
-def shown(values: Sequence[float], form: str = ".2f") -> str:
+def format_ratio(values: Sequence[float], form: str = ".2f") -> str:
     median, low, high = values
     return f"{median:{form}} ({low:{form}} - {high:{form}})"
 
 
-def opened(root: Path | str, pool: int = POOL, **options: Any) -> LeRobotDataset:
+def open_dataset(root: Path | str, pool: int = POOL, **options: Any) -> LeRobotDataset:
     return LeRobotDataset(root, pool=pool, video_dtype=torch.uint8, **options)
 
 
 def batches(dataset: Any, count: int, **options: Any) -> Iterator[Any]:
-    """Give the first batches of a new loader."""
+    """Yield the first ``count`` batches of a new loader."""
     loader = ResumableLoader(dataset, BATCH, **{"pool": POOL} | options)
     try:
         while count > 0:
@@ -206,44 +206,45 @@ def batches(dataset: Any, count: int, **options: Any) -> Iterator[Any]:
 
 
 def digests(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return a checksum for each part of a batch."""
+    """Return a checksum of each entry of a batch."""
     return {
-        key: harness.digest_of(part) if isinstance(part, torch.Tensor) else repr(part) for key, part in batch.items()
+        key: harness.digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
+        for key, value in batch.items()
     }
 
 
-def check_batches(given: Iterable[Mapping[str, Any]], expected: Iterable[Mapping[str, str]], what: str) -> None:
-    """Compare batches with digests, as long as there are both."""
-    for i, (batch, digest) in enumerate(zip(given, expected, strict=False)):
+def check_batches(found: Iterable[Mapping[str, Any]], expected: Iterable[Mapping[str, str]], name: str) -> None:
+    """Compare batches with digests, up to the end of the shorter iterable."""
+    for i, (batch, digest) in enumerate(zip(found, expected, strict=False)):
         if digests(batch) != digest:
-            raise harness.ValuesError(f"{what}: batch {i} does not have the values that it should")
+            raise harness.ValuesError(f"{name}: batch {i} does not have the expected values")
 
 
-def check_pictures(root: Path, wanted: Sequence[Place], count: int) -> None:
-    """Compare our first batches with those of the bare loop."""
-    with closing(opened(root)) as dataset, closing(batches(dataset, count)) as ours:
+def check_images(root: Path, requested: Sequence[FramePosition], count: int) -> None:
+    """Compare our first batches with those of the plain loop."""
+    with closing(open_dataset(root)) as dataset, closing(batches(dataset, count)) as ours:
         keys = dataset.metadata.video_keys
-        bare = bare_batches(wanted, len(keys), [0])
-        for i, (batch, pictures) in enumerate(zip(ours, bare, strict=False)):
-            if not all(map(torch.equal, (batch[key] for key in keys), pictures)):
-                raise harness.ValuesError(f"{root.name}: pictures of batch {i} are not those of the bare loop")
+        bare = bare_batches(requested, len(keys), [0])
+        for i, (batch, images) in enumerate(zip(ours, bare, strict=False)):
+            if not all(map(torch.equal, (batch[key] for key in keys), images)):
+                raise harness.ValuesError(f"{root.name}: the images of batch {i} differ from those of the plain loop")
 
 
-def check_rows(batch: Mapping[str, Any], root: Path, what: str) -> None:
+def check_rows(batch: Mapping[str, Any], root: Path, name: str) -> None:
     """Compare a batch, or a single row, with the parquet files."""
     files = [pq.read_table(file).to_pydict() for file in sorted((root / "data").rglob("*.parquet"))]
     for key in ("observation.state", "action"):
-        whole = np.array([row for file in files for row in file[key]], dtype=np.float32)
-        if not np.array_equal(np.asarray(batch[key], dtype=np.float32), whole[np.asarray(batch["index"])]):
-            raise harness.ValuesError(f"{what}: {key} is not that of the files")
+        full = np.array([row for file in files for row in file[key]], dtype=np.float32)
+        if not np.array_equal(np.asarray(batch[key], dtype=np.float32), full[np.asarray(batch["index"])]):
+            raise harness.ValuesError(f"{name}: {key} differs from the files")
 
 
 # --- frames ------------------------------------------------------------------------------------------------------
 
 
-def places(root: Path, count: int) -> list[Place]:
-    """Return the frames of the first batches, in the order in which the loader asks for them."""
-    with closing(opened(root)) as dataset:
+def frame_positions(root: Path, count: int) -> list[FramePosition]:
+    """Return the frames of the first batches, in the order of the loader."""
+    with closing(open_dataset(root)) as dataset:
         begins = np.concatenate([[0], np.cumsum(dataset.episode_lengths)])
         found = []
         for sample in ResumableLoader(dataset, BATCH, pool=POOL).peek(count * BATCH):
@@ -255,11 +256,11 @@ def places(root: Path, count: int) -> list[Place]:
     return found
 
 
-def bare_loop(wanted: Sequence[Place], decoded: list[int]) -> Iterator[Any]:
-    """Decode frames with PyAV alone, one after the other; count those that were decoded on the way."""
+def bare_loop(requested: Sequence[FramePosition], decoded: list[int]) -> Iterator[Any]:
+    """Decode frames with plain PyAV, one by one; add the number of decoded frames to ``decoded[0]``."""
     files: dict[str, Any] = {}
     reformatter = VideoReformatter()
-    for path, seconds in wanted:
+    for path, seconds in requested:
         if path not in files:
             files[path] = av.open(path)
             files[path].streams.video[0].codec_context.thread_count = 1
@@ -275,44 +276,45 @@ def bare_loop(wanted: Sequence[Place], decoded: list[int]) -> Iterator[Any]:
         file.close()
 
 
-def bare_batches(wanted: Sequence[Place], cameras: int, decoded: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Make batches of them as a trainer needs them: (batch, 3, height, width), one for each camera."""
-    taken: list[torch.Tensor] = []
-    for picture in bare_loop(wanted, decoded):
-        taken.append(torch.from_numpy(picture).permute(2, 0, 1))
-        if len(taken) == BATCH * cameras:
-            yield [torch.stack(taken[camera::cameras]) for camera in range(cameras)]
-            taken.clear()
+def bare_batches(requested: Sequence[FramePosition], cameras: int, decoded: list[int]) -> Iterator[list[torch.Tensor]]:
+    """Make batches of the frames as for a trainer: (batch, 3, height, width) for each camera."""
+    images: list[torch.Tensor] = []
+    for image in bare_loop(requested, decoded):
+        images.append(torch.from_numpy(image).permute(2, 0, 1))
+        if len(images) == BATCH * cameras:
+            yield [torch.stack(images[camera::cameras]) for camera in range(cameras)]
+            images.clear()
 
 
-def next_of(given: Iterator[Any], count: int) -> tuple[float, float]:
-    return timed(lambda: deque(islice(given, count), maxlen=0))
+def timed_next(iterator: Iterator[Any], count: int) -> tuple[float, float]:
+    return timed(lambda: deque(islice(iterator, count), maxlen=0))
 
 
 def frames(folder: Path, rounds: int, sizes: Sizes) -> dict:
-    """Measure both codecs, small pictures of two cameras and large ones of one; a turn is the next epoch, or two.
+    """Measure both codecs, with small images of two cameras and large images of one; a turn reads the next batches.
 
-    In the turn that does not count files are opened and rows cut out, as for each episode once.
+    The warm-up turn opens the files and loads the rows of the episodes.
     """
     rows = {}
     for codec, (height, cameras) in product(("libx264", "libsvtav1"), zip(sizes.heights, (2, 1), strict=True)):
-        root = pictures(folder, codec, height) if cameras == 2 else of_one_camera(pictures(folder, codec, height))
-        in_turn = sizes.in_turn // cameras  # batches
-        wanted = places(root, in_turn * (rounds + 1))
-        check_pictures(root, wanted, in_turn)
-        count, decoded = in_turn * BATCH * cameras, [0]
-        bare, in_batches = bare_loop(wanted, decoded), bare_batches(wanted, cameras, [0])
-        with closing(opened(root)) as dataset, closing(batches(dataset, in_turn * (rounds + 1))) as ours:
+        root = image_episodes(folder, codec, height)
+        root = root if cameras == 2 else one_camera(root)
+        per_turn = sizes.batches_per_turn // cameras  # batches
+        requested = frame_positions(root, per_turn * (rounds + 1))
+        check_images(root, requested, per_turn)
+        count, decoded = per_turn * BATCH * cameras, [0]
+        bare, in_batches = bare_loop(requested, decoded), bare_batches(requested, cameras, [0])
+        with closing(open_dataset(root)) as dataset, closing(batches(dataset, per_turn * (rounds + 1))) as ours:
             contestants = {
-                "ours": partial(next_of, ours, in_turn),
-                "bare": partial(next_of, bare, count),
-                "bare, in batches": partial(next_of, in_batches, in_turn),
+                "ours": partial(timed_next, ours, per_turn),
+                "bare": partial(timed_next, bare, count),
+                "bare, in batches": partial(timed_next, in_batches, per_turn),
             }
             turns = take_turns(contestants, rounds)
             decodings = {"ours": dataset.counts["frames_decoded"], "bare": decoded[0]}
         row = {
             "frames_in_a_turn": count,
-            "decoded_for_one": {name: n / len(wanted) for name, n in decodings.items()},
+            "decoded_for_one": {name: n / len(requested) for name, n in decodings.items()},
             "bytes_of_one": sum(file.stat().st_size for file in root.rglob("*.mp4")) / (16 * 12 * cameras),
             "turns": turns,
             "speed_ratio": {
@@ -322,11 +324,11 @@ def frames(folder: Path, rounds: int, sizes: Sizes) -> dict:
         }
         name = f"{codec}, {height}x{height * 4 // 3}, {cameras} camera{'s' * (cameras - 1)}"
         rows[name] = row
-        a_second = {who: count / statistics.median(of["seconds"]) for who, of in turns.items()}
+        per_second = {who: count / statistics.median(of["seconds"]) for who, of in turns.items()}
         print(
-            f"{name:30s}: ours {a_second['ours']:5.0f} frames/s, bare {a_second['bare']:5.0f}, in batches "
-            f"{a_second['bare, in batches']:5.0f}; ours / bare {shown(row['speed_ratio']['bare'])}, / in batches "
-            f"{shown(row['speed_ratio']['bare, in batches'])}; decoded for one frame: ours "
+            f"{name:30s}: ours {per_second['ours']:5.0f} frames/s, bare {per_second['bare']:5.0f}, in batches "
+            f"{per_second['bare, in batches']:5.0f}; ours / bare {format_ratio(row['speed_ratio']['bare'])}, "
+            f"/ in batches {format_ratio(row['speed_ratio']['bare, in batches'])}; decoded for one frame: ours "
             f"{row['decoded_for_one']['ours']:.2f}, bare {row['decoded_for_one']['bare']:.2f}"
         )
     return rows
@@ -335,21 +337,21 @@ def frames(folder: Path, rounds: int, sizes: Sizes) -> dict:
 # --- rows --------------------------------------------------------------------------------------------------------
 
 
-def endless(given: Iterable[Any]) -> Iterator[Any]:
+def repeat(iterable: Iterable[Any]) -> Iterator[Any]:
     while True:
-        yield from given
+        yield from iterable
 
 
 def rows(folder: Path, rounds: int, sizes: Sizes) -> dict:
-    """Measure samples a second of a data set without pictures: 64 episodes of 300 frames, 28 numbers each.
+    """Measure samples per second of a data set without images: 64 episodes of 300 frames, 28 numbers each.
 
-    All mix the frames of as many samples as 16 episodes have. Lists come one by one, all others as batches of tensors.
+    All shuffle within as many samples as 16 episodes have. Lists are single samples, all others are batches.
     """
-    root = numbers(folder, *sizes.numbers)
-    count = sizes.rows_in_turn
-    with closing(opened(root)) as dataset:
-        given = {"ours": batches(dataset, 1 + count * (rounds + 1))}
-        in_batch = {"ours": 1}
+    root = row_episodes(folder, *sizes.rows)
+    count = sizes.row_batches_per_turn
+    with closing(open_dataset(root)) as dataset:
+        streams = {"ours": batches(dataset, 1 + count * (rounds + 1))}
+        items_per_batch = {"ours": 1}
         missing = {}
         try:
             import datasets
@@ -361,19 +363,20 @@ def rows(folder: Path, rounds: int, sizes: Sizes) -> dict:
             files = sorted(str(file) for file in (root / "data").rglob("*.parquet"))
             cache = str(folder / "datasets")
             shards = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=cache)
-            stream = shards.shuffle(seed=0, buffer_size=POOL * sizes.numbers[1])
+            stream = shards.shuffle(seed=0, buffer_size=POOL * sizes.rows[1])
             for form in ("torch", "numpy"):
-                given[f"datasets, {form}"] = endless(DataLoader(stream.with_format(form), BATCH))
-            given["datasets, lists"] = endless(stream)
-            in_batch = {name: BATCH if name.endswith("lists") else 1 for name in given}
-        for name, of in given.items():
+                streams[f"datasets, {form}"] = repeat(DataLoader(stream.with_format(form), BATCH))
+            streams["datasets, lists"] = repeat(stream)
+            items_per_batch = {name: BATCH if name.endswith("lists") else 1 for name in streams}
+        for name, of in streams.items():
             check_rows(next(of), root, name)
-        turns = take_turns({name: partial(next_of, of, count * in_batch[name]) for name, of in given.items()}, rounds)
-        given["ours"].close()
+        calls = {name: partial(timed_next, of, count * items_per_batch[name]) for name, of in streams.items()}
+        turns = take_turns(calls, rounds)
+        streams["ours"].close()
     for name, of in turns.items():
-        against = harness.ratio(of["seconds"], turns["ours"]["seconds"])
-        a_second = count * BATCH / statistics.median(of["seconds"])
-        print(f"rows alone, {name:15s}: {a_second:7.0f} samples/s; its time / ours {shown(against)}")
+        relative = harness.ratio(of["seconds"], turns["ours"]["seconds"])
+        per_second = count * BATCH / statistics.median(of["seconds"])
+        print(f"rows, {name:15s}: {per_second:7.0f} samples/s; its time / ours {format_ratio(relative)}")
     return {"samples": count * BATCH, "turns": turns | missing}
 
 
@@ -381,48 +384,48 @@ def rows(folder: Path, rounds: int, sizes: Sizes) -> dict:
 
 
 def first_batch(root: Path, workers: int, consumed: int) -> tuple[float, float]:
-    """Return the time until the first batch, from a root alone: metadata, loader, position, workers."""
+    """Return the time from a root to the first batch: metadata, loader, position, workers."""
 
-    def begin(workers: int) -> tuple[ResumableLoader, LeRobotDataset]:
-        dataset = opened(root)
+    def start(workers: int) -> tuple[ResumableLoader, LeRobotDataset]:
+        dataset = open_dataset(root)
         loader = ResumableLoader(dataset, BATCH, pool=POOL, num_workers=workers)
         loader.load_state_dict(loader.state_dict() | {"batches": consumed, "samples": consumed * BATCH})
         return loader, dataset
 
     def first() -> None:
-        held.extend(begin(workers))
-        got.append(next(iter(held[0])))
+        opened.extend(start(workers))
+        found.append(next(iter(opened[0])))
 
-    held: list[Any] = []
-    got: list[Mapping[str, Any]] = []
+    opened: list[Any] = []
+    found: list[Mapping[str, Any]] = []
     seconds = timed(first)
-    held.extend(begin(0))
-    if got[0]["index"].tolist() != list(held[2].peek(BATCH)):
-        raise harness.ValuesError(f"the first batch after {consumed} is not the next one of the order")
-    for one in held:
-        one.close()
+    opened.extend(start(0))
+    if found[0]["index"].tolist() != list(opened[2].peek(BATCH)):
+        raise harness.ValuesError(f"the first batch after {consumed} batches is not the next one in the order")
+    for resource in opened:
+        resource.close()
     return seconds
 
 
 def workers(folder: Path, rounds: int, sizes: Sizes) -> dict:
-    """Measure two cameras of 240x320: the steady speed, and the time to the first batch."""
-    root = pictures(folder, "libx264", sizes.heights[0])
+    """Measure workers with two cameras of 240x320: the speed in steady state, and the time to the first batch."""
+    root = image_episodes(folder, "libx264", sizes.heights[0])
     begin, end = sizes.steady
-    with closing(opened(root)) as dataset:
+    with closing(open_dataset(root)) as dataset:
         expected = [digests(batch) for batch in batches(dataset, begin)]
 
     def steady(count: int) -> tuple[float, float]:
-        with closing(opened(root)) as dataset:
-            given = batches(dataset, end, num_workers=count)
-            check_batches(islice(given, begin), expected, f"{count} workers")
-            return timed(lambda: [None for _ in given])
+        with closing(open_dataset(root)) as dataset:
+            loaded = batches(dataset, end, num_workers=count)
+            check_batches(islice(loaded, begin), expected, f"{count} workers")
+            return timed(lambda: [None for _ in loaded])
 
     turns = take_turns({str(count): lambda count=count: steady(count) for count in (0, 1, 2)}, rounds)
     frames = (end - begin) * BATCH * 2
     for count, of in turns.items():
-        against = harness.ratio(turns["0"]["seconds"], of["seconds"])
-        a_second = frames / statistics.median(of["seconds"])
-        print(f"{count} workers: {a_second:6.0f} frames/s, {shown(against)} times the speed without")
+        relative = harness.ratio(turns["0"]["seconds"], of["seconds"])
+        per_second = frames / statistics.median(of["seconds"])
+        print(f"{count} workers: {per_second:6.0f} frames/s, {format_ratio(relative)} times the speed without workers")
     result: dict[str, Any] = {"frames": frames, "turns": turns, "first_batch": {}}
     for count in (0, 2):
         consumed = {"0": 0, "3 (mid-epoch)": 3, "10^6": 10**6}
@@ -430,10 +433,10 @@ def workers(folder: Path, rounds: int, sizes: Sizes) -> dict:
             {name: lambda at=at, count=count: first_batch(root, count, at) for name, at in consumed.items()}, rounds
         )
         for name, of in starts.items():
-            against = harness.ratio(of["seconds"], starts["0"]["seconds"])
+            relative = harness.ratio(of["seconds"], starts["0"]["seconds"])
             print(
                 f"{count} workers, first batch after {name:13s} batches: {statistics.median(of['seconds']) * 1e3:6.0f} "
-                f"ms, {shown(against)} times that after none"
+                f"ms, {format_ratio(relative)} times the time without a resume"
             )
         result["first_batch"][str(count)] = starts
     return result
@@ -442,22 +445,22 @@ def workers(folder: Path, rounds: int, sizes: Sizes) -> dict:
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def mappings(process: int, named: str = "") -> dict[str, int]:
-    """Return the kernel's sums over a process's mappings whose file has something in its name, in bytes."""
+def memory_mappings(process: int, pattern: str = "") -> dict[str, int]:
+    """Sum up the bytes of a process's memory mappings, or of those whose line in smaps contains a pattern."""
     sums = {"Rss": 0, "Pss": 0, "Private": 0}
-    counts = False
+    matches = False
     for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = named in line
-        elif counts and (found := re.match(r"(Rss|Pss|Private)(?:_Clean|(?<=Private)_Dirty)?: +(\d+) kB", line)):
+            matches = pattern in line
+        elif matches and (found := re.match(r"(Rss|Pss|Private)(?:_Clean|(?<=Private)_Dirty)?: +(\d+) kB", line)):
             sums[found[1]] += int(found[2]) * 1024
     return sums
 
 
-def memory_of(root: Path, pool: int, count: int, step: int, last: int) -> dict[str, Any]:
-    """Measure this process and its workers in the middle of an epoch; it is a process of its own."""
-    with closing(opened(root, pool)) as dataset:
-        before = mappings(os.getpid())
+def loader_memory(root: Path, pool: int, count: int, step: int, last: int) -> dict[str, Any]:
+    """Measure this process and its workers in the middle of an epoch; runs in a new process."""
+    with closing(open_dataset(root, pool)) as dataset:
+        before = memory_mappings(os.getpid())
         loader = ResumableLoader(dataset, BATCH, pool=pool, num_workers=count)
         peaks: dict[str, dict[str, float]] = {}
         for n, _ in enumerate(loader):
@@ -467,7 +470,7 @@ def memory_of(root: Path, pool: int, count: int, step: int, last: int) -> dict[s
                     ("trainer", os.getpid()),
                     *((f"worker {i}", int(c)) for i, c in enumerate(children)),
                 ):
-                    found = {"all": mappings(process), "rows": mappings(process, "/episode-")}
+                    found = {"all": memory_mappings(process), "rows": memory_mappings(process, "/episode-")}
                     flat = {f"{part} {kind}": n for part, of in found.items() for kind, n in of.items()}
                     peak = peaks.setdefault(name, flat)
                     peak.update({kind: max(peak[kind], n) for kind, n in flat.items()})
@@ -481,15 +484,15 @@ def memory_of(root: Path, pool: int, count: int, step: int, last: int) -> dict[s
 
 
 def memory(folder: Path, _rounds: int, sizes: Sizes) -> dict:
-    """Measure two workers with 1 MB of rows an episode and without pictures; then what open decoders take."""
-    root = numbers(folder, *sizes.wide)
+    """Measure two workers with 1 MB of rows per episode and without images, and the memory of open decoders."""
+    root = row_episodes(folder, *sizes.wide_rows)
     found = {}
     for pool in (16, 64):
-        measured = alone(memory_of, root, pool, 2, *sizes.looks, smoke=sizes is SMOKE)
+        measured = in_new_process(loader_memory, root, pool, 2, *sizes.memory_samples, smoke=sizes is SMOKE)
         found[f"pool {pool}, 2 workers"] = measured
         print(
             f"pool {pool}, 2 workers: the pool's rows take {measured['pool_bytes'] / 1e6:.0f} MB; the trainer has "
-            f"{measured['before']['Private'] / 1e6:.0f} MB of its own before"
+            f"{measured['before']['Private'] / 1e6:.0f} MB of its own at the start"
         )
         for name, peak in measured["peaks"].items():
             mb = {kind: f"{n / 1e6:.0f}" for kind, n in peak.items()}
@@ -500,34 +503,35 @@ def memory(folder: Path, _rounds: int, sizes: Sizes) -> dict:
     for codec in ("libx264", "libsvtav1"):
         height = sizes.heights[1]
         name = f"{codec} decoders, {height}x{height * 4 // 3}"
-        found[name] = taken = alone(decoders_of, pictures(folder, codec, height), smoke=sizes is SMOKE)
-        print(f"{name}: {taken['bytes_per_decoder'] / 1e6:.1f} MB each")
+        root = image_episodes(folder, codec, height)
+        found[name] = measured = in_new_process(decoder_memory, root, smoke=sizes is SMOKE)
+        print(f"{name}: {measured['bytes_per_decoder'] / 1e6:.1f} MB each")
     return found
 
 
-def decoders_of(root: Path) -> dict[str, float]:
-    """Measure what eight open files take, once one has been open: there are four of each camera."""
-    with closing(opened(root)) as dataset, closing(opened(of_one_camera(root))) as first:
+def decoder_memory(root: Path) -> dict[str, float]:
+    """Measure the memory of eight open files, four of each camera, in addition to a first open file."""
+    with closing(open_dataset(root)) as dataset, closing(open_dataset(one_camera(root))) as first:
         first[0]
-        before = mappings(os.getpid())["Private"]
+        before = memory_mappings(os.getpid())["Private"]
         for episode in range(16):
             dataset[12 * episode + 5]
-        return {"bytes_per_decoder": (mappings(os.getpid())["Private"] - before) / 8}
+        return {"bytes_per_decoder": (memory_mappings(os.getpid())["Private"] - before) / 8}
 
 
-def alone(function: Callable[..., Any], *arguments: Any, smoke: bool) -> Any:
-    """Call a function in a new process and return what it returns.
+def in_new_process(function: Callable[..., Any], *arguments: Any, smoke: bool) -> Any:
+    """Call a function in a new process, and return its result.
 
-    With ``--smoke`` the process is forked from one that has the imports, which saves seconds; its memory means nothing.
+    With ``--smoke`` the process is forked from one that has done the imports; its memory is not meaningful.
     """
     context = multiprocessing.get_context("forkserver" if smoke else "spawn")
-    context.set_forkserver_preload(harness.IMPORTED)
-    with ProcessPoolExecutor(1, context, be_trainer, (multiprocessing.get_start_method(),)) as pool:
+    context.set_forkserver_preload(harness.PRELOADED)
+    with ProcessPoolExecutor(1, context, init_trainer, (multiprocessing.get_start_method(),)) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def be_trainer(start_method: str) -> None:
-    """Set a new process up as a trainer is: else its workers would be started as it was itself."""
+def init_trainer(start_method: str) -> None:
+    """Initialise a new process like a trainer, whose workers use the default start method."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method(start_method, force=True)
 
@@ -535,9 +539,9 @@ def be_trainer(start_method: str) -> None:
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 
-def needed(root: Path, episodes: Sequence[int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of episodes' packets and row groups, and those of the files that hold some of them."""
-    with closing(opened(root)) as dataset:
+def needed_bytes(root: Path, episodes: Sequence[int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of the episodes' packets and row groups, and the bytes of the files that contain them."""
+    with closing(open_dataset(root)) as dataset:
         metadata = dataset.metadata
         parts = {"videos": 0, "data": 0}
         files: dict[str, set[str]] = {"videos": set(), "data": set()}
@@ -561,43 +565,44 @@ def needed(root: Path, episodes: Sequence[int]) -> tuple[dict[str, int], dict[st
                     parts["videos"] += sum(
                         p.size for p in container.demux(stream) if p.pts is not None and low <= p.pts < high
                     )
-    whole = {part: sum((root / file).stat().st_size for file in of) for part, of in files.items()}
+    full_files = {part: sum((root / file).stat().st_size for file in of) for part, of in files.items()}
     meta = sum(file.stat().st_size for file in (root / "meta").rglob("*") if file.is_file())
-    return parts | {"meta": meta}, whole | {"meta": meta}
+    return parts | {"meta": meta}, full_files | {"meta": meta}
 
 
-def sent_for(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
-    """Serve an epoch over HTTP; return the bytes that went, by folder, and for which episodes.
+def serve_epoch(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
+    """Serve an epoch over HTTP; return the bytes sent, by folder, and the episodes that were fetched.
 
-    Some of the next epoch's are among them: they are fetched ahead.
+    They include episodes of the next epoch that are fetched ahead.
     """
-    admitted: list[int] = []
-    held: set[int] = set()
-    disk, done = [0], threading.Event()
+    fetched: list[int] = []
+    current: set[int] = set()
+    disk_bytes, done = [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.02):
-            disk.append(used_bytes(dataset._folder.path))
+            disk_bytes.append(used_bytes(dataset._folder.path))
 
     def hold(now: Sequence[int], soon: Sequence[int]) -> None:
-        admitted.extend(episodes[place] for place in {*now, *soon} - held)
-        held.clear()
-        held.update(now, soon)
+        fetched.extend(episodes[index] for index in {*now, *soon} - current)
+        current.clear()
+        current.update(now, soon)
         LeRobotDataset.hold(dataset, now, soon)
 
     cache = root.parent / "cache"
-    with closing(opened(root, pool, episodes=episodes)) as local:
+    with closing(open_dataset(root, pool, episodes=episodes)) as local:
         loader = ResumableLoader(local, BATCH, pool=pool)
         expected = [digests(batch) for batch in loader]
         loader.close()
-    with FileServer(root) as server, closing(opened(server.url, pool, episodes=episodes, cache_dir=cache)) as dataset:
+    options = {"episodes": episodes, "cache_dir": cache}
+    with FileServer(root) as server, closing(open_dataset(server.url, pool, **options)) as dataset:
         dataset.hold = hold  # type: ignore[method-assign]
         watching = threading.Thread(target=watch)
         watching.start()
         loader = ResumableLoader(dataset, BATCH, pool=pool)
         check_batches(loader, expected, "over HTTP")
         before = -1
-        while sum(server.sent.values()) > before:  # what is fetched ahead
+        while sum(server.sent.values()) > before:  # waits for files that are fetched ahead
             before = sum(server.sent.values())
             time.sleep(0.5)
         loader.close()
@@ -607,10 +612,11 @@ def sent_for(root: Path, episodes: Sequence[int], pool: int) -> dict[str, Any]:
         for path, count in server.sent.items():
             sent[path.split("/")[0]] = sent.get(path.split("/")[0], 0) + count
         requests = sum(server.requests.values())
-    return {"sent": sent, "requests": requests, "peak_disk_bytes": max(disk), "admitted": admitted}
+    return {"sent": sent, "requests": requests, "peak_disk_bytes": max(disk_bytes), "admitted": fetched}
 
 
-def bytes_(folder: Path, _rounds: int, sizes: Sizes) -> dict:
+def http_bytes(folder: Path, _rounds: int, sizes: Sizes) -> dict:
+    """Measure the bytes that a server sends for an epoch of all episodes, and of a quarter of them."""
     root = large_episodes(folder, *sizes.large)
     found = {}
     for name, episodes, pool in (
@@ -618,35 +624,35 @@ def bytes_(folder: Path, _rounds: int, sizes: Sizes) -> dict:
         ("all episodes", range(16), 16),
         ("a quarter of them", range(1, 16, 4), 4),
     ):
-        served = sent_for(root, list(episodes), pool)
-        wanted, _ = needed(root, served["admitted"])
-        _, whole = needed(root, episodes)
-        row = {**served, "needed": wanted, "whole_files": whole}
+        served = serve_epoch(root, list(episodes), pool)
+        needed, _ = needed_bytes(root, served["admitted"])
+        _, full_files = needed_bytes(root, episodes)
+        row = {**served, "needed": needed, "whole_files": full_files}
         found[f"{name}, pool {pool}"] = row
         total = {kind: sum(row[kind].values()) for kind in ("needed", "sent", "whole_files")}
         print(
             f"{name}, pool {pool}: sent {total['sent'] / 1e6:.1f} MB in {row['requests']} requests for "
             f"{len(row['admitted'])} episodes, needed {total['needed'] / 1e6:.1f} MB: sent / needed "
-            f"{total['sent'] / total['needed']:.3f}, whole files {total['whole_files'] / 1e6:.1f} MB; at most "
+            f"{total['sent'] / total['needed']:.3f}, full files {total['whole_files'] / 1e6:.1f} MB; at most "
             f"{row['peak_disk_bytes'] / 1e6:.1f} MB on disk"
         )
-        print("    " + "; ".join(f"{part}: sent {row['sent'][part]}, needed {n}" for part, n in wanted.items()))
+        print("    " + "; ".join(f"{part}: sent {row['sent'][part]}, needed {n}" for part, n in needed.items()))
     return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("SVT_LOG", "1")  # the encoder's greetings
+    os.environ.setdefault("SVT_LOG", "1")  # hides the start-up messages of the encoder
     parser = harness.parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
-    args = harness.parse(parser, smoke={}, places={"dir": Path("runs/lerobot")})
-    logging.disable()  # the contestants'
-    parts = dict(zip(PARTS, (frames, rows, workers, memory, bytes_), strict=True))
+    args = harness.parse(parser, smoke={}, scratch_folders={"dir": Path("runs/lerobot")})
+    logging.disable()  # hides the messages of the contestants
+    parts = dict(zip(PARTS, (frames, rows, workers, memory, http_bytes), strict=True))
     sizes = SMOKE if args.smoke else MEASURED
     for name in args.only:
         start = time.perf_counter()
         entry = {
-            **harness.circumstances(smoke=args.smoke),
+            **harness.environment(smoke=args.smoke),
             "part": name,
             "result": parts[name](args.dir, args.rounds, sizes),
         }

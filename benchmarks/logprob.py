@@ -1,14 +1,14 @@
-"""Log-probabilities in chunks against full logits: seconds and peak memory of forward and backward.
+"""Compare log-probabilities in chunks with full logits: seconds and peak memory of forward and backward.
 
     python benchmarks/logprob.py [--ranks 2] [--rounds 7] [--tokens 512] [--vocabularies 32000 128000] [--out DIR]
                                  [--smoke]
 
-A sharded Llama of two layers with a head of its own, over vocabularies of 32,000 and 128,000 words, gives the
-log-probability of each token of two sequences; a mean of them goes backward. In turns: a log_softmax over the full
-logits, as trainers write it; cross entropy over them, which keeps one copy less; ours, in chunks. With and without
-gradients (the reference model of an RLHF step has none). After each turn log-probabilities and gradients are compared
-with those of a log_softmax. Writes logprob.json and a chart, prints a table. `--smoke` runs all of it in seconds, with
-small vocabularies and short sequences.
+The model is a sharded Llama of two layers with an untied head and vocabularies of 32,000 and 128,000 tokens. It
+computes the log-probability of each token of two sequences; the backward pass starts from their mean. Contestants, in
+turns: a log_softmax over the full logits, as in many trainers; cross entropy over them, which keeps one copy less; ours
+in chunks. With and without gradients (the reference model of an RLHF step has none). After each turn log-probabilities
+and gradients are compared with those of a log_softmax. Writes logprob.json and a chart, prints a table. `--smoke` runs
+everything in seconds, with small vocabularies and short sequences.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, token_log_probs
 
 LOG_PROBS = "the log-probability of a token"
 LARGEST_DIFFERENCE = 0.1 if torch.cuda.is_available() else 1e-4  # bf16 or fp32
-"""Of a log-probability from that of a log_softmax, and of a gradient in units of its largest value."""
+"""Between a log-probability and that of a log_softmax; for gradients, relative to the largest value."""
 
 
 def of_full_logits(model, ids) -> torch.Tensor:
@@ -45,7 +45,7 @@ CONTESTANTS = {REFERENCE: of_full_logits, "cross entropy of full logits": of_cro
 
 
 class Passes:
-    """Passes of one model over one batch, and the values that they should give."""
+    """Run passes of one model over one batch, and check their values."""
 
     def __init__(self, vocabulary: int, options: dict) -> None:
         strategy = FSDPV2Strategy(config=StrategyConfig(bf16=torch.cuda.is_available()))
@@ -63,7 +63,7 @@ class Passes:
             self.contestants["ours"] = partial(in_chunks, chunk_bytes=16 * vocabulary)  # four tokens
         self.largest_difference = 0.0
         self.run(REFERENCE, trains=True)
-        self.expected = self.take()
+        self.expected = self.pop_values()
 
     def run(self, name: str, *, trains: bool) -> None:
         with torch.set_grad_enabled(trains):
@@ -74,8 +74,8 @@ class Passes:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """Return the values of the last pass, with this rank's part of the gradients, and clear the gradients."""
+    def pop_values(self) -> dict[str, torch.Tensor]:
+        """Return the values of the last pass and this rank's part of the gradients, and clear the gradients."""
         gradients = {
             n: harness.local_of(p.grad).clone() for n, p in self.model.named_parameters() if p.grad is not None
         }
@@ -83,9 +83,11 @@ class Passes:
         return {LOG_PROBS: self.log_probs, **gradients}
 
     def check(self, *, trains: bool) -> None:
-        found = self.take()
+        found = self.pop_values()
         if found.keys() != (self.expected.keys() if trains else {LOG_PROBS}):
-            raise harness.ValuesError("some gradients are missing" if trains else "there are gradients, expected none")
+            raise harness.ValuesError(
+                "some gradients are missing" if trains else "a pass without gradients has left gradients"
+            )
         for name, value in found.items():
             if not value.numel():
                 continue
@@ -97,13 +99,13 @@ class Passes:
                 self.largest_difference = max(self.largest_difference, difference)
 
 
-def measured(vocabulary: int, options: dict) -> dict:
+def measure(vocabulary: int, options: dict) -> dict:
     passes = Passes(vocabulary, options)
     results: dict = {}
     for trains in (True, False):
         kind = "forward and backward" if trains else "forward"
         turns = {name: [] for name in passes.contestants}
-        for name in harness.in_turns(list(passes.contestants), options["rounds"] + 1):
+        for name in harness.turn_order(list(passes.contestants), options["rounds"] + 1):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             outcomes = harness.attempt(
@@ -118,23 +120,23 @@ def measured(vocabulary: int, options: dict) -> dict:
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
-    found = {str(v): measured(v, options) for v in options["vocabularies"]}
+    harness.init_rank(rank, options)
+    found = {str(v): measure(v, options) for v in options["vocabularies"]}
     harness.finish(rank, options, found)
 
 
 def table(entry: dict) -> str:
-    lines = [f"{entry['tokens']} tokens x 2 a rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
-    lines += ["| vocabulary | | s, median (least - most) | peak memory, MB | time / ours |", "|---|---|---|---|---|"]
+    lines = [f"{entry['tokens']} tokens x 2 per rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
+    lines += ["| vocabulary | | s: median (min - max) | peak memory, MB | time / ours |", "|---|---|---|---|---|"]
     for vocabulary, found in entry["vocabularies"].items():
         for kind, contestants in found["kinds"].items():
             for name, facts in contestants.items():
                 if failed := facts.get("error", contestants["ours"].get("error")):
                     lines.append(f"| {int(vocabulary):,} | {kind}: {name} | {failed} | | |")
                     continue
-                beside = harness.ratio(facts["seconds"], contestants["ours"]["seconds"])
-                text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
-                peak, seconds = facts["peak_bytes"] / 1e6, harness.spread(facts["seconds"])
+                middle, low, high = harness.ratio(facts["seconds"], contestants["ours"]["seconds"])
+                text = f"{middle:.2f} ({low:.2f} - {high:.2f})"
+                peak, seconds = facts["peak_bytes"] / 1e6, harness.format_times(facts["seconds"])
                 lines.append(f"| {int(vocabulary):,} | {kind}: {name} | {seconds} | {peak:,.0f} | {text} |")
     largest = max(found["largest_difference"] for found in entry["vocabularies"].values())
     return "\n".join([*lines, "", f"Largest difference of a log-probability: {largest:.2g}"])
@@ -143,20 +145,20 @@ def table(entry: dict) -> str:
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
     args = harness.parse(parser, smoke={"tokens": 8, "vocabularies": [320, 1280]})
-    found = harness.on_ranks(work, vars(args))
+    found = harness.run_on_ranks(work, vars(args))
     entry = {
         "ranks": args.ranks,
         "tokens": args.tokens,
-        **harness.circumstances(smoke=args.smoke),
+        **harness.environment(smoke=args.smoke),
         "vocabularies": found,
     }
     harness.merge(args.out / "logprob.json", entry, ("ranks", "tokens", "hardware"))
     panels = [
         (
-            f"{int(vocabulary):,} words, {kind}",
+            f"vocabulary {int(vocabulary):,}, {kind}",
             {name: facts["seconds"] for name, facts in contestants.items() if "seconds" in facts},
         )
         for vocabulary, of_vocabulary in found.items()

@@ -1,12 +1,12 @@
-"""Memory that moves: offload and reload against bare copies; and what the modes of accumulation cost.
+"""Measure offload and reload, compared with plain copies, and the cost of each mode of gradient accumulation.
 
     python benchmarks/memory.py [--ranks 2] [--rounds 7] [--parameters 200] [--out DIR] [--smoke]
 
-The state of AdamW over a model of so many million parameters goes to host memory and comes back, in turns with copies
-of the same bytes into fresh memory (pinned, beside an accelerator); all values are compared each time. Then one
-optimizer step of 8 micro-batches in each mode of accumulation, on all ranks in one shard group and, from 4 ranks on, in
-groups of two (HSDP): seconds, bytes that a rank sends into collectives, peak memory; the modes' gradient norms must
-agree. Writes memory.json, prints tables. `--smoke` runs all of it in seconds, with tiny models on 4 ranks.
+The AdamW state of a model with the given millions of parameters is offloaded and reloaded, in turns with copies of the
+same bytes into new memory (pinned if there is an accelerator); all values are compared each time. After that, one
+optimizer step of 8 micro-batches in each mode of accumulation, with all ranks as one shard group and, with at least 4
+ranks, in groups of two (HSDP): seconds, bytes that a rank passes to collectives, peak memory; the modes' gradient norms
+must agree. Writes memory.json, prints tables. `--smoke` runs everything in seconds, with tiny models on 4 ranks.
 """
 
 import statistics
@@ -23,13 +23,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, offload, reload
 from fsdp2_strategy.model.offload import is_offloaded
 
+OPERATIONS = {"away": "offload", "back": "reload"}
+"""The keys of results, and what the table calls them."""
 MODES = ["every", "defer_all_reduce", "last"]
 LARGEST_DIFFERENCE = 0.01
-"""Between the gradient norms of two modes, relative: gradients are summed in bf16, in another order."""
+"""Between the gradient norms of two modes, relative: gradients are summed in bf16, in different orders."""
 
 
 class CountBytes(TorchDispatchMode):
-    """Count the bytes that this rank gives to collectives."""
+    """Count the bytes that this rank passes to collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +40,8 @@ class CountBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             name = func._schema.name.split("::")[1].strip("_")
-            given = args[1] if name in ("allgather_base", "reduce_scatter_base") else args[0]
-            tensors = given if isinstance(given, list | tuple) else [given]
+            inputs = args[1] if name in ("allgather_base", "reduce_scatter_base") else args[0]
+            tensors = inputs if isinstance(inputs, list | tuple) else [inputs]
             self.sent[name] += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
@@ -50,18 +52,18 @@ def synchronize() -> None:
 
 
 class BareCopies:
-    """Copy tensors into fresh host memory, and from there into fresh memory of the device."""
+    """Copy tensors into new host memory, and from there into new device memory."""
 
-    def __init__(self, like: list[torch.Tensor]) -> None:
-        self.sources = [torch.empty_like(t) for t in like]
+    def __init__(self, examples: list[torch.Tensor]) -> None:
+        self.sources = [torch.empty_like(t) for t in examples]
         harness.fill(self.sources)
         pinned = torch.cuda.is_available()
-        self._kept = [torch.empty(t.shape, pin_memory=True) for t in self.sources] if pinned else None
+        self._pinned = [torch.empty(t.shape, pin_memory=True) for t in self.sources] if pinned else None
         self.copies: list[torch.Tensor] = []
         self.returned: list[torch.Tensor] = []
 
     def offload(self) -> None:
-        self.copies = self._kept or [torch.empty(t.shape) for t in self.sources]
+        self.copies = self._pinned or [torch.empty(t.shape) for t in self.sources]
         for target, source in zip(self.copies, self.sources, strict=True):
             target.copy_(source, non_blocking=True)
         synchronize()
@@ -72,14 +74,14 @@ class BareCopies:
         synchronize()
 
 
-def numbered(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"tensor {i}": tensor for i, tensor in enumerate(tensors)}
 
 
-def moves(rounds: int, millions: float) -> dict:
-    """Offload AdamW's state and reload it, in turns with bare copies."""
+def offloads(rounds: int, millions: float) -> dict:
+    """Offload and reload AdamW's state, in turns with plain copies."""
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
-    side = int((millions * 1e6 / 4) ** 0.5)  # large enough that freed memory goes back to the system at once
+    side = int((millions * 1e6 / 4) ** 0.5)  # so large that freed memory returns to the system at once
     model = strategy.prepare_model(nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4))), True)
     optimizer = strategy.create_optimizer(model, lr=1e-3)
     strategy.backward(model(torch.ones(1, side, device=strategy.device)).mean(), model, optimizer)
@@ -90,7 +92,7 @@ def moves(rounds: int, millions: float) -> dict:
 
     harness.fill(state())
     bare = BareCopies(state())
-    expected = harness.digests_of(numbered(state())), harness.digests_of(numbered(bare.sources))
+    expected = harness.digests_of(named(state())), harness.digests_of(named(bare.sources))
 
     def move(call: Callable[[object], None]) -> None:
         call(optimizer)
@@ -102,16 +104,16 @@ def moves(rounds: int, millions: float) -> dict:
 
     contestants = {
         "bare copy": (
-            (bare.offload, lambda: harness.check_values(harness.digests_of(numbered(bare.copies)), expected[1])),
-            (bare.reload, lambda: harness.check_values(harness.digests_of(numbered(bare.returned)), expected[1])),
+            (bare.offload, lambda: harness.check_values(harness.digests_of(named(bare.copies)), expected[1])),
+            (bare.reload, lambda: harness.check_values(harness.digests_of(named(bare.returned)), expected[1])),
         ),
         "ours": (
             (lambda: move(offload), check_offloaded),
-            (lambda: move(reload), lambda: harness.check_values(harness.digests_of(numbered(state())), expected[0])),
+            (lambda: move(reload), lambda: harness.check_values(harness.digests_of(named(state())), expected[0])),
         ),
     }
-    results: dict = {"away": {}, "back": {}}
-    for name in harness.in_turns(list(contestants), rounds + 1):
+    results: dict = {key: {} for key in OPERATIONS}
+    for name in harness.turn_order(list(contestants), rounds + 1):
         for kind, (call, check) in zip(results, contestants[name], strict=True):
             results[kind].setdefault(name, []).append(harness.attempt(lambda c=call: harness.turn(c), check))
         bare.copies, bare.returned = [], []
@@ -120,10 +122,10 @@ def moves(rounds: int, millions: float) -> dict:
 
 
 def accumulation(options: dict, shard_size: int) -> dict:
-    """Take steps of some micro-batches in each mode."""
-    words, width, layers = (64, 32, 2) if options["smoke"] else (4096, 384, 8)
+    """Measure optimizer steps of several micro-batches in each mode of accumulation."""
+    vocab_size, width, layers = (64, 32, 2) if options["smoke"] else (4096, 384, 8)
     config = LlamaConfig(
-        vocab_size=words,
+        vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=width * 8 // 3,
         num_hidden_layers=layers,
@@ -137,7 +139,7 @@ def accumulation(options: dict, shard_size: int) -> dict:
         model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True, shard_size=shard_size)
         optimizer = strategy.create_optimizer(model, lr=1e-3)
         steps[mode] = (strategy, model, optimizer)
-    ids = torch.randint(0, words, (1, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ids = torch.randint(0, vocab_size, (1, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(mode: str) -> float:
         strategy, model, optimizer = steps[mode]
@@ -155,15 +157,16 @@ def accumulation(options: dict, shard_size: int) -> dict:
             norm = step(mode)
         found[mode] = {"sent_bytes": dict(counter.sent), "grad_norm": norm, "turns": []}
         if not abs(norm / found[MODES[0]]["grad_norm"] - 1) <= LARGEST_DIFFERENCE:
-            raise harness.ValuesError(f"the gradient norm of {mode} is {norm}, that of {MODES[0]} {found[MODES[0]]}")
-    for mode in harness.in_turns(MODES, options["rounds"]):
+            expected = found[MODES[0]]["grad_norm"]
+            raise harness.ValuesError(f"the gradient norm of {mode} is {norm}, expected that of {MODES[0]}: {expected}")
+    for mode in harness.turn_order(MODES, options["rounds"]):
         found[mode]["turns"].append(harness.attempt(lambda m=mode: harness.turn(lambda: step(m))))
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
-    result = {"moves": moves(options["rounds"], options["parameters"])}
+    harness.init_rank(rank, options)
+    result = {"moves": offloads(options["rounds"], options["parameters"])}
     sizes = [-1, 2] if options["ranks"] >= 4 else [-1]
     result["accumulation"] = {str(size): accumulation(options, size) for size in sizes}
     harness.finish(rank, options, result)
@@ -171,20 +174,24 @@ def work(rank: int, options: dict) -> None:
 
 def table(entry: dict) -> str:
     nbytes = entry["bytes_of_a_rank"]
-    lines = [f"AdamW's state, {nbytes / 1e9:.2f} GB a rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
-    lines += ["| | s, median (least - most) | GB/s a rank | extra memory, MB | ours / bare |", "|---|---|---|---|---|"]
-    for kind, contestants in entry["moves"].items():
+    lines = [f"AdamW's state, {nbytes / 1e9:.2f} GB per rank, {entry['ranks']} ranks, {entry['hardware']}", ""]
+    lines += ["| | s: median (min - max) | GB/s per rank | extra memory, MB | time / bare copy |"]
+    lines += ["|---|---|---|---|---|"]
+    for key, contestants in entry["moves"].items():
+        kind = OPERATIONS[key]
         for name, facts in contestants.items():
             if failed := facts.get("error", contestants["bare copy"].get("error")):
                 lines.append(f"| {kind}: {name} | {failed} | | | |")
                 continue
-            rate = nbytes / statistics.median(facts["seconds"]) / 1e9
-            beside = harness.ratio(facts["seconds"], contestants["bare copy"]["seconds"])
-            text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
+            gb_per_second = nbytes / statistics.median(facts["seconds"]) / 1e9
+            middle, low, high = harness.ratio(facts["seconds"], contestants["bare copy"]["seconds"])
+            text = f"{middle:.2f} ({low:.2f} - {high:.2f})"
             peak = facts["peak_bytes"] / 1e6
-            lines.append(f"| {kind}: {name} | {harness.spread(facts['seconds'])} | {rate:.2f} | {peak:.0f} | {text} |")
+            times = harness.format_times(facts["seconds"])
+            lines.append(f"| {kind}: {name} | {times} | {gb_per_second:.2f} | {peak:.0f} | {text} |")
     head = f"accumulation of {entry['micro_batches']}"
-    lines += ["", f"| {head} | s a step | gathered, MB | reduce-scattered, MB | all-reduced, MB | peak, MB |"]
+    lines += ["", f"| {head} | seconds per step: median (min - max) "]
+    lines[-1] += "| gathered, MB | reduce-scattered, MB | all-reduced, MB | peak memory, MB |"
     lines += ["|---|---|---|---|---|---|"]
     for size, modes in entry["accumulation"].items():
         for mode, facts in modes.items():
@@ -194,21 +201,22 @@ def table(entry: dict) -> str:
             sent = [facts["sent_bytes"].get(n, 0) / 1e6 for n in ("allgather_base", "reduce_scatter_base", "allreduce")]
             columns = " | ".join(f"{number:.1f}" for number in sent)
             peak = facts["peak_bytes"] / 1e6
-            lines.append(f"| {mode}, shard size {size} | {harness.spread(facts['seconds'])} | {columns} | {peak:.0f} |")
+            times = harness.format_times(facts["seconds"])
+            lines.append(f"| {mode}, shard size {size} | {times} | {columns} | {peak:.0f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--parameters", type=float, default=200, help="in millions")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of one step")
+    parser.add_argument("--parameters", type=float, default=200, help="millions of parameters")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches per step")
     args = harness.parse(parser, smoke={"ranks": 4, "parameters": 0.05, "micro_batches": 2})
-    measured = harness.on_ranks(work, vars(args))
+    measured = harness.run_on_ranks(work, vars(args))
     entry = {
         "ranks": args.ranks,
         "micro_batches": args.micro_batches,
-        **harness.circumstances(smoke=args.smoke),
+        **harness.environment(smoke=args.smoke),
         "bytes_of_a_rank": measured["moves"]["bytes_of_a_rank"],
     }
     entry["moves"] = {

@@ -1,19 +1,20 @@
-"""Saving and resuming a robot's policy in LeRobot's layout, against LeRobot's way of it.
+"""Compare saving and resuming a robot policy in LeRobot's layout with LeRobot's way.
 
     python benchmarks/policy.py [--rounds 7] [--hidden 1024] [--layers 17] [--ranks 2] [--where disk tmpfs]
                                 [--disk DIR] [--tmpfs DIR] [--out DIR] [--smoke]
 
-A policy of equal blocks, 8.4 million parameters each at a width of 1024, with fp32 AdamW state. LeRobot's way under
-FSDP2: every parameter and its state is gathered, rank 0 holds them all and writes `model.safetensors` and a flattened
-`optimizer_state.safetensors`; to resume, every rank reads both files whole. Ours: `save_ckpt` with `LeRobotLayout`,
-synchronous and in the background, where "save" is the time of the call, and "end" the time until the files are written.
+The policy has equal blocks, of 8.4 million parameters each at a width of 1024, and fp32 AdamW state. In LeRobot's way
+under FSDP2, every parameter and its state are gathered, rank 0 holds all of them and writes `model.safetensors` and a
+flattened `optimizer_state.safetensors`; to resume, every rank reads both files in full. Ours: `save_ckpt` with
+`LeRobotLayout`, synchronous and asynchronous. "save" is the time of the call, "end" the time from its return until the
+files are written.
 
-A turn saves (files are forced to disk by all contestants), drops them from the page cache where they are on a disk, and
-loads them; all weights and their state are set to zero in between, and their checksums compared afterwards, outside of
-the timed part. Bytes are those of the files, and of what all ranks read: files that are mapped count in full, for the
-kernel does not count them. Peak memory is each rank's above what it held before; memory that is kept from one save to
-the next shows in the first alone, which stands in brackets. Writes policy.json, prints tables. `--smoke` runs all of it
-in seconds, with a tiny policy.
+A turn saves (all contestants force files to disk), drops the files from the page cache if they are on a disk, and loads
+them. In between all weights and their state are set to zero; their checksums are compared after the load, outside of
+the timed part. Bytes read are those of all ranks. Files that are mapped count in full, because the kernel does not
+count reads from them. Peak memory is that of each rank minus its memory before the turn; for saves, the value in
+brackets is that of the first save, including memory that is kept for the next. Writes policy.json, prints tables.
+`--smoke` runs everything in seconds, with a tiny policy.
 """
 
 import json
@@ -40,7 +41,7 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.vla import LeRobotLayout
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
-WHOLE = StateDictOptions(full_state_dict=True)
+FULL = StateDictOptions(full_state_dict=True)
 PHASES = ("save", "end", "load")
 LAYOUT = LeRobotLayout(total_steps=100_000, batch_size=8, train_config={"seed": 1000})
 
@@ -48,10 +49,10 @@ LAYOUT = LeRobotLayout(total_steps=100_000, batch_size=8, train_config={"seed": 
 class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.inward, self.outward = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.up_proj, self.down_proj = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outward(torch.nn.functional.gelu(self.inward(x)))
+        return x + self.down_proj(torch.nn.functional.gelu(self.up_proj(x)))
 
 
 class Policy(nn.Module):
@@ -72,7 +73,7 @@ class Run:
 
     @classmethod
     def start(cls, hidden: int, layers: int) -> "Run":
-        """Take one step, so that there is optimizer state."""
+        """Train for one step to create optimizer state."""
         strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=("Block",)))
         torch.manual_seed(0)
         policy = strategy.prepare_model(Policy(hidden, layers), is_training=True)
@@ -83,11 +84,11 @@ class Run:
         return cls(strategy, policy, optimizer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of all weights and of their state, where they are now."""
+        """Return this rank's current part of all weights and of their optimizer state."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.policy.named_parameters():
-            slots = sorted(self.optimizer.state[parameter].items())
-            found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
+            state = sorted(self.optimizer.state[parameter].items())
+            found |= {name: parameter, **{f"{name}.{key}": tensor for key, tensor in state}}
         return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
@@ -95,7 +96,7 @@ class Run:
 
 
 def save_as_lerobot(run: Run, folder: Path) -> None:
-    """Gather on rank 0, and write a file of weights and one of optimizer state."""
+    """Gather on rank 0, and write one file of weights and one of optimizer state."""
     weights = get_model_state_dict(run.policy, options=GATHERED)
     state = get_optimizer_state_dict(run.policy, run.optimizer, options=GATHERED)
     if dist.get_rank() == 0:
@@ -103,7 +104,7 @@ def save_as_lerobot(run: Run, folder: Path) -> None:
         for each in (pretrained, training):
             each.mkdir(parents=True)
         save_file(weights, pretrained / "model.safetensors")
-        flat = {f"{name}/{key}": tensor for name, slots in state["state"].items() for key, tensor in slots.items()}
+        flat = {f"{name}/{key}": tensor for name, states in state["state"].items() for key, tensor in states.items()}
         save_file(flat, training / "optimizer_state.safetensors")
         (training / "optimizer_param_groups.json").write_text(json.dumps(state["param_groups"]))
         (training / "training_step.json").write_text(json.dumps({"step": 1}))
@@ -112,17 +113,17 @@ def save_as_lerobot(run: Run, folder: Path) -> None:
 
 
 def load_as_lerobot(run: Run, folder: Path) -> None:
-    """Let every rank read both files whole."""
+    """Read both files in full on every rank."""
     weights = load_file(folder / "last" / "pretrained_model" / "model.safetensors")
-    set_model_state_dict(run.policy, weights, options=WHOLE)
+    set_model_state_dict(run.policy, weights, options=FULL)
     del weights
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load_file(folder / "last" / "training_state" / "optimizer_state.safetensors").items():
-        name, slot = key.rsplit("/", 1)
-        state.setdefault(name, {})[slot] = tensor
+        name, state_key = key.rsplit("/", 1)
+        state.setdefault(name, {})[state_key] = tensor
     groups = json.loads((folder / "last" / "training_state" / "optimizer_param_groups.json").read_text())
-    whole = {"state": state, "param_groups": groups}
-    set_optimizer_state_dict(run.policy, run.optimizer, whole, options=WHOLE)
+    full = {"state": state, "param_groups": groups}
+    set_optimizer_state_dict(run.policy, run.optimizer, full, options=FULL)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class Contestant:
     file_bytes: int = 0
 
 
-def contestants() -> dict[str, Contestant]:
+def make_contestants() -> dict[str, Contestant]:
     return {
         "ours": Contestant(lambda run, folder: run.strategy.save_ckpt(run.policy, folder, layout=LAYOUT)),
         "ours, in the background": Contestant(
@@ -148,15 +149,15 @@ def contestants() -> dict[str, Contestant]:
     }
 
 
-def take_turn(run: Run, one: Contestant, options: dict) -> None:
+def take_turn(run: Run, contestant: Contestant, options: dict) -> None:
     folder = Path(options["dir"]) / "checkpoints"
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     expected = harness.digests_of(run.tensors())
-    saved = harness.attempt(lambda: harness.turn(lambda: one.save(run, folder)))
-    ended = harness.attempt(lambda: harness.turn(lambda: one.end(run)))
-    one.file_bytes = sum(path.stat().st_size for path in folder.glob("0*/**/*") if path.is_file())
+    saved = harness.attempt(lambda: harness.turn(lambda: contestant.save(run, folder)))
+    ended = harness.attempt(lambda: harness.turn(lambda: contestant.end(run)))
+    contestant.file_bytes = sum(path.stat().st_size for path in folder.glob("0*/**/*") if path.is_file())
     if options["cold"]:
         harness.drop_from_cache(folder)
         dist.barrier()
@@ -164,68 +165,68 @@ def take_turn(run: Run, one: Contestant, options: dict) -> None:
     for tensor in run.tensors().values():
         tensor.zero_()
     loaded = harness.attempt(
-        lambda: harness.turn(lambda: one.load(run, folder)),
+        lambda: harness.turn(lambda: contestant.load(run, folder)),
         lambda: harness.check_values(harness.digests_of(run.tensors()), expected),
     )
     if harness.error_of([loaded]):
-        saved = ended = loaded  # values that do not come back make no time of a save
+        saved = ended = loaded  # a save whose values cannot be loaded has no time
         for name, tensor in run.tensors().items():
             tensor.copy_(before[name])
     for phase, outcomes in zip(PHASES, (saved, ended, loaded), strict=True):
-        one.turns[phase].append(outcomes)
+        contestant.turns[phase].append(outcomes)
 
 
 def measure(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     run = Run.start(options["hidden"], options["layers"])
-    all_of_them = contestants()
-    for name in all_of_them:  # once beforehand: threads, groups and host buffers are created
-        take_turn(run, all_of_them[name], options)
-    first = {name: peaks_of(one.turns["save"]) for name, one in all_of_them.items()}
-    for one in all_of_them.values():
-        one.turns = {phase: [] for phase in PHASES}
-    for name in harness.in_turns(list(all_of_them), options["rounds"]):
-        take_turn(run, all_of_them[name], options)
+    contestants = make_contestants()
+    for name in contestants:  # warm-up: creates threads, groups and host buffers
+        take_turn(run, contestants[name], options)
+    first = {name: peaks_of(contestant.turns["save"]) for name, contestant in contestants.items()}
+    for contestant in contestants.values():
+        contestant.turns = {phase: [] for phase in PHASES}
+    for name in harness.turn_order(list(contestants), options["rounds"]):
+        take_turn(run, contestants[name], options)
     result: dict = {"parameters": sum(p.numel() for p in run.policy.parameters())}
-    for name, one in all_of_them.items():
-        phases = {phase: harness.summary(taken) | peaks_of(taken) for phase, taken in one.turns.items()}
-        if one.maps_files:
-            phases["load"]["read_bytes"] = one.file_bytes * options["ranks"]
-        result[name] = {**phases, "file_bytes": one.file_bytes, "first_save": first[name]}
+    for name, contestant in contestants.items():
+        phases = {phase: harness.summary(taken) | peaks_of(taken) for phase, taken in contestant.turns.items()}
+        if contestant.maps_files:
+            phases["load"]["read_bytes"] = contestant.file_bytes * options["ranks"]
+        result[name] = {**phases, "file_bytes": contestant.file_bytes, "first_save": first[name]}
     run.strategy.close()
     harness.finish(rank, options, result)
 
 
 def peaks_of(turns: list[list[dict]]) -> dict:
-    """Return each rank's peak memory above what it held before, the median of its turns."""
+    """Return each rank's peak memory minus its memory before the turn, the median over all turns."""
     if harness.error_of(turns):
         return {}
     ranks = range(len(turns[0]))
     return {"peak_bytes_of_ranks": [statistics.median(taken[rank]["peak_bytes"] for taken in turns) for rank in ranks]}
 
 
-def tell(where: str, result: dict) -> None:
-    saving = "save, s | / ours | end, s | peak of ranks, MB | files, MB"
-    print(f"\n| {where} | {saving} | load, s | / ours | peak of ranks, MB | read, MB |")
+def print_table(where: str, result: dict) -> None:
+    saving = "save, s | time / ours | end, s | peak of ranks, MB | files, MB"
+    print(f"\n| {where} | {saving} | load, s | time / ours | peak of ranks, MB | read, MB |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for name, of in result.items():
+    for name, facts in result.items():
         if name == "parameters":
             continue
-        if failed := next((of[phase]["error"] for phase in PHASES if "error" in of[phase]), None):
+        if failed := next((facts[phase]["error"] for phase in PHASES if "error" in facts[phase]), None):
             print(f"| {name} | {failed} |")
             continue
         cells = []
-        for phase, moved in (("save", of["file_bytes"]), ("load", of["load"]["read_bytes"])):
-            over, low, high = harness.ratio(of[phase]["seconds"], result["ours"][phase]["seconds"])
-            cells += [harness.spread(of[phase]["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
-            cells += [harness.spread(of["end"]["seconds"])] if phase == "save" else []
-            first = f" ({in_megabytes(of['first_save'])})" if phase == "save" else ""
-            cells += [in_megabytes(of[phase]) + first, f"{moved / 1e6:.0f}"]
+        for phase, moved in (("save", facts["file_bytes"]), ("load", facts["load"]["read_bytes"])):
+            middle, low, high = harness.ratio(facts[phase]["seconds"], result["ours"][phase]["seconds"])
+            cells += [harness.format_times(facts[phase]["seconds"]), f"{middle:.2f} ({low:.2f} - {high:.2f})"]
+            cells += [harness.format_times(facts["end"]["seconds"])] if phase == "save" else []
+            first = f" ({format_megabytes(facts['first_save'])})" if phase == "save" else ""
+            cells += [format_megabytes(facts[phase]) + first, f"{moved / 1e6:.0f}"]
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def in_megabytes(of: dict) -> str:
-    return " / ".join(f"{peak / 1e6:.0f}" for peak in of["peak_bytes_of_ranks"])
+def format_megabytes(facts: dict) -> str:
+    return " / ".join(f"{peak / 1e6:.0f}" for peak in facts["peak_bytes_of_ranks"])
 
 
 def main() -> None:
@@ -237,19 +238,19 @@ def main() -> None:
     args = harness.parse(
         parser,
         smoke={"hidden": 16, "layers": 2, "where": ["disk"]},
-        places={"disk": Path("runs/policy"), "tmpfs": Path("/dev/shm/policy")},
+        scratch_folders={"disk": Path("runs/policy"), "tmpfs": Path("/dev/shm/policy")},
     )
     for where in args.where:
-        place = (args.disk if where == "disk" else args.tmpfs).absolute()
+        scratch = (args.disk if where == "disk" else args.tmpfs).absolute()
         sizes = {"hidden": args.hidden, "layers": args.layers, "ranks": args.ranks, "rounds": args.rounds}
         try:
-            result = harness.on_ranks(
-                measure, {**sizes, "smoke": args.smoke, "dir": str(place), "cold": where == "disk"}
+            result = harness.run_on_ranks(
+                measure, {**sizes, "smoke": args.smoke, "dir": str(scratch), "cold": where == "disk"}
             )
         finally:
-            shutil.rmtree(place, ignore_errors=True)
-        tell(where, result)
-        entry = {**harness.circumstances(smoke=args.smoke), **sizes, "where": where, **result}
+            shutil.rmtree(scratch, ignore_errors=True)
+        print_table(where, result)
+        entry = {**harness.environment(smoke=args.smoke), **sizes, "where": where, **result}
         harness.merge(args.out / "policy.json", entry, ("where", "hidden", "layers", "ranks", "hardware"))
     print(f"\nwrote {args.out / 'policy.json'} ({result['parameters'] / 1e6:.0f} M parameters)")
 

@@ -1,15 +1,15 @@
-"""Weights to an engine: streaming against a gather of each parameter, and against a gathered state dict.
+"""Compare streaming weights to an engine with a gather of each parameter and with a gathered state dict.
 
     python benchmarks/rollout.py [--rounds 7] [--ranks 2] [--large 150x2048x2048] [--small 3000x64x64] [--out DIR]
                                  [--smoke]
 
-Each rank shards a model of so many fp32 matrices, FSDP2's units of ten each, and every rank runs through all of them in
-bf16, as an engine beside each rank does: `stream_weights`; ``full_tensor()`` of each parameter, cast after, as trainers
-do; torch's ``get_model_state_dict`` with ``full_state_dict``, cast tensor by tensor. What is fetched is read once, by
-copying it into the memory that an engine has for it. That memory is set to zero before each turn and compared with the
-weights after it, outside of the timed part. Seconds, collectives, bytes that they leave with a rank, and peak extra
-memory, turn by turn. Writes rollout.json and a chart, prints a table. `--smoke` runs all of it in seconds, with small
-matrices and buckets.
+The ranks shard a model of fp32 matrices with ten matrices per FSDP2 unit. Every rank gets all weights in bf16, as if it
+had its own engine. Contestants: `stream_weights`; ``full_tensor()`` of each parameter with a cast afterwards, as in
+many trainers; torch's ``get_model_state_dict`` with ``full_state_dict``, cast tensor by tensor. Each tensor is read
+once: it is copied into the memory of an engine. This memory is set to zero before each turn and compared with the
+weights after it, outside of the timed part. Results: seconds, collectives, bytes that they write on a rank, and peak
+extra memory, turn by turn. Writes rollout.json and a chart, prints a table. `--smoke` runs everything in seconds, with
+small matrices and buckets.
 """
 
 import math
@@ -28,12 +28,12 @@ from fsdp2_strategy import build_mesh, stream_weights
 
 UNIT = 10
 PERIOD = 251
-"""A prime below 256; bf16 can represent all integers up to there."""
+"""A prime below 256: bf16 represents all integers up to 256 exactly."""
 CONTESTANTS = ("ours", "full_tensor() of each", "full state dict")
 
 
-class Count(TorchDispatchMode):
-    """Count the collectives of this rank, and the bytes that they leave with it."""
+class CountCollectives(TorchDispatchMode):
+    """Count the collectives of this rank, and the bytes that they write on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,22 +43,22 @@ class Count(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].strip("_")
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "wrap")):
-            # Functional ones return their result; the others fill what they are given first.
-            filled = result if func.namespace == "_c10d_functional" else args[0]
-            tensors = filled if isinstance(filled, list | tuple) else [filled]
+            # Functional collectives return their result; the others write to their first argument.
+            outputs = result if func.namespace == "_c10d_functional" else args[0]
+            tensors = outputs if isinstance(outputs, list | tuple) else [outputs]
             self.counted[name] += 1
             self.counted["bytes"] += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         return result
 
 
 def values_of(number: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the values of one matrix: integers that bf16 can represent, in another order in each matrix."""
+    """Return the values of one matrix: integers that bf16 represents exactly, in an order of its own."""
     elements = torch.arange(math.prod(shape))
     return elements.mul_(1 + number // PERIOD).add_(number).remainder_(PERIOD).float().view(shape)
 
 
-def sharded(count: int, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, str]]:
-    """Return a sharded model, and the digests of its whole weights in bf16."""
+def sharded_model(count: int, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, str]]:
+    """Return a sharded model, and the digests of its full weights in bf16."""
     model = nn.Module()
     expected = {}
     for i in range(0, count, UNIT):
@@ -71,21 +71,21 @@ def sharded(count: int, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, st
     return fully_shard(model, mesh=build_mesh()), expected
 
 
-def each_gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_each(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         yield name, parameter.detach().full_tensor().to(torch.bfloat16)
 
 
-def all_gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).items():
         yield name, tensor.to(torch.bfloat16)
 
 
-def measured(options: dict, count: int, shape: tuple[int, ...]) -> dict:
-    """Bring one model's weights to an engine, each contestant in its turn."""
-    model, expected = sharded(count, shape)
+def measure(options: dict, count: int, shape: tuple[int, ...]) -> dict:
+    """Copy the weights of one model to an engine with all contestants, in turns."""
+    model, expected = sharded_model(count, shape)
     engine = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, _ in model.named_parameters()}
-    streams = dict(zip(CONTESTANTS, (stream_weights, each_gathered, all_gathered), strict=True))
+    streams = dict(zip(CONTESTANTS, (stream_weights, gather_each, gather_state_dict), strict=True))
     if options["smoke"]:
         streams["ours"] = partial(stream_weights, bucket_bytes=4096)
 
@@ -93,15 +93,15 @@ def measured(options: dict, count: int, shape: tuple[int, ...]) -> dict:
         for key, tensor in streams[name](model):
             engine[key].copy_(tensor)
 
-    def checked_turn(name: str, take: Callable[[Callable[[], None]], dict]) -> list[dict]:
+    def checked_turn(name: str, timer: Callable[[Callable[[], None]], dict]) -> list[dict]:
         for tensor in engine.values():
             tensor.zero_()
         return harness.attempt(
-            lambda: take(lambda: update(name)), lambda: harness.check_values(harness.digests_of(engine), expected)
+            lambda: timer(lambda: update(name)), lambda: harness.check_values(harness.digests_of(engine), expected)
         )
 
     def count_in(call: Callable[[], None]) -> dict:
-        with Count() as counter:
+        with CountCollectives() as counter:
             call()
         return {"counted": dict(counter.counted)}
 
@@ -112,18 +112,18 @@ def measured(options: dict, count: int, shape: tuple[int, ...]) -> dict:
             "counted": outcomes[0].get("counted", {}),
             "turns": [outcomes] if harness.error_of([outcomes]) else [],
         }
-    for name in harness.in_turns(list(CONTESTANTS), options["rounds"]):
+    for name in harness.turn_order(list(CONTESTANTS), options["rounds"]):
         found[name]["turns"].append(checked_turn(name, harness.turn))
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
-    cases = {kind: measured(options, *options[kind]) for kind in ("large", "small")}
+    harness.init_rank(rank, options)
+    cases = {kind: measure(options, *options[kind]) for kind in ("large", "small")}
     harness.finish(rank, options, cases)
 
 
-def numbers(text: str) -> tuple[int, tuple[int, ...]]:
+def count_and_shape(text: str) -> tuple[int, tuple[int, ...]]:
     count, *shape = map(int, text.split("x"))
     return count, tuple(shape)
 
@@ -137,10 +137,10 @@ def table(entry: dict) -> str:
     lines = [f"{entry['hardware']}, torch {entry['torch']}", ""]
     columns = [
         "",
-        "s, median (least - most)",
-        "over ours (middle half)",
+        "s: median (min - max)",
+        "time / ours (middle half)",
         "collectives",
-        "MB gathered",
+        "gathered on a rank, MB",
         "extra memory, MB",
     ]
     lines += [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
@@ -150,12 +150,12 @@ def table(entry: dict) -> str:
             if failed := facts.get("error", contestants["ours"].get("error")):
                 lines.append(f"{start} {failed} | | | | |")
                 continue
-            over = harness.ratio(facts["seconds"], contestants["ours"]["seconds"])
+            middle, low, high = harness.ratio(facts["seconds"], contestants["ours"]["seconds"])
             counted = dict(facts["counted"])
-            sent, peak = counted.pop("bytes") / 1e6, facts["peak_bytes"] / 1e6
+            gathered, peak = counted.pop("bytes") / 1e6, facts["peak_bytes"] / 1e6
             lines.append(
-                f"{start} {harness.spread(facts['seconds'])} | {over[0]:.2f} ({over[1]:.2f} - {over[2]:.2f}) | "
-                f"{sum(counted.values())} | {sent:.0f} | {peak:.0f} |"
+                f"{start} {harness.format_times(facts['seconds'])} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
+                f"{sum(counted.values())} | {gathered:.0f} | {peak:.0f} |"
             )
     return "\n".join(lines)
 
@@ -163,11 +163,11 @@ def table(entry: dict) -> str:
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--large", type=numbers, default=(150, (2048, 2048)), help="count x rows x columns")
-    parser.add_argument("--small", type=numbers, default=(3000, (64, 64)), help="count x rows x columns")
+    parser.add_argument("--large", type=count_and_shape, default=(150, (2048, 2048)), help="count x rows x columns")
+    parser.add_argument("--small", type=count_and_shape, default=(3000, (64, 64)), help="count x rows x columns")
     args = harness.parse(parser, smoke={"large": (12, (32, 32)), "small": (30, (8, 8))})
-    found = harness.on_ranks(work, vars(args))
-    entry = {"ranks": args.ranks, "large": args.large, "small": args.small, **harness.circumstances(smoke=args.smoke)}
+    found = harness.run_on_ranks(work, vars(args))
+    entry = {"ranks": args.ranks, "large": args.large, "small": args.small, **harness.environment(smoke=args.smoke)}
     entry["cases"] = {
         kind: {
             name: {"counted": facts["counted"], **harness.summary(facts["turns"])}

@@ -1,15 +1,15 @@
-"""What planning and committing a save cost at thousands of ranks and many tensors, simulated in one process.
+"""Simulate planning and committing a save with thousands of ranks and many tensors in one process.
 
     python benchmarks/scale.py [--rounds 7] [--ranks 8 64 512 4096] [--tensors 1000 10000 100000] [--dcp 8 64 256]
                                [--out DIR] [--smoke]
 
-A group of torch's fake backend says that this process is one rank of many; tensors are rows of matrices on the meta
-device, every one split over all ranks, which is the most that can be asked. Measured is what runs on a rank: the layout
-of files, the ranges that the rank writes, its list of checksums; the bytes that arrive at the coordinator from all
-ranks in all of a save; and rank 0's commit, over real files, and its manifest. Each plan is checked: the ranges are as
-many bytes as the rank holds, and no two overlap. Beside it the default planner of torch.distributed.checkpoint, with
-the least number of tensors. Exponents are slopes of the logarithms. Writes scale.json and scale.png, prints tables.
-`--smoke` runs all of it in seconds, with few ranks and tensors.
+With torch's fake backend, the process is one rank of many. The tensors are matrices on the meta device; each is split
+over all ranks, which is the worst case. Measured on a rank: the layout of files, the ranges that it writes, and its
+checksum manifest; the bytes that the coordinator receives from all ranks during a save; and rank 0's commit, on real
+files, with the checkpoint manifest. Each plan is checked: the ranges have as many bytes as the rank holds, and none
+overlap. For comparison, the default planner of torch.distributed.checkpoint runs with the smallest number of tensors.
+Exponents are slopes of the logarithms. Writes scale.json and scale.png, prints tables. `--smoke` runs everything in
+seconds, with few ranks and tensors.
 """
 
 import json
@@ -41,7 +41,7 @@ from fsdp2_strategy.hf.write import _group_adjacent, _runs
 ROWS, COLUMNS = 8192, 16
 
 
-def become(rank: int, ranks: int) -> None:
+def init_fake_rank(rank: int, ranks: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -54,25 +54,25 @@ def tensors_of(ranks: int, count: int) -> dict[str, torch.Tensor]:
     return {f"model.layers.{i}.mlp.up_proj.weight": DTensor(local, spec, requires_grad=False) for i in range(count)}
 
 
-def seconds(call: Callable[[], object]) -> tuple[float, object]:
+def timed(call: Callable[[], object]) -> tuple[float, object]:
     start = time.perf_counter()
     result = call()
     return time.perf_counter() - start, result
 
 
-def plan(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
-    """Do what a rank does before it writes a byte."""
+def plan_save(tensors: dict[str, torch.Tensor], folder: Path) -> tuple[object, list]:
+    """Plan a save as a rank does before it writes a byte; return the plan that it sends, and its ranges, grouped."""
     component, planner = Component.of(folder, tensors), DefaultSavePlanner()
     planner.set_up_planner({})
     sent = SafetensorsWriter([component]).prepare_local_plan(planner.create_local_plan())
-    return sent, list(_group_adjacent([run for job in component.write_requests() for run in _runs(job)]))
+    return sent, list(_group_adjacent([run for request in component.write_requests() for run in _runs(request)]))
 
 
 def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
-    """Compare the ranges that a rank would write with what it holds.
+    """Compare the ranges that a rank would write with the tensors that it holds.
 
     Raises:
-        ValuesError: they are more or fewer bytes, or overlap.
+        ValuesError: the ranges have more or fewer bytes, or overlap.
     """
     ranges = sorted((run.path, run.offset, run.end) for group in groups for run in group)
     overlap = any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(ranges))
@@ -81,31 +81,29 @@ def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
         sum(harness.local_of(t).nbytes for t in tensors.values()),
     )
     if overlap or planned != held:
-        raise harness.ValuesError(
-            f"the plan writes {planned} bytes{' that overlap' * overlap}, and the rank holds {held}"
-        )
+        raise harness.ValuesError(f"the plan writes {planned} bytes{' that overlap' * overlap}, expected {held}")
 
 
-def commit(ranks: int, listed: bytes, save_dir: Path) -> tuple[float, int]:
-    """Let rank 0 commit what so many ranks have left; return seconds, and the bytes of the manifest."""
+def commit(ranks: int, manifest: bytes, save_dir: Path) -> tuple[float, int]:
+    """Commit on rank 0 with the files of all ranks; return seconds, and the bytes of the checkpoint manifest."""
     partial = CheckpointPaths.of(directory.partial_path(save_dir, "tag"), lerobot=False)
     for folder in (partial.model, *partial.per_rank_folders):
         folder.mkdir(parents=True)
     (partial.model / "model.safetensors").write_bytes(b"0")
     for rank in range(ranks):
         partial.rank_file(RNG, rank).write_bytes(b"0")
-        partial.rank_file(CHECKSUMS, rank).write_bytes(listed[:1])
+        partial.rank_file(CHECKSUMS, rank).write_bytes(manifest[:1])
     facts = {"step": 1, "protected": False, "metric": None, "higher_is_better": True, "shard_size": ranks}
-    took, _ = seconds(lambda: directory.commit(partial, "tag", facts, ["0" * 16] * ranks))
+    took, _ = timed(lambda: directory.commit(partial, "tag", facts, ["0" * 16] * ranks))
     return took, partial.moved_to(save_dir / "tag").manifest.stat().st_size
 
 
 def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
-    become(ranks // 2, ranks)
+    init_fake_rank(ranks // 2, ranks)
     tensors = tensors_of(ranks, count)
     turns = []
     for _ in range(rounds):
-        took, (sent, groups) = seconds(lambda: plan(tensors, folder / "model"))
+        took, (sent, groups) = timed(lambda: plan_save(tensors, folder / "model"))
         turns.append(took)
     check_plan(groups, tensors)
     blocks: dict[Path, list[Block]] = {}
@@ -114,12 +112,12 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     paths = CheckpointPaths.of(folder, lerobot=False)
     (folder / CHECKSUMS).mkdir(exist_ok=True)
     directory.write_checksums(paths, 0, blocks)
-    listed = paths.rank_file(CHECKSUMS, 0).read_bytes()
+    manifest = paths.rank_file(CHECKSUMS, 0).read_bytes()
     plans = [sent] * ranks
-    # Of each rank: its plan, its digest of what is asked for, and the digest of its list.
+    # Each rank sends its plan, the digest of the request, and the digest of its checksum manifest.
     message = sum(len(pickle.dumps(each)) for each in (sent, "0" * 64, "0" * 16))
-    compared, _ = seconds(lambda: [p.storage_data for p in plans if p.storage_data != plans[0].storage_data])
-    committed, manifest = commit(ranks, listed, folder / "commit")
+    compared, _ = timed(lambda: [p.storage_data for p in plans if p.storage_data != plans[0].storage_data])
+    committed, checkpoint_manifest_bytes = commit(ranks, manifest, folder / "commit")
     shutil.rmtree(folder / "commit")
     return {
         "ranks": ranks,
@@ -128,39 +126,39 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
         "sent_bytes": message,
         "coordinator_bytes": message * ranks,
         "compare_seconds": compared,
-        "list_bytes": len(listed),
+        "list_bytes": len(manifest),
         "commit_seconds": committed,
-        "manifest_bytes": manifest,
+        "manifest_bytes": checkpoint_manifest_bytes,
     }
 
 
 def measure_dcp(ranks: int, count: int, rounds: int) -> dict:
-    """Run torch's planner: every rank for itself, then the coordinator for all."""
+    """Run torch's planner: on every rank, then on the coordinator."""
     turns = []
     for _ in range(rounds):
         plans = []
         for rank in range(ranks):
-            become(rank, ranks)
+            init_fake_rank(rank, ranks)
             planner = DefaultSavePlanner()
             planner.set_up_planner(tensors_of(ranks, count), is_coordinator=True)
-            took, own = seconds(planner.create_local_plan)
-            plans.append(own)
-        together, (_, metadata) = seconds(lambda planner=planner, plans=plans: planner.create_global_plan(plans))
-        turns.append(took + together)
-    arriving = sum(len(pickle.dumps(p)) for p in plans)
+            took, local_plan = timed(planner.create_local_plan)
+            plans.append(local_plan)
+        global_took, (_, metadata) = timed(lambda planner=planner, plans=plans: planner.create_global_plan(plans))
+        turns.append(took + global_took)
+    received = sum(len(pickle.dumps(p)) for p in plans)
     return {
         "ranks": ranks,
         "tensors": count,
         "plan_seconds": turns,
-        "sent_bytes": arriving // ranks,
-        "coordinator_bytes": arriving,
+        "sent_bytes": received // ranks,
+        "coordinator_bytes": received,
         "manifest_bytes": len(pickle.dumps(metadata)),
     }
 
 
-def exponent(entries: list[dict], by: str, what: Callable[[dict], float]) -> float:
-    """Return the slope of log(what) over log(by), by least squares."""
-    x, y = ([math.log(f) for f in values] for values in ([e[by] for e in entries], [what(e) for e in entries]))
+def exponent(entries: list[dict], by: str, quantity: Callable[[dict], float]) -> float:
+    """Return the slope of log(quantity) over log(by), by least squares."""
+    x, y = ([math.log(f) for f in values] for values in ([e[by] for e in entries], [quantity(e) for e in entries]))
     mean_x, mean_y = statistics.mean(x), statistics.mean(y)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 
@@ -174,29 +172,41 @@ QUANTITIES: dict[str, Callable[[dict], float]] = {
 }
 
 
+LABELS = {
+    "bytes at the coordinator": "bytes received by the coordinator",
+    "manifest, bytes": "checkpoint manifest, bytes",
+    "list of checksums of a rank, bytes": "checksum manifest of a rank, bytes",
+}
+"""What the table calls some keys of the results."""
+
+
 def exponents(entries: list[dict]) -> dict[str, dict[str, float]]:
-    """Return how each quantity grows with ranks, at most tensors, and with tensors, at most ranks."""
-    most_ranks, most_tensors = max(e["ranks"] for e in entries), max(e["tensors"] for e in entries)
-    by_ranks = [e for e in entries if e["tensors"] == most_tensors]
-    by_tensors = [e for e in entries if e["ranks"] == most_ranks]
+    """Return how each quantity grows with ranks (for the most tensors) and with tensors (for the most ranks)."""
+    max_ranks, max_tensors = max(e["ranks"] for e in entries), max(e["tensors"] for e in entries)
+    by_ranks = [e for e in entries if e["tensors"] == max_tensors]
+    by_tensors = [e for e in entries if e["ranks"] == max_ranks]
     return {
-        name: {"ranks": exponent(by_ranks, "ranks", what), "tensors": exponent(by_tensors, "tensors", what)}
-        for name, what in QUANTITIES.items()
+        name: {"ranks": exponent(by_ranks, "ranks", quantity), "tensors": exponent(by_tensors, "tensors", quantity)}
+        for name, quantity in QUANTITIES.items()
     }
 
 
 def tables(result: dict) -> str:
     lines = [
-        "| ranks | tensors | planning, s | at the coordinator, kB | list of a rank, kB | commit, s | manifest, kB |"
+        "| ranks | tensors | planning, s | received by the coordinator, kB | checksum manifest of a rank, kB "
+        "| commit, s | checkpoint manifest, kB |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for e in result["ours"]:
         sizes = (e["coordinator_bytes"] / 1e3, e["list_bytes"] / 1e3, e["commit_seconds"], e["manifest_bytes"] / 1e3)
         cells = [f"{e['ranks']:,}", f"{e['tensors']:,}", f"{statistics.median(e['plan_seconds']):.2f}"]
         lines.append("| " + " | ".join([*cells, *(f"{s:.2f}" if s < 1 else f"{s:,.1f}" for s in sizes)]) + " |")
-    lines += ["", "| grows as a power of | ranks | tensors |", "|---|---|---|"]
-    lines += [f"| {name} | {by['ranks']:.2f} | {by['tensors']:.2f} |" for name, by in result["exponents"].items()]
-    lines += ["", "| torch's planner: ranks | tensors | planning, s | at the coordinator, kB | metadata, kB |"]
+    lines += ["", "| exponent of growth with | ranks | tensors |", "|---|---|---|"]
+    lines += [
+        f"| {LABELS.get(name, name)} | {by['ranks']:.2f} | {by['tensors']:.2f} |"
+        for name, by in result["exponents"].items()
+    ]
+    lines += ["", "| torch's planner: ranks | tensors | planning, s | received by the coordinator, kB | metadata, kB |"]
     lines.append("|---|---|---|---|---|")
     for e in result["dcp"]:
         sizes = (statistics.median(e["plan_seconds"]), e["coordinator_bytes"] / 1e3, e["manifest_bytes"] / 1e3)
@@ -204,29 +214,29 @@ def tables(result: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict, picture: Path) -> None:
+def draw(result: dict, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    least = min(e["tensors"] for e in result["ours"])
+    min_tensors = min(e["tensors"] for e in result["ours"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
-    for axes, what, title in (
-        (left, QUANTITIES["planning, s"], f"seconds of planning, {least:,} tensors"),
-        (right, QUANTITIES["bytes at the coordinator"], f"bytes that arrive at the coordinator, {least:,} tensors"),
+    for axes, quantity, title in (
+        (left, QUANTITIES["planning, s"], f"seconds of planning, {min_tensors:,} tensors"),
+        (right, QUANTITIES["bytes at the coordinator"], f"bytes received by the coordinator, {min_tensors:,} tensors"),
     ):
         for name, color in (("ours", "#1f6fb4"), ("dcp", "#999999")):
-            entries = [e for e in result[name] if e["tensors"] == least]
+            entries = [e for e in result[name] if e["tensors"] == min_tensors]
             label = "ours" if name == "ours" else "torch's planner"
-            axes.loglog([e["ranks"] for e in entries], [what(e) for e in entries], "o-", color=color, label=label)
+            axes.loglog([e["ranks"] for e in entries], [quantity(e) for e in entries], "o-", color=color, label=label)
         axes.set_xlabel("ranks", fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     if result["smoke"]:
         figure.suptitle(harness.SMOKE_TITLE, fontsize=9)
-    figure.savefig(picture, dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -239,7 +249,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         pairs = [(ranks, count) for ranks in args.ranks for count in args.tensors]
         ours = [measure(ranks, count, args.rounds, Path(folder)) for ranks, count in pairs]
-    result = {**harness.circumstances(smoke=args.smoke), "ours": ours, "exponents": exponents(ours)}
+    result = {**harness.environment(smoke=args.smoke), "ours": ours, "exponents": exponents(ours)}
     result["dcp"] = [measure_dcp(ranks, min(args.tensors), args.rounds) for ranks in args.dcp]
     (args.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, args.out / "scale.png")

@@ -1,18 +1,18 @@
-"""How long a save keeps the training thread, and what training loses while it runs.
+"""Measure how long a save blocks the training thread, and how much it slows training down.
 
     python benchmarks/stall.py [--ranks 2] [--rounds 7] [--parameters 16 83 330] [--contestants NAME ...] [--dir DIR]
                                [--out DIR] [--smoke]
 
-The state is a Llama of so many million parameters with AdamW, all fp32: 12 bytes a parameter over all ranks, so by
-default 0.1, 0.5 and 2 GB a rank. Up to 20 million parameters its layers are 256 wide, so that there are many of them.
-Contestants take turns: ours in the background, ours synchronous, torch's `dcp.async_save` in a thread and in a process,
-and the way of VITRA's strategy (the full state gathered on rank 0, then a thread with torch.save). The bare copy is one
-of the same bytes into memory that is there. What is timed is the call, on the rank where it takes longest; then the
-files are waited for, and not timed. After that, steps of a smaller model are timed with a save of the large state in
-flight and without. At the end each contestant saves once more, all tensors are set to zero as soon as its call returns,
-and what it has written is loaded: a contestant whose files do not hold the values of the moment of the call gets an
-error in place of its times. Writes stall.json and stall.png, prints a table. `--smoke` runs all of it in seconds, with
-a tiny model.
+The state is that of a Llama with the given millions of parameters and AdamW, all fp32: 12 bytes per parameter over all
+ranks, by default 0.1, 0.5 and 2 GB per rank. With up to 20 million parameters its layers have a width of 256, so that
+there are many tensors. Contestants, in turns: ours, asynchronous and synchronous; torch's `dcp.async_save` with a
+thread and with a process; VITRA's way (the full state is gathered on rank 0, then a thread runs torch.save). The bare
+copy copies the same bytes into existing memory. The time is that of the call, on the rank where it takes longest; the
+following wait for the files is not timed. After that, steps of a smaller model are timed with and without a save of the
+large state in flight. At the end each contestant saves once more, all tensors are set to zero as soon as its call
+returns, and the saved files are loaded: if they do not hold the values at the time of the call, the contestant gets an
+error instead of times. Writes stall.json and stall.png, prints a table. `--smoke` runs everything in seconds, with a
+tiny model.
 """
 
 import gc
@@ -34,11 +34,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 
+ALONE, DURING_SAVE = "alone", "beside a save"  # keys of the recorded results
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def llama(strategy: FSDPV2Strategy, millions: float, *, smoke: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    width, words = (1024 if millions > 20 else 256, 4096) if not smoke else (32, 64)
+    width, vocab_size = (1024 if millions > 20 else 256, 4096) if not smoke else (32, 64)
     layers = max(2, round(millions * 1e6 / (15.7 * width * width)))
     config = LlamaConfig(
         hidden_size=width,
@@ -46,7 +47,7 @@ def llama(strategy: FSDPV2Strategy, millions: float, *, smoke: bool) -> tuple[to
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=words,
+        vocab_size=vocab_size,
     )
     model = strategy.prepare_model(LlamaForCausalLM(config), is_training=True)
     optimizer = strategy.create_optimizer(model, lr=1e-4)
@@ -61,20 +62,20 @@ def step(strategy: FSDPV2Strategy, model: torch.nn.Module, optimizer: torch.opti
 
 
 class Contestants:
-    """Each method begins a save and returns what waits for its end."""
+    """Start saves: one method per contestant, which returns a function that waits until the save is complete."""
 
     def __init__(self, strategy: FSDPV2Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
-        self.tensors = self.now()
+        self.tensors = self.current()
         self.copies = {n: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for n, t in self.tensors.items()}
         self.group = dist.new_group(backend="gloo")
 
-    def now(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of all tensors, where they are now."""
+    def current(self) -> dict[str, torch.Tensor]:
+        """Return this rank's current part of all tensors."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            slots = sorted(self.optimizer.state[parameter].items())
-            found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
+            state = sorted(self.optimizer.state[parameter].items())
+            found |= {name: parameter, **{f"{name}.{key}": tensor for key, tensor in state}}
         return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
     def bare_copy(self, _folder: Path) -> Callable[[], object]:
@@ -106,7 +107,7 @@ class Contestants:
 
     def gather_then_thread(self, folder: Path) -> Callable[[], object]:
         state = get_state_dict(self.model, self.optimizer, options=FULL)
-        # The state dict has the optimizer's own CPU scalars, which the next step would change while they are written.
+        # The state dict contains the optimizer's own CPU scalars; the next step would change them during the write.
         state = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t if t.ndim else t.clone(), state)
         if dist.get_rank():
             return int
@@ -116,9 +117,9 @@ class Contestants:
         return thread.join
 
     def load(self, name: str, folder: Path) -> None:
-        """Load what a contestant has written."""
+        """Load the files of a contestant."""
         if name == "bare_copy":
-            for key, tensor in self.now().items():
+            for key, tensor in self.current().items():
                 tensor.copy_(self.copies[key])
         elif name.startswith("ours"):
             self.strategy.load_ckpt(self.model, folder, tag="tag")
@@ -142,25 +143,25 @@ class Contestants:
 NAMES = ["bare_copy", "ours", "ours_sync", "dcp_thread", "dcp_process", "gather_then_thread"]
 
 
-def stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path) -> dict[str, list]:
-    """Time the calls; each contestant has saved once before, so that what it keeps is there."""
+def measure_stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path) -> dict[str, list]:
+    """Time the calls, after a warm-up save of each contestant that allocates its buffers."""
     found: dict[str, list] = {name: [] for name in names}
-    for name in [*names, *harness.in_turns(names, rounds)]:
+    for name in [*names, *harness.turn_order(names, rounds)]:
         if any("error" in outcome for outcomes in found[name] for outcome in outcomes):
             continue
-        ends: list[Callable[[], object]] = []
+        waits: list[Callable[[], object]] = []
 
-        def timed(name: str = name, ends: list = ends) -> dict:
+        def timed(name: str = name, waits: list = waits) -> dict:
             seconds: list[float] = []
 
             def call() -> None:
                 start = time.perf_counter()
-                ends.append(getattr(contestants, name)(folder / name))
+                waits.append(getattr(contestants, name)(folder / name))
                 seconds.append(time.perf_counter() - start)
 
             outcome = harness.turn(call)
-            ends[0]()
-            slowest = torch.tensor(seconds)  # of all ranks: the others wait for it in their next step
+            waits[0]()
+            slowest = torch.tensor(seconds)  # the other ranks wait for the slowest one in their next step
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             return outcome | {"seconds": slowest.item()}
 
@@ -174,20 +175,18 @@ def stalls(contestants: Contestants, names: list[str], rounds: int, folder: Path
 
 
 def check_snapshots(contestants: Contestants, found: dict[str, list], folder: Path) -> None:
-    """Compare what each contestant writes with the values of the moment of its call; an error replaces its times."""
-    expected = harness.digests_of(contestants.now())
-    before = {key: tensor.clone() for key, tensor in contestants.now().items()}
+    """Compare the files of each contestant with the values at the time of its call; an error replaces its times."""
+    expected = harness.digests_of(contestants.current())
+    before = {key: tensor.clone() for key, tensor in contestants.current().items()}
 
     def save_and_load(name: str) -> dict:
         try:
-            end = getattr(contestants, name)(folder / name)
-            for tensor in contestants.now().values():
+            wait = getattr(contestants, name)(folder / name)
+            for tensor in contestants.current().values():
                 tensor.zero_()
-            end()
+            wait()
         finally:
-            dist.barrier(
-                harness.own_group()
-            )  # all ranks have written; also after an error, which other ranks may not have
+            dist.barrier(harness.harness_group())  # all ranks have written; also after an error on some ranks
         contestants.load(name, folder / name)
         return {}
 
@@ -196,49 +195,49 @@ def check_snapshots(contestants: Contestants, found: dict[str, list], folder: Pa
             continue
         outcomes = harness.attempt(
             lambda name=name: save_and_load(name),
-            lambda: harness.check_values(harness.digests_of(contestants.now()), expected),
+            lambda: harness.check_values(harness.digests_of(contestants.current()), expected),
         )
         if harness.error_of([outcomes]):
             found[name] = [outcomes]
-            for key, tensor in contestants.now().items():
+            for key, tensor in contestants.current().items():
                 tensor.copy_(before[key])
-        dist.barrier(harness.own_group())
+        dist.barrier(harness.harness_group())
         if dist.get_rank() == 0:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def throughput(
+def measure_throughput(
     strategy: FSDPV2Strategy, large: Contestants, rounds: int, folder: Path, *, smoke: bool
 ) -> dict[str, list[float]]:
-    """Time steps of a small model while nothing is saved, and while the large state is."""
+    """Time steps of a small model without a save, and during a save of the large state."""
     model, optimizer = llama(strategy, 0.03 if smoke else 4, smoke=smoke)
-    found: dict[str, list[float]] = {"alone": [], "beside a save": []}
+    found: dict[str, list[float]] = {key: [] for key in (ALONE, DURING_SAVE)}
     for _ in range(rounds):
         for name, times in found.items():
-            end: Callable[[], object] = int
-            if name != "alone":
-                end = large.ours(folder / "beside")
+            wait: Callable[[], object] = int
+            if name == DURING_SAVE:
+                wait = large.ours(folder / "throughput")
             start, steps = time.perf_counter(), 0
             while steps < 5:
                 step(strategy, model, optimizer)
                 steps += 1
             times.append((time.perf_counter() - start) / steps)
-            end()
+            wait()
             dist.barrier()
     return found
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     folder = Path(options["dir"])
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, max_norm=1.0))
     smoke, rounds = options["smoke"], options["rounds"]
     contestants = Contestants(strategy, *llama(strategy, options["parameters"], smoke=smoke))
-    found = stalls(contestants, options["contestants"], rounds, folder)
-    steps = throughput(strategy, contestants, rounds, folder, smoke=smoke)
+    found = measure_stalls(contestants, options["contestants"], rounds, folder)
+    steps = measure_throughput(strategy, contestants, rounds, folder, smoke=smoke)
     check_snapshots(contestants, found, folder)
     nbytes = sum(t.nbytes for t in contestants.tensors.values())
-    for process in multiprocessing.active_children():  # that of dcp.async_save reports an error when it is left alone
+    for process in multiprocessing.active_children():  # the process of dcp.async_save would report an error at exit
         process.terminate()
     harness.finish(
         rank,
@@ -254,11 +253,11 @@ def label_of(name: str) -> str:
 def table(entry: dict) -> str:
     nbytes = entry["bytes_of_a_rank"]
     lines = [
-        f"{nbytes / 1e9:.2f} GB a rank, {entry['tensors']} tensors, {entry['ranks']} ranks, {entry['hardware']}",
+        f"{nbytes / 1e9:.2f} GB per rank, {entry['tensors']} tensors, {entry['ranks']} ranks, {entry['hardware']}",
         "",
     ]
     lines += [
-        "| | stall, s (least - most) | over the bare copy (middle half) | extra memory, MB |",
+        "| | seconds: median (min - max) | time / bare copy (middle half) | extra memory, MB |",
         "|---|---|---|---|",
     ]
     bare = entry["stalls"]["bare_copy"]["seconds"]
@@ -266,20 +265,22 @@ def table(entry: dict) -> str:
         if "error" in facts:
             lines.append(f"| {label_of(name)} | {facts['error'][:120]} | | |")
             continue
-        beside = harness.ratio(facts["seconds"], bare)
-        text = f"{beside[0]:.2f} ({beside[1]:.2f} - {beside[2]:.2f})"
+        middle, low, high = harness.ratio(facts["seconds"], bare)
+        text = f"{middle:.2f} ({low:.2f} - {high:.2f})"
         lines.append(
-            f"| {label_of(name)} | {harness.spread(facts['seconds'])} | {text} | {facts['peak_bytes'] / 1e6:.0f} |"
+            f"| {label_of(name)} | {harness.format_times(facts['seconds'])} | {text} "
+            f"| {facts['peak_bytes'] / 1e6:.0f} |"
         )
-    alone, beside_a_save = (entry["throughput"][name] for name in ("alone", "beside a save"))
-    slower = harness.ratio(beside_a_save, alone)
-    lines += ["", f"a step of the small model: {statistics.median(alone) * 1e3:.0f} ms alone, "]
-    lines[-1] += f"{slower[0]:.2f} x as long beside a save ({slower[1]:.2f} - {slower[2]:.2f})"
+    alone, during_save = (entry["throughput"][key] for key in (ALONE, DURING_SAVE))
+    middle, low, high = harness.ratio(during_save, alone)
+    lines += ["", f"a step of the small model: {statistics.median(alone) * 1e3:.0f} ms without a save, "]
+    lines[-1] += f"{middle:.2f} x as long during one ({low:.2f} - {high:.2f})"
     return "\n".join(lines)
 
 
 def _title(entry: dict) -> str:
-    return f"a save keeps the trainer: {entry['bytes_of_a_rank'] / 1e9:.2f} GB a rank, {entry['ranks']} ranks"
+    gigabytes = entry["bytes_of_a_rank"] / 1e9
+    return f"time for which a save blocks the trainer: {gigabytes:.2f} GB per rank, {entry['ranks']} ranks"
 
 
 def _bars(entry: dict) -> dict[str, list[float]]:
@@ -289,14 +290,14 @@ def _bars(entry: dict) -> dict[str, list[float]]:
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--parameters", type=float, nargs="+", default=[16, 83, 330], help="in millions")
-    parser.add_argument("--contestants", nargs="+", default=NAMES, choices=NAMES, help="two at least, bare_copy first")
-    args = harness.parse(parser, smoke={"parameters": [0.05]}, places={"dir": Path("runs/stall")})
+    parser.add_argument("--parameters", type=float, nargs="+", default=[16, 83, 330], help="millions of parameters")
+    parser.add_argument("--contestants", nargs="+", default=NAMES, choices=NAMES, help="at least two; bare_copy first")
+    args = harness.parse(parser, smoke={"parameters": [0.05]}, scratch_folders={"dir": Path("runs/stall")})
     for millions in args.parameters:
-        measured = harness.on_ranks(work, {**vars(args), "parameters": millions})
+        measured = harness.run_on_ranks(work, {**vars(args), "parameters": millions})
         shutil.rmtree(args.dir, ignore_errors=True)
         entry = {"ranks": args.ranks, "parameters": millions, "dir": str(args.dir)}
-        entry |= {**harness.circumstances(smoke=args.smoke), **measured}
+        entry |= {**harness.environment(smoke=args.smoke), **measured}
         entry["stalls"] = {name: harness.summary(turns) for name, turns in measured["stalls"].items()}
         entries = harness.merge(args.out / "stall.json", entry, ("ranks", "parameters", "hardware"))
         harness.draw([(_title(e), _bars(e)) for e in entries], args.out / "stall.png", smoke=args.smoke)

@@ -1,10 +1,10 @@
-"""A training step through the strategy against a hand-written fully_shard loop: collectives counted, time beside.
+"""Compare a training step of the strategy with a hand-written fully_shard loop: time and number of collectives.
 
     python benchmarks/step.py [--ranks 2] [--rounds 7] [--out DIR] [--smoke]
 
-Both loops train copies of one Llama in bf16 with fp32 masters, clipping and fused AdamW, in turns; a turn is several
+Both loops train copies of one Llama in bf16 with fp32 master weights, clipping and fused AdamW, in turns of several
 steps. Both take the same number of steps, and the gradient norms of the first ten must agree. Writes step.json and
-step.png, prints a table. `--smoke` runs all of it in seconds, with a tiny model.
+step.png, prints a table. `--smoke` runs everything in seconds, with a tiny model.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from fsdp2_strategy import FSDPV2Strategy, StrategyConfig
 STEPS = 4
 LR = 1e-3
 COMPARED = 10
-"""Steps whose gradient norms must agree, the first two of which are not timed; later, training amplifies rounding."""
+"""Steps whose gradient norms must agree; the first two are not timed. In later steps training amplifies rounding."""
 LARGEST_DIFFERENCE = 0.05
-"""Between the gradient norms of both loops at one of these steps, relative."""
+"""Between the gradient norms of both loops in one of these steps, relative."""
 
 
 class CountCollectives(TorchDispatchMode):
@@ -44,8 +44,8 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def hand_written(model: torch.nn.Module, device: str) -> Callable[[dict], float]:
-    """Shard and step with nothing but torch."""
+def reference_loop(model: torch.nn.Module, device: str) -> Callable[[dict], float]:
+    """Shard the model and return a training step, both with plain torch."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in [*model.model.layers, model.model.embed_tokens, model.lm_head]:
@@ -63,7 +63,7 @@ def hand_written(model: torch.nn.Module, device: str) -> Callable[[dict], float]
     return step
 
 
-def through_strategy(model: torch.nn.Module) -> Callable[[dict], float]:
+def strategy_loop(model: torch.nn.Module) -> Callable[[dict], float]:
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=True, max_norm=1.0))
     strategy.prepare_model(model, is_training=True)
     optimizer = strategy.create_optimizer(model, lr=LR)
@@ -76,14 +76,14 @@ def through_strategy(model: torch.nn.Module) -> Callable[[dict], float]:
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     torch.manual_seed(0)
     scale = 4 if cuda else 1
-    words, width, layers = (64, 32, 2) if options["smoke"] else (4096, 256 * scale, 12)
+    vocab_size, width, layers = (64, 32, 2) if options["smoke"] else (4096, 256 * scale, 12)
     config = LlamaConfig(
-        vocab_size=words,
+        vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=3 * width,
         num_hidden_layers=layers,
@@ -91,9 +91,9 @@ def work(rank: int, options: dict) -> None:
         num_key_value_heads=8,
     )
     ours = LlamaForCausalLM(config)
-    theirs = copy.deepcopy(ours)
-    steps = {"hand-written": hand_written(theirs, device), "strategy": through_strategy(ours)}
-    ids = torch.randint(0, words, (2, 64 * scale), generator=torch.Generator().manual_seed(rank)).to(device)
+    reference = copy.deepcopy(ours)
+    steps = {"hand-written": reference_loop(reference, device), "strategy": strategy_loop(ours)}
+    ids = torch.randint(0, vocab_size, (2, 64 * scale), generator=torch.Generator().manual_seed(rank)).to(device)
     batch = {"input_ids": ids, "labels": ids}
     collectives: dict[str, dict] = {}
     norms: dict[str, list[float]] = {name: [] for name in steps}
@@ -104,17 +104,20 @@ def work(rank: int, options: dict) -> None:
             torch.cuda.synchronize()
 
     def check() -> None:
-        """Compare the first steps, as far as both loops have taken them."""
+        """Compare the gradient norms of the first steps that both loops have taken."""
         for i, (one, other) in enumerate(zip(*(found[:COMPARED] for found in norms.values()), strict=False)):
             if not abs(one / other - 1) <= LARGEST_DIFFERENCE:
-                raise harness.ValuesError(f"the gradient norms of step {i} are {one} and {other}")
+                limit = f"{LARGEST_DIFFERENCE:.0%}"
+                raise harness.ValuesError(
+                    f"the gradient norms of step {i}, {one} and {other}, differ by more than {limit}"
+                )
 
     for name in steps:
         with CountCollectives() as counter:
             run(name, 2)
         collectives[name] = {key: count // 2 for key, count in sorted(counter.counts.items())}
     turns: dict[str, list] = {name: [] for name in steps}
-    for name in harness.in_turns(list(steps), options["rounds"]):
+    for name in harness.turn_order(list(steps), options["rounds"]):
         turns[name].append(harness.attempt(lambda n=name: harness.turn(lambda: run(n, STEPS)), check))
     result = {
         "parameters": sum(p.numel() for p in ours.parameters()),
@@ -127,33 +130,35 @@ def work(rank: int, options: dict) -> None:
 
 def report(found: dict, args: argparse.Namespace) -> None:
     contestants = found.pop("contestants")
-    result = {**harness.circumstances(smoke=args.smoke), "ranks": args.ranks, **found}
+    result = {**harness.environment(smoke=args.smoke), "ranks": args.ranks, **found}
     if error := next((facts["error"] for facts in contestants.values() if "error" in facts), None):
         result["error"] = error
         print(error)
     else:
         times = {name: [s / STEPS for s in facts["seconds"]] for name, facts in contestants.items()}
-        ratios = [ours / theirs for ours, theirs in zip(times["strategy"], times["hand-written"], strict=True)]
+        ratios = [ours / reference for ours, reference in zip(times["strategy"], times["hand-written"], strict=True)]
         result |= {"seconds_per_step": times, "ratio_median": statistics.median(ratios), "ratios": ratios}
-        tell(times, result)
+        print_table(times, result)
         draw(times, result, args.out / "step.png", smoke=args.smoke)
     (args.out / "step.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def tell(times: dict[str, list[float]], result: dict) -> None:
+def print_table(times: dict[str, list[float]], result: dict) -> None:
     count = len(times["strategy"])
-    print(f"| loop | s a step, median (least - most) of {count} | gathers | reduce-scatters |\n|---|---|---|---|")
+    print(f"| loop | seconds per step: median (min - max) of {count} | all-gathers | reduce-scatters |")
+    print("|---|---|---|---|")
     for name, samples in times.items():
         counts = result["collectives_per_step"][name]
         print(
-            f"| {name} | {harness.spread(samples, 3)} | {counts['allgather_base']} | {counts['reduce_scatter_base']} |"
+            f"| {name} | {harness.format_times(samples, 3)} | {counts['allgather_base']} "
+            f"| {counts['reduce_scatter_base']} |"
         )
     middle, low, high = harness.ratio(times["strategy"], times["hand-written"])
-    print(f"\nratio, median of pairs (middle half): {middle:.3f} ({low:.3f} - {high:.3f})")
+    print(f"\ntime ratio, median of pairs (middle half): {middle:.3f} ({low:.3f} - {high:.3f})")
     print(f"gradient norms of the first two steps: {result['grad_norms']}")
 
 
-def draw(times: dict, result: dict, picture: Path, *, smoke: bool) -> None:
+def draw(times: dict, result: dict, path: Path, *, smoke: bool) -> None:
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -166,19 +171,19 @@ def draw(times: dict, result: dict, picture: Path, *, smoke: bool) -> None:
     axes.set_yticks(range(len(times)), times)
     axes.set_ylim(-0.6, len(times) - 0.4)
     axes.set_xlim(left=0)
-    axes.set_xlabel("seconds a step")
+    axes.set_xlabel("seconds per step")
     axes.set_title(f"{result['hardware']}, {result['ranks']} ranks: ratio {result['ratio_median']:.3f}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if smoke:
         figure.suptitle(harness.SMOKE_TITLE, fontsize=9)
-    figure.savefig(picture, dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     args = harness.parse(parser, smoke={})
-    report(harness.on_ranks(work, vars(args)), args)
+    report(harness.run_on_ranks(work, vars(args)), args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What a frozen backbone costs, and saving and resuming a VLA, against the ways that VITRA has for both.
+"""Measure the cost of a frozen backbone, and of saving and resuming a VLA, compared with VITRA's ways.
 
     python benchmarks/vla.py [--rounds 7] [--hidden 1024] [--ranks 2] [--dir DIR] [--out DIR] [--smoke]
 
-A backbone of twelve layers and an action model of two, of the same width. Steps: the backbone frozen, as we do it,
-against one whose rate is 0, as VITRA's freeze does it: collectives and bytes of one step, optimizer state of a rank,
-seconds. Checkpoints, of the frozen VLA and of one that trains as a whole: ours whole, ours of the trainable weights,
-and VITRA's: rank 0 gathers weights and optimizer and writes both with `torch.save`, every rank reads both files whole.
-Files are forced to disk. Before a load all weights that the checkpoint has and their state are set to zero; after it
-the checksums of all weights and of their state are compared, outside of the timed part. Writes vla.json, prints tables.
-`--smoke` runs all of it in seconds, with a tiny VLA.
+The model has a backbone of twelve layers and an action model of two, of the same width. Steps: our frozen backbone,
+compared with a backbone with learning rate 0, which is VITRA's freeze: collectives and bytes of one step, optimizer
+state of a rank, seconds. Checkpoints, of the frozen VLA and of one that is fully trained: ours with all weights, ours
+with only the trainable weights, and VITRA's way: rank 0 gathers weights and optimizer and writes both with
+`torch.save`, every rank reads both files in full. All contestants force files to disk. Before a load all weights in the
+checkpoint and their optimizer state are set to zero; after it the checksums of all weights and of their state are
+compared, outside of the timed part. Writes vla.json, prints tables. `--smoke` runs everything in seconds, with a tiny
+VLA.
 """
 
 import json
@@ -32,17 +33,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2_strategy.vla import VLAFSDPStrategy
 
+ONLY_TRAINABLE = "ours, trainable alone"
+LABELS = {"rate 0": "learning rate 0", ONLY_TRAINABLE: "ours, only trainable weights"}
+"""What tables call some keys of the results."""
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
-WHOLE = StateDictOptions(full_state_dict=True)
+FULL = StateDictOptions(full_state_dict=True)
 
 
 class Layer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.inward, self.outward = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.up_proj, self.down_proj = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outward(torch.nn.functional.gelu(self.inward(x)))
+        return x + self.down_proj(torch.nn.functional.gelu(self.up_proj(x)))
 
 
 class VLA(nn.Module):
@@ -57,8 +61,8 @@ class VLA(nn.Module):
         return {"loss": rgb.float().square().mean()}
 
 
-class Traffic(TorchDispatchMode):
-    """Count collectives and the bytes of the whole tensors that they move."""
+class CountTraffic(TorchDispatchMode):
+    """Count collectives and the bytes of the full tensors that they move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +79,7 @@ class Traffic(TorchDispatchMode):
 
 
 def strategy_for(hidden: int, run_dir: Path, *, freeze: str) -> VLAFSDPStrategy:
-    """Set up a VLA whose backbone is frozen, has rate 0, or is trained."""
+    """Set up a VLA whose backbone is frozen, has learning rate 0, or is trained."""
     torch.manual_seed(0)
     vla = VLA(hidden)
     vla.backbone.requires_grad_(freeze != "frozen")
@@ -110,19 +114,19 @@ def step(strategy: VLAFSDPStrategy, hidden: int) -> None:
 
 
 def measure_steps(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     runs = {f: strategy_for(options["hidden"], Path(options["dir"]), freeze=f) for f in ("frozen", "rate 0", "trained")}
     traffic, state, parameters = {}, {}, {}
     for name, strategy in runs.items():
-        step(strategy, options["hidden"])  # whose first pass sets FSDP2 up
-        with Traffic() as counted:
+        step(strategy, options["hidden"])  # the first pass initialises FSDP2
+        with CountTraffic() as counted:
             step(strategy, options["hidden"])
         traffic[name] = {kind: [counted.calls[kind], counted.bytes[kind]] for kind in sorted(counted.calls)}
-        slots = [t for slots in strategy.optimizer.state.values() for t in slots.values()]
-        state[name] = sum(harness.local_of(t).nbytes for t in slots)
+        tensors = [t for states in strategy.optimizer.state.values() for t in states.values()]
+        state[name] = sum(harness.local_of(t).nbytes for t in tensors)
         parameters[name] = sum(harness.local_of(p).nbytes for p in strategy.vla.parameters())
     turns: dict[str, list] = {name: [] for name in runs}
-    for name in harness.in_turns(list(runs), options["rounds"]):
+    for name in harness.turn_order(list(runs), options["rounds"]):
         steps = [runs[name]] * 3
         turns[name].append(
             harness.attempt(lambda steps=steps: harness.turn(lambda: [step(s, options["hidden"]) for s in steps]))
@@ -136,7 +140,7 @@ def measure_steps(rank: int, options: dict) -> None:
 
 
 def save_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
-    """Gather on rank 0, and write two files on two threads; unlike VITRA's, they are waited for."""
+    """Gather on rank 0, and write two files on two threads; unlike VITRA, wait for the threads."""
     weights = get_model_state_dict(strategy.vla, options=GATHERED)
     state = get_optimizer_state_dict(strategy.vla, strategy.optimizer, options=GATHERED)
     if dist.get_rank() == 0:
@@ -151,49 +155,49 @@ def save_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
 
 
 def load_as_vitra(strategy: VLAFSDPStrategy, folder: Path) -> None:
-    """Let every rank read both files whole."""
+    """Read both files in full on every rank."""
     weights = torch.load(folder / "weights.pt", map_location="cpu")
-    set_model_state_dict(strategy.vla, weights, options=WHOLE)
+    set_model_state_dict(strategy.vla, weights, options=FULL)
     del weights
     state = torch.load(folder / "optimizer.pt", map_location="cpu")
-    set_optimizer_state_dict(strategy.vla, strategy.optimizer, state, options=WHOLE)
+    set_optimizer_state_dict(strategy.vla, strategy.optimizer, state, options=FULL)
 
 
 def tensors_of(strategy: VLAFSDPStrategy) -> dict[str, torch.Tensor]:
-    """Return this rank's part of all weights and of their state, where they are now."""
+    """Return this rank's current part of all weights and of their optimizer state."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in strategy.vla.named_parameters():
-        slots = sorted(strategy.optimizer.state.get(parameter, {}).items())
-        found |= {name: parameter, **{f"{name}.{slot}": tensor for slot, tensor in slots}}
+        state = sorted(strategy.optimizer.state.get(parameter, {}).items())
+        found |= {name: parameter, **{f"{name}.{key}": tensor for key, tensor in state}}
     return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
 def measure_checkpoints(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     folder = Path(options["dir"]) / "checkpoints"
     strategy = strategy_for(options["hidden"], Path(options["dir"]), freeze=options["freeze"])
     step(strategy, options["hidden"])
     ours = {
-        name: lambda path, alone=alone: strategy.save_ckpt(strategy.vla, path, "a", only_trainable=alone)
-        for name, alone in (("ours", False), ("ours, trainable alone", True))
+        name: lambda path, only=only: strategy.save_ckpt(strategy.vla, path, "a", only_trainable=only)
+        for name, only in (("ours", False), (ONLY_TRAINABLE, True))
     }
     saves = {**ours, "VITRA's way": lambda path: save_as_vitra(strategy, path)}
     if options["freeze"] != "frozen":
-        del saves["ours, trainable alone"]
+        del saves[ONLY_TRAINABLE]
     turns: dict[str, dict[str, list]] = {name: {"save": [], "load": []} for name in saves}
     expected = harness.digests_of(tensors_of(strategy))
     before = {name: tensor.clone() for name, tensor in tensors_of(strategy).items()}
     frozen = {name for name, parameter in strategy.vla.named_parameters() if not parameter.requires_grad}
     sizes = {}
-    for name in harness.in_turns(list(saves), options["rounds"]):
+    for name in harness.turn_order(list(saves), options["rounds"]):
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
         saved = harness.attempt(lambda name=name: harness.turn(lambda: saves[name](folder)))
         sizes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        kept = frozen if name == "ours, trainable alone" else set()
+        not_saved = frozen if name == ONLY_TRAINABLE else set()
         for key, tensor in tensors_of(strategy).items():
-            if key not in kept:
+            if key not in not_saved:
                 tensor.zero_()
         load = load_as_vitra if name == "VITRA's way" else lambda s, path: s.load_ckpt(s.vla, path)
         loaded = harness.attempt(
@@ -201,66 +205,70 @@ def measure_checkpoints(rank: int, options: dict) -> None:
             lambda: harness.check_values(harness.digests_of(tensors_of(strategy)), expected),
         )
         if harness.error_of([loaded]):
-            saved = loaded  # values that do not come back make no time of a save
+            saved = loaded  # a save whose values cannot be loaded has no time
             for key, tensor in tensors_of(strategy).items():
                 tensor.copy_(before[key])
         turns[name]["save"].append(saved)
         turns[name]["load"].append(loaded)
-    result = {name: {phase: harness.summary(taken) for phase, taken in of.items()} for name, of in turns.items()}
-    harness.finish(rank, options, {name: {**of, "file_bytes": sizes[name]} for name, of in result.items()})
+    result = {
+        name: {phase: harness.summary(taken) for phase, taken in phases.items()} for name, phases in turns.items()
+    }
+    harness.finish(rank, options, {name: {**phases, "file_bytes": sizes[name]} for name, phases in result.items()})
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tell_steps(result: dict) -> None:
-    columns = "all-gathers | reduce-scatters | optimizer state a rank | parameters a rank | s, 3 steps | / frozen"
+def print_steps(result: dict) -> None:
+    columns = "all-gathers | reduce-scatters | optimizer state per rank | parameters per rank"
+    columns += " | seconds for 3 steps | time / frozen"
     print(f"\n| backbone | {columns} |")
     print("|---|---|---|---|---|---|---|")
     frozen = result["turns"]["frozen"]["seconds"]
     for name, taken in result["turns"].items():
         moved = [result["traffic"][name].get(kind, [0, 0]) for kind in ("allgather_base", "reduce_scatter_base")]
         cells = [f"{calls}, {size / 1e6:.1f} MB" for calls, size in moved]
-        cells += [f"{result[what][name] / 1e6:.1f} MB" for what in ("state_bytes", "parameter_bytes")]
-        cells += [harness.spread(taken["seconds"]), f"{harness.ratio(taken['seconds'], frozen)[0]:.2f}"]
-        print(f"| {name} | {' | '.join(cells)} |")
+        cells += [f"{result[kind][name] / 1e6:.1f} MB" for kind in ("state_bytes", "parameter_bytes")]
+        cells += [harness.format_times(taken["seconds"]), f"{harness.ratio(taken['seconds'], frozen)[0]:.2f}"]
+        print(f"| {LABELS.get(name, name)} | {' | '.join(cells)} |")
 
 
-def tell_checkpoints(freeze: str, result: dict) -> None:
-    print(f"\n| backbone {freeze} | save, s | / ours | peak, MB | files, MB | load, s | / ours | peak, MB | read, MB |")
+def print_checkpoints(freeze: str, result: dict) -> None:
+    saving = "save, s | time / ours | peak, MB | files, MB"
+    print(f"\n| backbone {freeze} | {saving} | load, s | time / ours | peak, MB | read, MB |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name, of in result.items():
+    for name, phases in result.items():
         cells = []
-        for phase, moved in (("save", of["file_bytes"]), ("load", of["load"].get("read_bytes", 0))):
-            taken = of[phase]
+        for phase, moved in (("save", phases["file_bytes"]), ("load", phases["load"].get("read_bytes", 0))):
+            taken = phases[phase]
             if failed := taken.get("error", result["ours"][phase].get("error")):
                 cells += [failed, "", "", ""]
                 continue
-            over, low, high = harness.ratio(taken["seconds"], result["ours"][phase]["seconds"])
-            cells += [harness.spread(taken["seconds"]), f"{over:.2f} ({low:.2f} - {high:.2f})"]
+            middle, low, high = harness.ratio(taken["seconds"], result["ours"][phase]["seconds"])
+            cells += [harness.format_times(taken["seconds"]), f"{middle:.2f} ({low:.2f} - {high:.2f})"]
             cells += [f"{taken['peak_bytes'] / 1e6:.0f}", f"{moved / 1e6:.0f}"]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| {LABELS.get(name, name)} | {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = harness.parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
-    args = harness.parse(parser, smoke={"hidden": 16}, places={"dir": Path("/dev/shm/vla")})
+    args = harness.parse(parser, smoke={"hidden": 16}, scratch_folders={"dir": Path("/dev/shm/vla")})
     options = {**vars(args), "dir": str(args.dir), "out": str(args.out)}
     results = args.out / "vla.json"
     entry = {
-        **harness.circumstances(smoke=args.smoke),
+        **harness.environment(smoke=args.smoke),
         "hidden": args.hidden,
         "ranks": args.ranks,
         "rounds": args.rounds,
     }
     try:
-        entry["steps"] = harness.on_ranks(measure_steps, options)
-        tell_steps(entry["steps"])
+        entry["steps"] = harness.run_on_ranks(measure_steps, options)
+        print_steps(entry["steps"])
         for freeze in ("frozen", "trained"):
-            entry[freeze] = harness.on_ranks(measure_checkpoints, {**options, "freeze": freeze})
-            tell_checkpoints(freeze, entry[freeze])
+            entry[freeze] = harness.run_on_ranks(measure_checkpoints, {**options, "freeze": freeze})
+            print_checkpoints(freeze, entry[freeze])
     finally:
         shutil.rmtree(args.dir, ignore_errors=True)
     harness.merge(results, json.loads(json.dumps(entry)), ("hidden", "ranks", "hardware"))

@@ -1,15 +1,15 @@
-"""Loading a Hugging Face folder into shards, and exporting one, against the bare machine and the other ways.
+"""Measure loading a Hugging Face folder into shards, and exporting one: ours, the machine's limit, other libraries.
 
     python benchmarks/weights.py [--sizes 0.4 1.5] [--ranks 1 2 4] [--rounds 7] [--where disk tmpfs] [--disk DIR]
                                  [--tmpfs DIR] [--only load] [--out DIR] [--smoke]
 
-Each contestant goes from nothing to a sharded model whose every page was written to, as a step would, or from a
-sharded model to files that are forced to disk; all of them take turns in one process group, in another order each
-round. The bare machine has a file of its own for each rank, see bare.py. After each turn all values are compared with
-those of the folder that was loaded, or of the model that was exported, outside of the timed part. Reads from disk begin
-with the files dropped from the page cache; bytes read are those of the read calls. Writes weights.json and weights.png,
-prints tables; configurations that were measured before and not now stay in the file. `--smoke` runs all of it in
-seconds, with tiny models.
+Loads start from nothing and end with a sharded model, every page of which was written to, as in an optimizer step.
+Exports start from a sharded model and end with files that are forced to disk. All contestants take turns in one process
+group, in a different order each round. "bare" has one file per rank, see bare.py. After each turn all values are
+compared with those of the loaded folder or of the exported model, outside of the timed part. Reads from disk start with
+the files dropped from the page cache; bytes read are those of read calls. Writes weights.json and weights.png, prints
+tables; earlier results of other configurations stay in the file. `--smoke` runs everything in seconds, with tiny
+models.
 """
 
 import os
@@ -43,16 +43,16 @@ SIZES = ["0.4", "1.5"]
 
 
 def prepare_bare(source: Path) -> torch.Tensor:
-    """Write this rank's rows of every tensor to its own file; return their bytes."""
+    """Write this rank's rows of every tensor to its own file; return them as one tensor of bytes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = []
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
-                whole = file.get_slice(name)
-                rows = whole.get_shape()[0]
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                full = file.get_slice(name)
+                rows = full.get_shape()[0]
                 a, b = (min(r * -(-rows // ranks), rows) for r in (rank, rank + 1))
-                parts.append(whole[a:b].reshape(-1).view(torch.uint8))
+                parts.append(full[a:b].reshape(-1).view(torch.uint8))
     own = torch.cat(parts)
     folder = bare_folder(source)
     folder.mkdir(exist_ok=True)
@@ -61,15 +61,15 @@ def prepare_bare(source: Path) -> torch.Tensor:
 
 
 def bare_folder(source: Path) -> Path:
-    """Return where the ranks' own files are: outside of the folder that the others load."""
+    """Return the folder of the ranks' own files; the other contestants do not load it."""
     return source.with_name(f"{source.name}-bare")
 
 
 def bare_read(source: Path, _marks: dict) -> torch.Tensor:
-    """Read this rank's own file into fresh memory."""
-    fresh = torch.empty(bare.path_in(bare_folder(source)).stat().st_size, dtype=torch.uint8)
-    bare.read(bare.calls_of([fresh]), bare_folder(source))
-    return fresh
+    """Read this rank's own file into new memory."""
+    target = torch.empty(bare.path_in(bare_folder(source)).stat().st_size, dtype=torch.uint8)
+    bare.read(bare.calls_of([target]), bare_folder(source))
+    return target
 
 
 def ours(folder: Path, marks: dict) -> torch.nn.Module:
@@ -92,7 +92,7 @@ def sharded_on_meta(folder: Path) -> torch.nn.Module:
 
 
 def rank_0_and_broadcast(folder: Path, _marks: dict) -> torch.nn.Module:
-    """Load everything on rank 0 and let torch's state-dict functions hand it round."""
+    """Load everything on rank 0, and broadcast it with torch's state-dict functions."""
     full = LlamaForCausalLM.from_pretrained(folder).state_dict() if dist.get_rank() == 0 else {}
     model = sharded_on_meta(folder)
     model.to_empty(device="cpu")
@@ -101,7 +101,7 @@ def rank_0_and_broadcast(folder: Path, _marks: dict) -> torch.nn.Module:
 
 
 def accelerate_prepare(folder: Path, _marks: dict) -> torch.nn.Module:
-    """Load on rank 0 and hand round as accelerate's FSDP2 preparation does, by its own function."""
+    """Load on rank 0, and broadcast with the function of accelerate's FSDP2 preparation."""
     from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 
     main = dist.get_rank() == 0
@@ -179,20 +179,22 @@ EXPORTERS = {
 
 def check_parts(named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Compare this rank's part of every tensor with the files of a folder, which have these tensors and no others."""
-    held = dict(named)
+    missing = dict(named)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
-                if name not in held:
-                    raise harness.ValuesError(f"{path} has {name}, which the model lacks or another file has as well")
-                tensor = held.pop(name).detach()
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                if name not in missing:
+                    raise harness.ValuesError(
+                        f"{path} contains {name}, which the model lacks or another file also contains"
+                    )
+                tensor = missing.pop(name).detach()
                 harness.check_equal(harness.local_of(tensor), file.get_slice(name)[_part_of(tensor)], name)
-    if held:
-        raise harness.ValuesError(f"{folder} lacks {len(held)} tensors, {next(iter(held))} among them")
+    if missing:
+        raise harness.ValuesError(f"{folder} lacks {len(missing)} tensors, for example {next(iter(missing))}")
 
 
 def _part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor this rank has."""
+    """Return the slices of the full tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -208,12 +210,12 @@ def touch(result: torch.nn.Module | torch.Tensor) -> None:
 
 
 def load_turn(name: str, source: Path, expected: str) -> list[dict]:
-    """Take a contestant's turn, and compare what it loaded.
+    """Run a turn of a contestant, and check the loaded values.
 
     Args:
-        name: of the contestant.
-        source: the folder that is loaded.
-        expected: the digest of this rank's bare bytes.
+        name: the contestant.
+        source: the folder to load.
+        expected: the digest of this rank's bytes, for "bare".
     """
     marks: dict = {}
     loaded: list[torch.nn.Module | torch.Tensor] = []
@@ -224,8 +226,9 @@ def load_turn(name: str, source: Path, expected: str) -> list[dict]:
 
     def call() -> dict:
         facts = harness.turn(lambda: LOADERS[name](source, marks), end)
-        held = sum(harness.local_of(p).nbytes for p in loaded[0].parameters()) if name != "bare" else loaded[0].nbytes
-        return facts | {"core_seconds": facts["end"] - marks.get("start", facts["start"]), "held_bytes": held}
+        tensors = loaded if name == "bare" else loaded[0].parameters()
+        held_bytes = sum(harness.local_of(tensor).nbytes for tensor in tensors)
+        return facts | {"core_seconds": facts["end"] - marks.get("start", facts["start"]), "held_bytes": held_bytes}
 
     def check() -> None:
         if name == "bare":
@@ -237,7 +240,7 @@ def load_turn(name: str, source: Path, expected: str) -> list[dict]:
 
 
 def export_turn(name: str, model: torch.nn.Module, out: Path) -> list[dict]:
-    """Take a contestant's turn, and compare what it wrote."""
+    """Run a turn of a contestant, and check the written values."""
 
     def call() -> dict:
         facts = harness.turn(lambda: EXPORTERS[name](model, out))
@@ -257,13 +260,13 @@ def export_turn(name: str, model: torch.nn.Module, out: Path) -> list[dict]:
 
 
 def work(rank: int, options: dict) -> None:
-    harness.become_rank(rank, options)
+    harness.init_rank(rank, options)
     source, out = Path(options["source"]), Path(options["target"])
     results: dict = {}
     for kind in options["kinds"]:
         model = ours(source, {}) if kind == "export" else None
         expected = harness.digest_of(prepare_bare(source)) if kind == "load" else ""
-        for name in harness.in_turns(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
+        for name in harness.turn_order(list(LOADERS if kind == "load" else EXPORTERS), options["rounds"]):
             if kind == "load":
                 if options["cold"] and rank == 0:
                     harness.drop_from_cache(source)
@@ -284,8 +287,8 @@ def work(rank: int, options: dict) -> None:
     harness.finish(rank, options, results)
 
 
-def summed_up(turns: list) -> dict:
-    """Sum up the rounds of one contestant."""
+def summarise(turns: list) -> dict:
+    """Summarise the rounds of one contestant."""
     facts = harness.summary(turns)
     if "error" not in facts:
         facts["core_seconds"] = [ranks[0]["core_seconds"] for ranks in turns]
@@ -294,16 +297,16 @@ def summed_up(turns: list) -> dict:
 
 
 def table(entry: dict) -> str:
-    """Return one configuration's table, in Markdown."""
+    """Return the Markdown table of one configuration."""
     contestants = entry["contestants"]
-    own, least = contestants["ours"], contestants["bare"]
+    own, bare_facts = contestants["ours"], contestants["bare"]
     if "error" in own:
         return own["error"]
     lines = [
         f"{entry['kind']}, {entry['size']} B ({entry['payload_bytes'] / 1e9:.2f} GB), {entry['ranks']} ranks, "
         f"{entry['where']}",
         "",
-        "| | s, median (least - most) | time / ours, median (middle half) | peak a rank, GB |",
+        "| | s: median (min - max) | time / ours: median (middle half) | peak per rank, GB |",
         "|---|---|---|---|",
     ]
     for name, facts in contestants.items():
@@ -313,16 +316,16 @@ def table(entry: dict) -> str:
         s = facts["seconds"]
         middle, low, high = harness.ratio(s, own["seconds"])
         lines.append(
-            f"| {name} | {harness.spread(s)} | {middle:.2f} ({low:.2f} - {high:.2f}) "
+            f"| {name} | {harness.format_times(s)} | {middle:.2f} ({low:.2f} - {high:.2f}) "
             f"| {facts['peak_bytes'] / 1e9:.2f} |"
         )
-    if "error" in least:
+    if "error" in bare_facts:
         return "\n".join(lines)
-    middle, low, high = harness.ratio(own["core_seconds"], least["core_seconds"])
+    middle, low, high = harness.ratio(own["core_seconds"], bare_facts["core_seconds"])
     lines += ["", f"ours / bare: {middle:.2f} ({low:.2f} - {high:.2f})"]
     if entry["kind"] == "load":
         lines[-1] += f"; bytes read / needed {own['read_bytes'] / entry['payload_bytes']:.4f}"
-        lines[-1] += f"; held beyond the shard {own['extra_bytes'] / 2**20:.0f} MiB"
+        lines[-1] += f"; memory in addition to the shard: {own['extra_bytes'] / 2**20:.0f} MiB"
     return "\n".join(lines)
 
 
@@ -338,8 +341,8 @@ def panels(entries: list[dict]) -> list[tuple[str, dict[str, list[float]]]]:
     ]
 
 
-def make(size: str, folder: Path, *, smoke: bool) -> int:
-    """Save a model of random weights; return the bytes of its weights."""
+def write_model(size: str, folder: Path, *, smoke: bool) -> int:
+    """Save a model with random weights; return the bytes of its weights."""
     config = harness.llama_config(size, smoke=smoke)
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_default_dtype(config.dtype)
@@ -358,30 +361,30 @@ def main() -> None:
     args = harness.parse(
         parser,
         smoke={"ranks": [2], "where": ["disk"]},
-        places={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
+        scratch_folders={"disk": Path("runs/benchmark"), "tmpfs": Path("/dev/shm/benchmark")},
     )
     entries = []
     for where, size in ((w, s) for w in args.where for s in args.sizes):
-        place = args.disk if where == "disk" else args.tmpfs
+        scratch = args.disk if where == "disk" else args.tmpfs
         options = {
             "rounds": args.rounds,
             "smoke": args.smoke,
             "cold": where == "disk",
             "kinds": [args.only] if args.only else ["load", "export"],
-            "source": str(place / size),
-            "target": str(place / "out"),
+            "source": str(scratch / size),
+            "target": str(scratch / "out"),
         }
         try:
-            payload = make(size, place / size, smoke=args.smoke)
+            payload = write_model(size, scratch / size, smoke=args.smoke)
             for ranks in args.ranks:
-                for kind, contestants in harness.on_ranks(work, {**options, "ranks": ranks}).items():
+                for kind, contestants in harness.run_on_ranks(work, {**options, "ranks": ranks}).items():
                     entry = {"kind": kind, "size": size, "ranks": ranks, "where": where, "payload_bytes": payload}
-                    entry |= harness.circumstances(smoke=args.smoke)
-                    entry["contestants"] = {name: summed_up(turns) for name, turns in contestants.items()}
+                    entry |= harness.environment(smoke=args.smoke)
+                    entry["contestants"] = {name: summarise(turns) for name, turns in contestants.items()}
                     entries = harness.merge(args.out / "weights.json", entry, ("kind", "size", "ranks", "where"))
                     print(table(entry), end="\n\n", flush=True)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
     harness.draw(panels(entries), args.out / "weights.png", smoke=args.smoke)
 
 

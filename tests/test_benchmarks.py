@@ -77,12 +77,12 @@ def test_smoke(name, tmp_path):
 def test_smoke_figures_do_not_join_measured_ones(tmp_path, monkeypatch, capsys):
     def parsed(*options):
         monkeypatch.setattr(sys, "argv", ["some.py", "--out", str(tmp_path), *options])
-        return harness.parse(harness.parser_of("some"), smoke={}, places={"dir": Path("elsewhere")})
+        return harness.parse(harness.parser_of("some"), smoke={}, scratch_folders={"dir": Path("elsewhere")})
 
     smoke = parsed("--smoke")
     assert smoke.rounds == 1 and smoke.dir.is_relative_to(tmp_path)
     assert parsed("--smoke", "--dir", "here", "--rounds", "3").dir == Path("here")
-    harness.merge(tmp_path / "some.json", {"key": 1, **harness.circumstances(smoke=True)}, ("key",))
+    harness.merge(tmp_path / "some.json", {"key": 1, **harness.environment(smoke=True)}, ("key",))
     assert parsed("--smoke").smoke
     with pytest.raises(SystemExit):
         parsed()
@@ -95,7 +95,7 @@ def test_smoke_figures_do_not_join_measured_ones(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.ranks(2)
 def test_a_lost_value_is_an_error_and_no_time():
-    harness.own_group.cache_clear()
+    harness.harness_group.cache_clear()
     tensor = torch.empty(100)
     harness.fill([tensor])
     expected = harness.digests_of({"weight": tensor})
@@ -118,7 +118,7 @@ def test_a_lost_value_is_an_error_and_no_time():
     assert len(harness.summary([kept])["seconds"]) == 1
     assert harness.summary([kept, failed]) == {"error": "ValueError: broken"}
     assert "1 of 1 tensors do not have the values that were saved: weight" in harness.summary([kept, lost])["error"]
-    harness.own_group.cache_clear()
+    harness.harness_group.cache_clear()
 
 
 @pytest.mark.ranks(2)

@@ -115,7 +115,7 @@ def test_a_part_that_fails_crashes_or_hangs_costs_none_of_the_others(tmp_path):
     assert parts["first"]["error"] is parts["last"]["error"] is None
     assert parts["fails"]["error"].endswith("ValueError: on purpose")
     assert parts["crashes"]["error"].endswith("signal SIGSEGV")
-    assert parts["hangs"]["error"] == "cut after 3 seconds"
+    assert parts["hangs"]["error"] == "timed out after 3 seconds"
     assert parts["is_wrong"]["error"] == "the answer is 43"
     assert parts["is_wrong"]["facts"] == {"answer": 43}, "what was measured is kept"
     for name in names[1:-1]:
@@ -163,15 +163,15 @@ def test_the_model_has_about_as_many_parameters_as_asked_for(gpu, billions):
 @pytest.mark.parametrize(("peak_gb", "sequences"), [(1, 8), (15, 4), (60, 1), (200, 1)])
 def test_a_step_takes_as_many_sequences_as_fit_on_the_device(gpu, monkeypatch, peak_gb, sequences):
     monkeypatch.setattr(gpu, "timed", lambda _: gpu.Turn(1.0, peak_gb * 10**9))
-    monkeypatch.setattr(gpu, "least", int)
+    monkeypatch.setattr(gpu, "min_over_ranks", int)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Namespace(total_memory=141 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 36 * 10**9)
-    assert gpu.sequences_that_fit([id], None, most=8) == sequences
+    assert gpu.sequences_that_fit([id], None, limit=8) == sequences
 
 
 def test_the_commit_comes_from_the_environment_where_git_is_missing(gpu, monkeypatch):
     args = Namespace(smoke=True, ranks=1)
     monkeypatch.setenv("PATH", "")
-    assert gpu.circumstances(args)["commit"] is None
+    assert gpu.environment(args)["commit"] is None
     monkeypatch.setenv("FSDP2_COMMIT", "abc")
-    assert gpu.circumstances(args)["commit"] == "abc"
+    assert gpu.environment(args)["commit"] == "abc"

@@ -1,8 +1,7 @@
-"""The task of the RL examples: sums of two numbers below 20, in characters, with a reward that can be checked.
+"""The task of the RL examples: add two numbers below 20, character by character, with a verifiable reward.
 
-"7+15=" asks for "22" and an end of line. `warm_start` makes the policy that RL begins with: a small Llama that learns
-from a careless teacher, who is right in 35 answers of 100 and slips by 1 or 10 in the others. What tells right from
-wrong is the reward alone.
+The right answer to "7+15=" is "22" and a newline. `warm_start` trains the initial policy of RL: a small Llama, trained
+on answers of which 35 in 100 are right; the others are wrong by 1 or 10. Only the reward says which answers are right.
 """
 
 from collections.abc import Iterator
@@ -21,15 +20,15 @@ from fsdp2_strategy import FSDPV2Strategy, token_log_probs
 
 CHARACTERS = "0123456789+=\n_"
 END, PAD = CHARACTERS.index("\n"), CHARACTERS.index("_")
-PROMPT, ANSWER = len("19+19="), 4  # tokens; an answer that is not through by then is wrong
+PROMPT, ANSWER = len("19+19="), 4  # tokens; an answer without a newline by then is wrong
 
 Problem = tuple[int, int]
 Batch = dict[str, torch.Tensor]
 
 
 def seed_of(use: str, *key: int) -> int:
-    """Return a seed for one use of randomness, made of a key (a run's seed, a step, a rank): the same at any time."""
-    uses = ("lesson", "problems", "answers")
+    """Return the seed for one use of random numbers, a function of ``key`` only: a run's seed, a step, a rank."""
+    uses = ("supervised", "problems", "answers")
     return int(np.random.SeedSequence((uses.index(use), *key)).generate_state(1)[0])
 
 
@@ -38,12 +37,12 @@ def draw_problems(count: int, random: torch.Generator) -> list[Problem]:
 
 
 def encode_prompts(problems: list[Problem]) -> torch.Tensor:
-    """Return [problems, PROMPT], padded on the left: generation goes on at the right end."""
+    """Return [problems, PROMPT], padded on the left, so that generation continues at the right end."""
     return torch.tensor([_encode(f"{a}+{b}=".rjust(PROMPT, "_")) for a, b in problems])
 
 
 def encode_answers(answers: list[int]) -> torch.Tensor:
-    """Return [answers, ANSWER], each with its end, padded on the right."""
+    """Return [answers, ANSWER], each with its newline, padded on the right."""
     return torch.tensor([_encode(f"{answer}\n".ljust(ANSWER, "_")) for answer in answers])
 
 
@@ -52,21 +51,21 @@ def _encode(text: str) -> list[int]:
 
 
 def batch_of(sequences: torch.Tensor) -> Batch:
-    """Return sequences [n, PROMPT + ANSWER] with the mask of their answers' tokens [n, ANSWER], and of all."""
+    """Return sequences [n, PROMPT + ANSWER] with masks of all tokens, and of the answers' tokens [n, ANSWER]."""
     ends = (sequences[:, PROMPT:] == END).int()
-    answer_mask = ends.cumsum(1) - ends == 0  # up to the first end, itself included
+    answer_mask = ends.cumsum(1) - ends == 0  # up to and including the first newline
     attention_mask = torch.cat([sequences[:, :PROMPT] != PAD, answer_mask], dim=1)
     return {"sequences": sequences, "attention_mask": attention_mask.long(), "answer_mask": answer_mask}
 
 
 def split(batch: Batch, size: int) -> Iterator[Batch]:
-    """Cut a batch into batches of ``size`` sequences."""
+    """Split a batch into batches of ``size`` sequences."""
     for parts in zip(*(tensor.split(size) for tensor in batch.values()), strict=True):
         yield dict(zip(batch, parts, strict=True))
 
 
 def rewards_of(batch: Batch, problems: list[Problem]) -> torch.Tensor:
-    """Return [n]: 1 where the answer is the sum and nothing else, 0 where it is not."""
+    """Return [n]: 1 where the answer up to its newline is exactly the sum, else 0."""
     answers = batch["sequences"][:, PROMPT:].tolist()
     texts = ["".join(CHARACTERS[token] for token in answer).partition("\n") for answer in answers]
     right = [text + end == f"{a + b}\n" for (text, end, _), (a, b) in zip(texts, problems, strict=True)]
@@ -74,7 +73,7 @@ def rewards_of(batch: Batch, problems: list[Problem]) -> torch.Tensor:
 
 
 def generate(engine: Any, prompts: torch.Tensor, seed: int) -> Batch:
-    """Sample one answer to each prompt at temperature 1, the same under the same seed."""
+    """Sample one answer to each prompt at temperature 1; the same seed gives the same answers."""
     torch.manual_seed(seed)
     mask = (prompts != PAD).long()
     sequences = engine.generate(prompts, attention_mask=mask, max_new_tokens=ANSWER, do_sample=True, top_k=0)
@@ -84,14 +83,14 @@ def generate(engine: Any, prompts: torch.Tensor, seed: int) -> Batch:
 def log_probs_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the log-probability of each token of the answers [n, ANSWER]; collective.
 
-    Rotary embeddings know distances alone: the padding on the left needs no positions of its own.
+    Rotary embeddings encode only distances, so padding on the left needs no position ids.
     """
     return token_log_probs(model, batch["sequences"], batch["attention_mask"], last=ANSWER)
 
 
 def warm_start(strategy: FSDPV2Strategy, folder: Path, steps: int) -> None:
-    """Teach a small Llama what the careless teacher answers, unless its folder is there already; collective."""
-    if (folder / "generation_config.json").exists():  # what a folder gets last
+    """Train a small Llama on partly wrong answers, unless its folder already exists; collective."""
+    if (folder / "generation_config.json").exists():  # written last
         return
     config = transformers.LlamaConfig(
         vocab_size=len(CHARACTERS),
@@ -109,16 +108,21 @@ def warm_start(strategy: FSDPV2Strategy, folder: Path, steps: int) -> None:
     strategy.prepare_model(model, is_training=True)
     optimizer = strategy.create_optimizer(model, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.01)
     scheduler = strategy.create_scheduler(optimizer, "cosine", num_training_steps=steps, warmup_ratio=0.05)
-    teach(strategy, model, optimizer, scheduler, steps, careful=0.35)
+    train_on_answers(strategy, model, optimizer, scheduler, steps, accuracy=0.35)
     strategy.save_model(model, None, folder)
 
 
-def teach(
-    strategy: FSDPV2Strategy, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int, careful: float
+def train_on_answers(
+    strategy: FSDPV2Strategy,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    steps: int,
+    accuracy: float,
 ) -> None:
-    """Train a model to answer like a teacher who is right as often as ``careful`` says; collective."""
+    """Train a model on answers of which the share ``accuracy`` is right; collective."""
     for step in range(steps):
-        batch = draw_lesson(strategy, step, careful)
+        batch = draw_answered_problems(strategy, step, accuracy)
         tokens = strategy.all_reduce(int(batch["answer_mask"].sum()), "sum")
         for part in split(batch, strategy.config.micro_train_batch_size):
             loss = -log_probs_of(model, part)[part["answer_mask"]].sum()
@@ -126,12 +130,12 @@ def teach(
             strategy.optimizer_step(optimizer, model, scheduler)
 
 
-def draw_lesson(strategy: FSDPV2Strategy, step: int, careful: float) -> Batch:
-    """Return this rank's part of one optimizer step's problems, with the teacher's answers."""
+def draw_answered_problems(strategy: FSDPV2Strategy, step: int, accuracy: float) -> Batch:
+    """Return this rank's problems of one optimizer step, with answers of which the share ``accuracy`` is right."""
     count = strategy.config.micro_train_batch_size * strategy.accumulated_gradient
-    random = torch.Generator().manual_seed(seed_of("lesson", strategy.config.seed, step, strategy.get_rank()))
+    random = torch.Generator().manual_seed(seed_of("supervised", strategy.config.seed, step, strategy.get_rank()))
     problems = draw_problems(count, random)
-    slips = torch.tensor([-10, -1, 1, 10])[torch.randint(4, (count,), generator=random)]
-    slips[torch.rand(count, generator=random) < careful] = 0
-    answers = [abs(a + b + slip) for (a, b), slip in zip(problems, slips.tolist(), strict=True)]
+    errors = torch.tensor([-10, -1, 1, 10])[torch.randint(4, (count,), generator=random)]
+    errors[torch.rand(count, generator=random) < accuracy] = 0
+    answers = [abs(a + b + error) for (a, b), error in zip(problems, errors.tolist(), strict=True)]
     return batch_of(torch.cat([encode_prompts(problems), encode_answers(answers)], dim=1).to(strategy.device))

@@ -1,10 +1,10 @@
-"""The main job, as proof: train, kill a rank with SIGKILL in the middle, let it resume by itself, compare every loss.
+"""Kill a rank in the middle of a training run, and check that the run resumes with the same losses.
 
     python docs/examples/demo.py
 
-Two runs of train_text.py under torchrun, two ranks each: one undisturbed, one killed. The demo fails unless each loss
-that the killed run logged, before the kill and after it, equals the undisturbed run's to the last bit. It draws both
-into runs/demo/demo_loss.png, and lets plain transformers open the killed run's export and write some text with it.
+It runs train_text.py twice under torchrun, with two ranks each. In the second run, one rank is killed with SIGKILL, and
+torchrun restarts both. The demo fails unless all losses of the second run are bitwise equal to those of the first. It
+plots both in runs/demo/demo_loss.png, loads the second run's export with plain transformers, and generates text.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def launch(run_dir: Path, config: Path) -> subprocess.Popen:
     return subprocess.Popen([*command, "--run-dir", str(run_dir)], env=environment)
 
 
-def losses(run_dir: Path) -> list[tuple[int, float]]:
-    """Read what a run has logged so far; a step that was run again appears again."""
+def read_losses(run_dir: Path) -> list[tuple[int, float]]:
+    """Read the steps and losses that a run has logged; repeated steps appear twice."""
     log = run_dir / "losses.jsonl"
     if not log.exists():
         return []
@@ -41,19 +41,19 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def kill_at(process: subprocess.Popen, run_dir: Path, step: int) -> int:
-    """Send SIGKILL to rank 1 once the run has passed ``step``; return the last step that was logged before."""
-    while not any(logged >= step for logged, _ in losses(run_dir)):
+    """Send SIGKILL to rank 1 once ``step`` has been logged; return the last logged step."""
+    while not any(logged >= step for logged, _ in read_losses(run_dir)):
         if process.poll() is not None:
             raise SystemExit("the run ended before it could be killed")
         time.sleep(0.05)
-    victim = int((run_dir / "rank1.pid").read_text())
-    os.kill(victim, signal.SIGKILL)
-    print(f"\n--- SIGKILL to rank 1 (process {victim}) after step {step} ---\n", flush=True)
-    return max(logged for logged, _ in losses(run_dir))
+    pid = int((run_dir / "rank1.pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    print(f"\n--- SIGKILL to rank 1 (process {pid}) after step {step} ---\n", flush=True)
+    return max(logged for logged, _ in read_losses(run_dir))
 
 
-def draw(undisturbed: list[tuple[int, float]], killed: list[tuple[int, float]], kill: int, picture: Path) -> None:
-    """Draw both loss curves, the kill and what was run again."""
+def plot(uninterrupted: list[tuple[int, float]], killed: list[tuple[int, float]], kill: int, picture: Path) -> None:
+    """Plot both loss curves, the kill and the repeated steps."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -62,11 +62,11 @@ def draw(undisturbed: list[tuple[int, float]], killed: list[tuple[int, float]], 
     restart = next(i for i in range(1, len(killed)) if killed[i][0] <= killed[i - 1][0])
     before, after = killed[:restart], killed[restart:]
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
-    axes.plot(*zip(*undisturbed, strict=True), color="#c9c9c9", linewidth=7, label="undisturbed run", zorder=1)
-    axes.plot(*zip(*before, strict=True), color="#1f6fb4", linewidth=1.8, label="second run, until the kill", zorder=3)
+    axes.plot(*zip(*uninterrupted, strict=True), color="#c9c9c9", linewidth=7, label="uninterrupted run", zorder=1)
+    axes.plot(*zip(*before, strict=True), color="#1f6fb4", linewidth=1.8, label="second run, before the kill", zorder=3)
     axes.plot(*zip(*after, strict=True), color="#d1495b", linewidth=1.8, label="second run, resumed", zorder=2)
     axes.axvline(kill, color="#333333", linewidth=1, linestyle=":")
-    top = max(loss for _, loss in undisturbed)
+    top = max(loss for _, loss in uninterrupted)
     axes.annotate("SIGKILL", (kill, top), textcoords="offset points", xytext=(5, -9), fontsize=9)
     first, loss = after[0]
     axes.annotate(
@@ -80,7 +80,7 @@ def draw(undisturbed: list[tuple[int, float]], killed: list[tuple[int, float]], 
     )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss, nats per byte")
-    axes.set_title("Killed and resumed: the same losses, to the last bit", fontsize=11, loc="left")
+    axes.set_title("Killed and resumed: losses are bitwise equal", fontsize=11, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def draw(undisturbed: list[tuple[int, float]], killed: list[tuple[int, float]], 
 
 
 def continue_text(export: Path, prompt: str) -> str:
-    """Open an export with plain transformers and let it go on with a text."""
+    """Load an export with plain transformers, and generate a continuation of ``prompt``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,36 +105,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=EXAMPLES / "train_text.yaml")
     parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--picture", type=Path, help="by default demo_loss.png among the runs")
+    parser.add_argument("--picture", type=Path, help="by default demo_loss.png in the folder of --runs")
     args = parser.parse_args()
     args.picture = args.picture or args.runs / "demo_loss.png"
     shutil.rmtree(args.runs, ignore_errors=True)
     options = yaml.safe_load(args.config.read_text())["train"]
     started = time.monotonic()
 
-    print("--- first run: undisturbed ---", flush=True)
+    print("--- first run: uninterrupted ---", flush=True)
     if launch(args.runs / "undisturbed", args.config).wait():
-        raise SystemExit("the undisturbed run failed")
-    print("\n--- second run: a rank is killed in the middle ---", flush=True)
+        raise SystemExit("the uninterrupted run failed")
+    print("\n--- second run: one rank is killed in the middle ---", flush=True)
     process = launch(args.runs / "killed", args.config)
     kill = kill_at(process, args.runs / "killed", options["steps"] // 2 + options["save_every"] // 2)
     if process.wait():
-        raise SystemExit("the killed run did not finish by itself")
+        raise SystemExit("the killed run did not resume and finish")
 
-    expected, killed = losses(args.runs / "undisturbed"), losses(args.runs / "killed")
+    expected, killed = read_losses(args.runs / "undisturbed"), read_losses(args.runs / "killed")
     by_step = dict(expected)
     different = [(step, loss, by_step[step]) for step, loss in killed if loss != by_step[step]]
-    again = len(killed) - len({step for step, _ in killed})
-    if different or {step for step, _ in killed} != set(by_step) or not again:
-        raise SystemExit(f"the runs differ: {different[:3]}, {again} steps run again")
-    draw(expected, killed, kill, args.picture)
+    repeated = len(killed) - len({step for step, _ in killed})
+    if different or {step for step, _ in killed} != set(by_step) or not repeated:
+        raise SystemExit(f"the runs differ: {different[:3]}, {repeated} steps were repeated")
+    plot(expected, killed, kill, args.picture)
     text = continue_text(args.runs / "killed" / "export", "import os\n\ndef ")
-    print(f"\n--- the export, opened by plain transformers, goes on from 'import os\\n\\ndef ': ---\n{text}")
+    print(f"\n--- the export, loaded with plain transformers, continues 'import os\\n\\ndef ': ---\n{text}")
     first, last = expected[0][1], expected[-1][1]
     print(
-        f"\nall {len(killed)} losses of the killed run equal the undisturbed run's to the last bit, {again} steps run "
-        f"twice\nloss {first:.3f} -> {last:.3f} in {len(expected)} steps; picture: {args.picture}; "
-        f"{time.monotonic() - started:.0f} s"
+        f"\nall {len(killed)} losses of the killed run are bitwise equal to those of the uninterrupted run, "
+        f"{repeated} steps were repeated\nloss {first:.3f} -> {last:.3f} in {len(expected)} steps; "
+        f"picture: {args.picture}; {time.monotonic() - started:.0f} s"
     )
 
 

@@ -1,14 +1,15 @@
-"""GRPO with a reward that can be checked: two ranks learn to add, are killed in the middle, and go on to the last bit.
+"""Train with GRPO on a verifiable reward, and check that a killed run resumes with the same results.
 
     python docs/examples/grpo.py
 
-It trains twice under torchrun, two ranks each: once undisturbed for the first part of the way, once all the way, with
-every process killed by SIGKILL in between and started again. It fails unless each step that both took has the same
-reward, loss, KL and gradient norm, to the last bit, and draws the picture of docs/rlhf.md. The trainer alone:
+It trains twice under torchrun, with two ranks each. The first run stops early. The second takes all steps; in the
+middle, all its processes are killed with SIGKILL, and it is started again. The program fails unless reward, loss, KL,
+gradient norm and tokens are bitwise equal in each step that both runs took. It plots the figure of docs/rlhf.md. To run
+only the trainer:
 
     torchrun --standalone --nproc-per-node 2 docs/examples/grpo.py --train --run-dir runs/grpo/own
 
-What problems come at a step, and what is sampled, is a function of (seed, step, rank); the task is arithmetic.py's.
+The problems and the sampled answers of a step are a function of (seed, step, rank). The task is in arithmetic.py.
 """
 
 import argparse
@@ -34,7 +35,7 @@ COMPARED = ("reward", "loss", "kl", "grad_norm", "tokens")
 
 
 def train(args: argparse.Namespace) -> int:
-    """Return the exit status: a run that was told to stop is not through, and is started again."""
+    """Train, and return the exit status; a preempted run has a status other than 0, so that it is started again."""
     with FSDPV2Strategy(
         args.seed, args.max_norm, args.micro_train_batch_size, args.train_batch_size, args.bf16, args
     ) as strategy:
@@ -104,7 +105,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> Batch:
-    """Draw this rank's problems of a step, sample answers in groups, and compare each with its group."""
+    """Draw this rank's problems of a step, sample a group of answers to each, and compute rewards and advantages."""
     key = (args.seed, step, strategy.get_rank())
     random = torch.Generator().manual_seed(task.seed_of("problems", *key))
     problems = task.draw_problems(args.rollout_batch_size // strategy.world_size, random)
@@ -117,7 +118,7 @@ def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> Ba
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Return how much better than its group each answer is [n], in standard deviations; 0 where all are alike."""
+    """Return rewards [n], normalised within each group to mean 0 and deviation 1; 0 if a group's rewards are equal."""
     groups = rewards.view(-1, group_size)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
@@ -130,7 +131,7 @@ def update(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     batch: Batch,
 ) -> dict[str, float]:
-    """Take the optimizer steps of one rollout; each token of each answer weighs the same, on whatever rank it is."""
+    """Take the optimizer steps of one rollout; all tokens of all answers of all ranks have the same weight."""
     sums, result = torch.zeros(3, dtype=torch.float64), None
     for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
         tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
@@ -146,26 +147,26 @@ def update(
 def grpo_loss(
     log_probs: torch.Tensor, batch: Batch, eps_clip: float, kl_coef: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over all tokens of the answers: of the loss, and of the KL to the reference in it.
+    """Return two sums over all tokens of the answers: the loss, and its KL to the reference without the coefficient.
 
-    As in GRPO (https://arxiv.org/abs/2402.03300); its KL is the estimator k3 (http://joschu.net/blog/kl-approx.html).
+    As in GRPO (https://arxiv.org/abs/2402.03300); the KL is the estimator k3 (http://joschu.net/blog/kl-approx.html).
     """
     mask = batch["answer_mask"]  # [n, ANSWER]; from here on [tokens]
     advantages = batch["advantages"][:, None].expand_as(mask)[mask]
-    gain = clipped_gain((log_probs - batch["old_log_probs"])[mask], advantages, eps_clip)
-    behind = (batch["reference_log_probs"] - log_probs)[mask]
-    kl = behind.exp() - 1 - behind
-    return (kl_coef * kl - gain).sum(), kl.detach().sum()
+    objective = clipped_objective((log_probs - batch["old_log_probs"])[mask], advantages, eps_clip)
+    log_ratio = (batch["reference_log_probs"] - log_probs)[mask]
+    kl = log_ratio.exp() - 1 - log_ratio
+    return (kl_coef * kl - objective).sum(), kl.detach().sum()
 
 
-def clipped_gain(log_ratio: torch.Tensor, advantages: torch.Tensor, eps_clip: float) -> torch.Tensor:
-    """Return what each token gains, with PPO's bound on how far it may move (https://arxiv.org/abs/1707.06347)."""
+def clipped_objective(log_ratio: torch.Tensor, advantages: torch.Tensor, eps_clip: float) -> torch.Tensor:
+    """Return PPO's clipped surrogate objective of each token (https://arxiv.org/abs/1707.06347)."""
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip) * advantages)
 
 
 class Clock:
-    """Say how long each part of a step took."""
+    """Measure the seconds of each part of a step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -176,41 +177,41 @@ class Clock:
         self.seconds[part], self._last = round(now - self._last, 4), now
 
 
-# --- killed in the middle --------------------------------------------------------------------------------------------
+# --- compare a killed run --------------------------------------------------------------------------------------------
 
 
 def demonstrate(args: argparse.Namespace) -> None:
-    """Run once undisturbed for a part of the way, and once killed and all the way; compare, and draw."""
+    """Train once for some of the steps, once for all with a kill and a restart; compare the logs, and plot them."""
     started = time.monotonic()
     shutil.rmtree(args.run_dir, ignore_errors=True)
-    undisturbed, killed = args.run_dir / "undisturbed", args.run_dir / "killed"
+    uninterrupted, killed = args.run_dir / "undisturbed", args.run_dir / "killed"
     kill_after = args.steps // 2 + args.save_every // 2
     compared = kill_after + args.save_every
-    own = ["--steps", str(args.steps), "--save-every", str(args.save_every), "--seed", str(args.seed)]
-    own += ["--policy", str(args.run_dir / "policy")]
+    options = ["--steps", str(args.steps), "--save-every", str(args.save_every), "--seed", str(args.seed)]
+    options += ["--policy", str(args.run_dir / "policy")]
 
-    print(f"--- first run: undisturbed, {compared} steps of {args.steps} ---", flush=True)
-    if launch(undisturbed, [*own, "--stop-at", str(compared)]).wait():
-        raise SystemExit("the undisturbed run failed")
+    print(f"--- first run: uninterrupted, {compared} of {args.steps} steps ---", flush=True)
+    if launch(uninterrupted, [*options, "--stop-at", str(compared)]).wait():
+        raise SystemExit("the uninterrupted run failed")
     print(f"--- second run: killed after step {kill_after} ---", flush=True)
-    kill = kill_all(launch(killed, own), killed, kill_after)
-    print(f"--- SIGKILL to all its processes after step {kill}; started again ---", flush=True)
-    if launch(killed, own).wait():
+    kill = kill_all(launch(killed, options), killed, kill_after)
+    print(f"--- SIGKILL to all processes after step {kill}; starting again ---", flush=True)
+    if launch(killed, options).wait():
         raise SystemExit("the resumed run failed")
 
-    expected, steps = read_log(undisturbed), read_log(killed)
+    expected, steps = read_log(uninterrupted), read_log(killed)
     by_step = {entry["step"]: entry for entry in expected}
-    both = [entry for entry in steps if entry["step"] in by_step]
-    again = len(steps) - args.steps
-    different = [e["step"] for e in both if any(e[name] != by_step[e["step"]][name] for name in COMPARED)]
-    if different or again <= 0 or len(both) != compared + again or steps[-1]["step"] != args.steps:
-        raise SystemExit(f"the runs differ: at steps {different}, {again} run again, {len(both)} compared")
+    shared = [entry for entry in steps if entry["step"] in by_step]
+    repeated = len(steps) - args.steps
+    different = [e["step"] for e in shared if any(e[name] != by_step[e["step"]][name] for name in COMPARED)]
+    if different or repeated <= 0 or len(shared) != compared + repeated or steps[-1]["step"] != args.steps:
+        raise SystemExit(f"the runs differ: at steps {different}; {repeated} steps repeated, {len(shared)} compared")
     picture = args.picture or args.run_dir / "grpo.png"
-    draw(expected, steps, kill, picture)
-    after = compared - (kill - again)
+    plot(expected, steps, kill, picture)
+    after = compared - (kill - repeated)
     print(
-        f"all of {', '.join(COMPARED)} equal to the last bit in the {compared} steps that both runs took, {after} of "
-        f"them after the resume, {again} run twice\n"
+        f"{', '.join(COMPARED)} are bitwise equal in the {compared} steps that both runs took: {after} of these steps "
+        f"came after the resume, {repeated} were repeated\n"
         f"reward {mean(steps[:5], 'reward'):.2f} -> {mean(steps[-5:], 'reward'):.2f} in {args.steps} steps, KL to the "
         f"reference {mean(steps[-5:], 'kl'):.2f}; picture: {picture}; {time.monotonic() - started:.0f} s"
     )
@@ -224,19 +225,19 @@ def launch(run_dir: Path, options: list[str]) -> subprocess.Popen:
 
 
 def kill_all(process: subprocess.Popen, run_dir: Path, step: int) -> int:
-    """Send SIGKILL to torchrun and its ranks once ``step`` is through; return the last step that was logged."""
+    """Send SIGKILL to torchrun and its ranks once ``step`` has been logged; return the last logged step."""
     while not any(entry["step"] >= step for entry in read_log(run_dir)):
         if process.poll() is not None:
             raise SystemExit("the run ended before it could be killed")
         time.sleep(0.05)
-    for victim in (process.pid, *(int(file.read_text()) for file in run_dir.glob("rank*.pid"))):
-        os.kill(victim, signal.SIGKILL)
+    for pid in (process.pid, *(int(file.read_text()) for file in run_dir.glob("rank*.pid"))):
+        os.kill(pid, signal.SIGKILL)
     process.wait()
     return read_log(run_dir)[-1]["step"]
 
 
 def read_log(run_dir: Path) -> list[dict]:
-    """Read what a run has logged so far; a step that was run again appears again."""
+    """Read the entries that a run has logged; repeated steps appear twice."""
     log = run_dir / "log.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -246,8 +247,8 @@ def mean(entries: list[dict], name: str) -> float:
     return sum(entry[name] for entry in entries) / len(entries)
 
 
-def draw(undisturbed: list[dict], killed: list[dict], kill: int, picture: Path) -> None:
-    """Draw reward and KL over the steps, with the kill and what was run again."""
+def plot(uninterrupted: list[dict], killed: list[dict], kill: int, picture: Path) -> None:
+    """Plot reward and KL over the steps, with the kill and the repeated steps."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -258,11 +259,11 @@ def draw(undisturbed: list[dict], killed: list[dict], kill: int, picture: Path) 
         2, figsize=(8, 4.6), layout="constrained", sharex=True, height_ratios=(2, 1), gridspec_kw={"hspace": 0.06}
     )
     curves = [
-        (undisturbed, {"color": "#c9c9c9", "linewidth": 7, "label": "undisturbed run", "zorder": 1}),
-        (killed[:restart], {"color": "#1f6fb4", "linewidth": 1.8, "label": "second run, until the kill", "zorder": 3}),
+        (uninterrupted, {"color": "#c9c9c9", "linewidth": 7, "label": "uninterrupted run", "zorder": 1}),
+        (killed[:restart], {"color": "#1f6fb4", "linewidth": 1.8, "label": "second run, before the kill", "zorder": 3}),
         (killed[restart:], {"color": "#d1495b", "linewidth": 1.8, "label": "second run, resumed", "zorder": 2}),
     ]
-    for axes, name, label in zip(panels, ("reward", "kl"), ("answers that are right", "KL, nats"), strict=True):
+    for axes, name, label in zip(panels, ("reward", "kl"), ("share of right answers", "KL, nats"), strict=True):
         for entries, style in curves:
             axes.plot([e["step"] for e in entries], [e[name] for e in entries], **style)
         axes.axvline(kill, color="#333333", linewidth=1, linestyle=":")
@@ -270,7 +271,7 @@ def draw(undisturbed: list[dict], killed: list[dict], kill: int, picture: Path) 
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].annotate("SIGKILL", (kill, 0), textcoords="offset points", xytext=(5, 6), fontsize=9)
-    panels[0].set_title("GRPO, killed and resumed: the same rewards, to the last bit", fontsize=11, loc="left")
+    panels[0].set_title("GRPO, killed and resumed: rewards are bitwise equal", fontsize=11, loc="left")
     panels[0].legend(frameon=False, fontsize=9, loc="lower right")
     panels[1].set_xlabel("step")
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -279,18 +280,18 @@ def draw(undisturbed: list[dict], killed: list[dict], kill: int, picture: Path) 
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", action="store_true", help="be a rank of the trainer, under torchrun")
+    parser.add_argument("--train", action="store_true", help="run the trainer as one rank, under torchrun")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/grpo"))
-    parser.add_argument("--policy", type=Path, help="folder of the policy to begin with; made where there is none")
+    parser.add_argument("--policy", type=Path, help="folder of the initial policy; trained if it does not exist")
     parser.add_argument("--picture", type=Path, help="by default grpo.png in the run's directory")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--stop-at", type=int, help="leave after this step, under the schedule of all")
+    parser.add_argument("--stop-at", type=int, help="stop after this step; the schedule still covers --steps")
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--warm-start-steps", type=int, default=400)
-    parser.add_argument("--rollout-batch-size", type=int, default=64, help="problems of a step, over all ranks")
+    parser.add_argument("--rollout-batch-size", type=int, default=64, help="problems per step, over all ranks")
     parser.add_argument("--n-samples-per-prompt", type=int, default=8)
-    parser.add_argument("--train-batch-size", type=int, default=256, help="answers of one optimizer step, all ranks")
+    parser.add_argument("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
     parser.add_argument("--micro-train-batch-size", type=int, default=64)
     parser.add_argument("--actor-learning-rate", type=float, default=1e-3)
     parser.add_argument("--init-kl-coef", type=float, default=0.02)
@@ -306,7 +307,7 @@ def main() -> None:
         return
     status = train(args)
     sys.stdout.flush()
-    os._exit(status)  # gloo's threads can abort an interpreter that is on its way out
+    os._exit(status)  # gloo's threads can abort a Python process while it exits
 
 
 if __name__ == "__main__":

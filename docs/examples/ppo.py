@@ -1,10 +1,10 @@
-"""PPO with four models: actor and critic, and the frozen reference and reward model; two ranks learn to add.
+"""Train with PPO, which has four models: an actor, a critic, a frozen reference and a frozen reward model.
 
     torchrun --standalone --nproc-per-node 2 docs/examples/ppo.py --run-dir runs/ppo
 
-The reward model is a language model that learns the sums first, within seconds; its score is the probability that it
-gives to an answer. PPO sees scores alone; the log has both, the score and the part of the answers that are right. The
-task is arithmetic.py's.
+The reward model is a language model, trained on right sums first, which takes seconds. Its score is the probability
+that it gives to an answer. PPO gets only scores; the log also contains the share of right answers. The task is in
+arithmetic.py.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import arithmetic as task
 import torch
 from arithmetic import PROMPT, Batch, log_probs_of, split
-from grpo import Clock, clipped_gain
+from grpo import Clock, clipped_objective
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ from fsdp2_strategy import FSDPV2Strategy
 
 
 class Critic(nn.Module):
-    """A critic: a backbone with a number for each state of an answer."""
+    """A critic: a backbone and a linear head that predicts the value of each state."""
 
     def __init__(self, policy: Path) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(self.model.config.hidden_size, 1, bias=False)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return [n, ANSWER]: what the rest of an answer is worth before each of its tokens."""
+        """Return [n, ANSWER]: the value of the state before each token of the answer."""
         states = self.model(input_ids=batch["sequences"], attention_mask=batch["attention_mask"], use_cache=False)
         return self.value_head(states.last_hidden_state[:, PROMPT - 1 : -1]).squeeze(-1)
 
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> None:
             critic = Critic(policy)
         train_reward_model(strategy, args, reward_model)
         updates = args.rollout_batch_size // args.train_batch_size
-        of_actor, of_critic, reward_model, reference = strategy.prepare_models_and_optimizers(
+        actor_and_optimizer, critic_and_optimizer, reward_model, reference = strategy.prepare_models_and_optimizers(
             actor, critic, reward_model, reference, args, max_steps=args.steps * updates
         )
         strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
@@ -63,16 +63,16 @@ def train(args: argparse.Namespace) -> None:
 
             strategy.reload_model([reward_model, reference])
             parts = list(split(batch, args.micro_train_batch_size))
-            judged = [judge(part, actor, critic, reward_model, reference, args) for part in parts]
-            batch |= {name: torch.cat([part[name] for part in judged]) for name in judged[0]}
+            experience = [make_experience(part, actor, critic, reward_model, reference, args) for part in parts]
+            batch |= {name: torch.cat([part[name] for part in experience]) for name in experience[0]}
             strategy.offload_model([reward_model, reference])
             clock.lap("judge")
 
-            batch["advantages"] = whiten(strategy, batch["advantages"], batch["answer_mask"])
-            for _, optimizer, _ in (of_actor, of_critic):
+            batch["advantages"] = normalise(strategy, batch["advantages"], batch["answer_mask"])
+            for _, optimizer, _ in (actor_and_optimizer, critic_and_optimizer):
                 strategy.maybe_load_optimizer(optimizer)
-            metrics = update(strategy, args, of_actor, of_critic, batch)
-            for _, optimizer, _ in (of_actor, of_critic):
+            metrics = update(strategy, args, actor_and_optimizer, critic_and_optimizer, batch)
+            for _, optimizer, _ in (actor_and_optimizer, critic_and_optimizer):
                 strategy.maybe_offload_optimizer(optimizer)
             clock.lap("update")
 
@@ -86,14 +86,14 @@ def train(args: argparse.Namespace) -> None:
 
 
 def train_reward_model(strategy: FSDPV2Strategy, args: argparse.Namespace, model: nn.Module) -> None:
-    """Teach it the right answers; collective."""
+    """Train the reward model on right answers; collective."""
     _, optimizer, scheduler = strategy.prepare_reward_model(model, args, args.reward_model_steps)
-    task.teach(strategy, model, optimizer, scheduler, args.reward_model_steps, careful=1.0)
+    task.train_on_answers(strategy, model, optimizer, scheduler, args.reward_model_steps, accuracy=1.0)
     model.eval().requires_grad_(False)
 
 
 def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> tuple[Batch, torch.Tensor]:
-    """Draw this rank's problems of a step, and sample an answer to each; return which are right, too."""
+    """Draw this rank's problems of a step, sample an answer to each, and return them and whether each is right."""
     key = (args.seed, step, strategy.get_rank())
     random = torch.Generator().manual_seed(task.seed_of("problems", *key))
     problems = task.draw_problems(args.rollout_batch_size // strategy.world_size, random)
@@ -103,7 +103,7 @@ def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> tu
 
 
 @torch.no_grad()
-def judge(
+def make_experience(
     batch: Batch,
     actor: nn.Module,
     critic: nn.Module,
@@ -111,7 +111,7 @@ def judge(
     reference: nn.Module,
     args: argparse.Namespace,
 ) -> Batch:
-    """Return what the four models say of a batch: the score comes with the last token, the KL with each; collective."""
+    """Compute advantages and returns from KL penalties of all tokens, and the score at the last token; collective."""
     mask = batch["answer_mask"]
     log_probs, values = log_probs_of(actor, batch), critic(batch) * mask
     scores = (log_probs_of(reward_model, batch) * mask).sum(1).exp()
@@ -128,35 +128,42 @@ def judge(
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, lambd: float) -> torch.Tensor:
-    """Return generalized advantages [n, tokens] (https://arxiv.org/abs/1506.02438), undiscounted; 0 after the end."""
-    advantages, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    """Return generalized advantages [n, tokens] (https://arxiv.org/abs/1506.02438), without discount (gamma = 1)."""
+    advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     for t in reversed(range(rewards.shape[1])):
-        following = rewards[:, t] + next_values[:, t] - values[:, t] + lambd * following
-        advantages[:, t] = following
+        advantage = rewards[:, t] + next_values[:, t] - values[:, t] + lambd * advantage
+        advantages[:, t] = advantage
     return advantages
 
 
-def whiten(strategy: FSDPV2Strategy, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Bring the values of all ranks to mean 0 and deviation 1, where the mask is; collective."""
-    own = values[mask].double()
-    sums = strategy.all_reduce(torch.stack([own.new_tensor(len(own)), own.sum(), own.square().sum()]), "sum")
-    mean, square = sums[1:] / sums[0]
-    return ((values - mean) / (square - mean**2 + 1e-8).sqrt()).float() * mask
+def normalise(strategy: FSDPV2Strategy, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Normalise values where ``mask`` is set, over all ranks, to mean 0 and deviation 1; collective."""
+    selected = values[mask].double()
+    sums = strategy.all_reduce(
+        torch.stack([selected.new_tensor(len(selected)), selected.sum(), selected.square().sum()]), "sum"
+    )
+    mean, mean_square = sums[1:] / sums[0]
+    return ((values - mean) / (mean_square - mean**2 + 1e-8).sqrt()).float() * mask
 
 
 def update(
-    strategy: FSDPV2Strategy, args: argparse.Namespace, of_actor: tuple, of_critic: tuple, batch: Batch
+    strategy: FSDPV2Strategy,
+    args: argparse.Namespace,
+    actor_and_optimizer: tuple,
+    critic_and_optimizer: tuple,
+    batch: Batch,
 ) -> dict[str, float]:
-    """Take the optimizer steps of one rollout with actor and critic; each token weighs the same, on whatever rank."""
-    (actor, optimizer, scheduler), (critic, critic_optimizer, critic_scheduler) = of_actor, of_critic
+    """Take the optimizer steps of one rollout with actor and critic; all tokens of all ranks have the same weight."""
+    actor, optimizer, scheduler = actor_and_optimizer
+    critic, critic_optimizer, critic_scheduler = critic_and_optimizer
     sums = torch.zeros(3, dtype=torch.float64)
     for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
         tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
             mask = micro_batch["answer_mask"]
             log_ratio = (log_probs_of(actor, micro_batch) - micro_batch["old_log_probs"])[mask]
-            loss = -clipped_gain(log_ratio, micro_batch["advantages"][mask], args.eps_clip).sum()
+            loss = -clipped_objective(log_ratio, micro_batch["advantages"][mask], args.eps_clip).sum()
             strategy.backward(loss, actor, optimizer, num_items_in_batch=tokens)
             strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
             value_loss = clipped_value_loss(critic(micro_batch), micro_batch, args.value_clip)
@@ -168,11 +175,11 @@ def update(
 
 
 def clipped_value_loss(values: torch.Tensor, batch: Batch, value_clip: float) -> torch.Tensor:
-    """Return the sum over all tokens of the worse of two errors: of the value, and of one that moved by the clip."""
+    """Return the sum over all tokens of the larger squared error: of the value, or of the value after clipping."""
     mask = batch["answer_mask"]
     values, old, returns = values[mask], batch["values"][mask], batch["returns"][mask]
-    near = old + (values - old).clamp(-value_clip, value_clip)
-    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).sum()
+    clipped = old + (values - old).clamp(-value_clip, value_clip)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square()).sum()
 
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
@@ -182,8 +189,8 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-start-steps", type=int, default=400)
     parser.add_argument("--reward-model-steps", type=int, default=150)
-    parser.add_argument("--rollout-batch-size", type=int, default=512, help="problems of a step, over all ranks")
-    parser.add_argument("--train-batch-size", type=int, default=256, help="answers of one optimizer step, all ranks")
+    parser.add_argument("--rollout-batch-size", type=int, default=512, help="problems per step, over all ranks")
+    parser.add_argument("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
     parser.add_argument("--micro-train-batch-size", type=int, default=128)
     parser.set_defaults(
         actor_learning_rate=1e-3, critic_learning_rate=1e-3, lr_warmup_ratio=0.05, adam_betas=(0.9, 0.99)
@@ -196,4 +203,4 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     train(arguments())
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that is on its way out
+    os._exit(0)  # gloo's threads can abort a Python process while it exits

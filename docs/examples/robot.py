@@ -1,11 +1,11 @@
-"""A robot that learns: two ranks train a policy on demonstrations, one is killed, and the robot does its task at last.
+"""Train a robot policy on demonstrations, kill a rank in the middle, and check that the robot has learned its task.
 
     python docs/examples/robot.py
 
-It runs train_vla.py under torchrun on two ranks, kills one of them by SIGKILL in the middle, and lets torchrun start
-both again. It fails unless each step that was taken twice has the same losses, to the last bit, and the robot does what
-it could not do at first. Then it opens the saved policy alone, in this process, lets it act on tables that nobody
-has shown it, and draws the pictures of docs/vla.md: success and loss over the steps, and the robot at work.
+It runs train_vla.py under torchrun on two ranks and kills one of them with SIGKILL; torchrun starts both again. It
+fails unless the losses of repeated steps are bitwise equal and the success rate is higher at the end than at the start.
+Then it loads the saved policy in this process, runs it on tables without demonstrations, and draws the figures of
+docs/vla.md: success and loss over the steps, and an animation.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ from table import SIZE, Tables
 from train_vla import UNSEEN, drive
 
 EXAMPLES = Path(__file__).parent
-SHOWN = range(2 * UNSEEN, 2 * UNSEEN + 8)  # tables of the moving picture
+SHOWN = range(2 * UNSEEN, 2 * UNSEEN + 8)  # seeds of the animated tables
 LOSS, STEP, SECONDS = "VLA Train/Loss", "VLA Train/Step", "VLA Train/Step Time"
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> dict[str, float]:
-    """Train and kill, compare, and watch; return what was seen.
+    """Train with a kill, compare the repeated steps, evaluate the saved policy, and return the results.
 
     Args:
-        args: of this program.
-        options: further ones of train_vla.py.
+        args: options of this program.
+        options: other options, for train_vla.py.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     shutil.rmtree(args.run_dir, ignore_errors=True)
     kill_after = args.steps // 2 + args.save_interval // 2
     process = launch(args, options)
-    kill = kill_one(process, args.run_dir, kill_after)
+    kill = kill_rank_1(process, args.run_dir, kill_after)
     print(f"--- SIGKILL to rank 1 after step {kill} ---", flush=True)
     if process.wait():
-        raise SystemExit("the run did not go on after it was killed")
+        raise SystemExit("the killed run did not resume and finish")
 
-    losses, successes = read(args.run_dir / "vla.jsonl"), read(args.run_dir / "success.jsonl")
-    again = len(losses) - args.steps
-    if again <= 0 or not (same_twice(losses, STEP) and same_twice(successes, "step")):
-        raise SystemExit(f"the run that went on differs from itself, or ran no step twice ({again})")
+    losses, successes = read_log(args.run_dir / "vla.jsonl"), read_log(args.run_dir / "success.jsonl")
+    repeated = len(losses) - args.steps
+    if repeated <= 0 or not (repeats_are_equal(losses, STEP) and repeats_are_equal(successes, "step")):
+        raise SystemExit(f"repeated steps differ, or none was repeated ({repeated} steps repeated)")
     if successes[-1]["success"] <= successes[0]["success"]:
-        raise SystemExit("the robot has learned nothing")
-    draw(losses, successes, kill, args.picture or args.run_dir / "robot.png")
-    rate = show(args.run_dir / "policy", args.moving_picture or args.run_dir / "robot.gif", options)
-    seen = {"before": successes[0]["success"], "after": successes[-1]["success"], "alone": rate, "again": again}
+        raise SystemExit("the success rate did not increase")
+    plot(losses, successes, kill, args.picture or args.run_dir / "robot.png")
+    success = animate(args.run_dir / "policy", args.moving_picture or args.run_dir / "robot.gif", options)
+    before, after = successes[0]["success"], successes[-1]["success"]
+    results = {"before": before, "after": after, "alone": success, "again": repeated}
     print(
-        "success {before:.0%} -> {after:.0%} in {steps} steps, of the saved policy alone {alone:.0%} of {shown}; "
-        "{again} steps ran twice, with the same losses to the last bit; {seconds:.0f} s".format(
-            **seen, steps=args.steps, shown=len(SHOWN), seconds=time.monotonic() - began
+        "success {before:.0%} -> {after:.0%} in {steps} steps; saved policy in one process: {alone:.0%} of {shown}; "
+        "{again} steps were repeated, with bitwise equal losses; {seconds:.0f} s".format(
+            **results, steps=args.steps, shown=len(SHOWN), seconds=time.monotonic() - started
         )
     )
-    return seen
+    return results
 
 
-# --- training, killed ------------------------------------------------------------------------------------------------
+# --- train and kill --------------------------------------------------------------------------------------------------
 
 
 def launch(args: argparse.Namespace, options: Sequence[str]) -> subprocess.Popen:
@@ -76,34 +77,34 @@ def launch(args: argparse.Namespace, options: Sequence[str]) -> subprocess.Popen
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
-def kill_one(process: subprocess.Popen, run_dir: Path, step: int) -> int:
-    """Send SIGKILL to rank 1 once ``step`` is through; return the last step that was logged."""
-    while not any(record[STEP] >= step for record in read(run_dir / "vla.jsonl")[-1:]):
+def kill_rank_1(process: subprocess.Popen, run_dir: Path, step: int) -> int:
+    """Send SIGKILL to rank 1 once ``step`` has been logged; return the last logged step."""
+    while not any(record[STEP] >= step for record in read_log(run_dir / "vla.jsonl")[-1:]):
         if process.poll() is not None:
             raise SystemExit("the run ended before it could be killed")
         time.sleep(0.05)
     os.kill(int((run_dir / "rank1.pid").read_text()), signal.SIGKILL)
-    return read(run_dir / "vla.jsonl")[-1][STEP]
+    return read_log(run_dir / "vla.jsonl")[-1][STEP]
 
 
-def read(log: Path) -> list[dict[str, float]]:
-    """Read what a run has logged so far; a step that was run again appears again."""
+def read_log(log: Path) -> list[dict[str, float]]:
+    """Read the entries that a run has logged; repeated steps appear twice."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def same_twice(records: list[dict[str, float]], key: str) -> bool:
-    """Say whether all records of a step are alike, but for the time that it took."""
+def repeats_are_equal(records: list[dict[str, float]], key: str) -> bool:
+    """Return whether all records of the same step are equal, ignoring the step time."""
     first: dict[float, dict[str, float]] = {}
     without_time = [{name: value for name, value in record.items() if name != SECONDS} for record in records]
     return all(record == first.setdefault(record[key], record) for record in without_time)
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def draw(losses: list[dict[str, float]], successes: list[dict[str, float]], kill: int, picture: Path) -> None:
-    """Draw success and loss over the steps, and the kill."""
+def plot(losses: list[dict[str, float]], successes: list[dict[str, float]], kill: int, picture: Path) -> None:
+    """Plot success and loss over the steps, and the kill."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -111,9 +112,9 @@ def draw(losses: list[dict[str, float]], successes: list[dict[str, float]], kill
 
     figure, panels = plt.subplots(2, figsize=(8, 4.6), layout="constrained", sharex=True, height_ratios=(3, 2))
     panels[0].plot([e["step"] for e in successes], [e["success"] for e in successes], "o-", color="#1f6fb4")
-    panels[0].set_ylabel("tables done")
+    panels[0].set_ylabel("share of tables done")
     panels[0].set_ylim(0, 1)
-    panels[0].set_title("A robot that learns, killed and resumed", fontsize=11, loc="left")
+    panels[0].set_title("Robot policy, killed and resumed", fontsize=11, loc="left")
     last = {record[STEP]: record[LOSS] for record in losses}
     window = max(1, len(last) // 100)
     smooth = np.convolve(list(last.values()), np.ones(window) / window, mode="valid")
@@ -130,17 +131,17 @@ def draw(losses: list[dict[str, float]], successes: list[dict[str, float]], kill
     figure.savefig(picture, dpi=130, metadata={"Software": None})
 
 
-def show(folder: Path, moving_picture: Path, options: Sequence[str], scale: int = 3, columns: int = 4) -> float:
-    """Let a saved policy act, film it, and return how many of the tables it has done."""
+def animate(folder: Path, moving_picture: Path, options: Sequence[str], scale: int = 3, columns: int = 4) -> float:
+    """Run a saved policy on tables, write an animation, and return the share of tables that are done."""
     from PIL import Image, ImageDraw
 
     policy, processor = FlowVLA.from_pretrained(folder), Processor.from_pretrained(folder)
-    film: list[np.ndarray] = []  # of (tables, SIZE, SIZE, 3)
+    steps: list[np.ndarray] = []  # each (tables, SIZE, SIZE, 3)
     tables = Tables(SHOWN, distractors="--no-distractors" not in options)
-    done = drive(policy, processor, tables, noise_seed=0, watch=lambda now: film.append(now.images()))
-    side, line = scale * SIZE, 14  # of a table, and what stands below it
+    done = drive(policy, processor, tables, noise_seed=0, watch=lambda now: steps.append(now.images()))
+    side, line = scale * SIZE, 14  # pixels of a table, and of the text below it
     frames = []
-    for images in film:
+    for images in steps:
         frame = Image.new("RGB", (columns * (side + 4), -(-len(SHOWN) // columns) * (side + line)), "white")
         for i, (image, text) in enumerate(zip(images, tables.instructions, strict=True)):
             corner = (i % columns * (side + 4), i // columns * (side + line))

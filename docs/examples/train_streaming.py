@@ -62,7 +62,7 @@ class Policy(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
         self.cameras = nn.Parameter(torch.zeros(cameras, 1, WIDTH))
-        self.places = nn.Parameter(0.02 * torch.randn((SIZE // PATCH) ** 2, WIDTH))
+        self.positions = nn.Parameter(0.02 * torch.randn((SIZE // PATCH) ** 2, WIDTH))
         self.state = nn.Linear(state_size, WIDTH)
         self.queries = nn.Parameter(0.02 * torch.randn(actions, WIDTH))
         self.blocks = nn.ModuleList(
@@ -74,7 +74,7 @@ class Policy(nn.Module):
     def forward(self, images: list[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
         """Return actions (batch, actions, action_size) for images (batch, 3, SIZE, SIZE) and states (batch, size)."""
         patches = [
-            self.patches(image).flatten(2).transpose(1, 2) + self.places + camera
+            self.patches(image).flatten(2).transpose(1, 2) + self.positions + camera
             for image, camera in zip(images, self.cameras, strict=True)
         ]
         queries = self.queries.expand(len(state), -1, -1)
@@ -111,7 +111,7 @@ class Task:
 
     def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
         mean, std = (self.stats[name][which].flatten().to(value.device) for which in ("mean", "std"))
-        return (value.float() - mean) / torch.where(std < 1e-6, 1.0, std)  # constant values stay about 0
+        return (value.float() - mean) / torch.where(std < 1e-6, 1.0, std)  # constant values stay near 0
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

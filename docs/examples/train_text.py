@@ -1,10 +1,10 @@
-"""Train a byte-level Llama on local text, sharded over ranks; killed at any moment, it goes on where it was.
+"""Train a byte-level Llama on local text, sharded over ranks; a killed run resumes from its last checkpoint.
 
-It ends with an export that plain transformers opens: ``AutoModelForCausalLM.from_pretrained("runs/text/export")``.
+At the end it writes an export for plain transformers: ``AutoModelForCausalLM.from_pretrained("runs/text/export")``.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/train_text.py --run-dir runs/text
 
-The same command runs on GPUs. ``--text`` takes a file or a folder; by default it is Python's own standard library.
+The same command runs on GPUs. ``--text`` takes a file or a folder; the default is Python's standard library.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from fsdp2_strategy.data import ResumableLoader
 
 
 class Text(Dataset):
-    """Bytes of all files under a path, cut into sequences."""
+    """The bytes of a file, or of the text files in a folder, split into sequences."""
 
     def __init__(self, path: Path, length: int) -> None:
         files = [path] if path.is_file() else sorted(p for p in path.glob("*") if p.suffix in (".py", ".txt", ".md"))
         content = b"\n".join(file.read_bytes() for file in files)
         if len(content) < length:
-            raise SystemExit(f"{path} holds {len(content)} bytes of text, expected at least {length}.")
+            raise SystemExit(f"cannot train: {path} contains {len(content)} bytes of text, expected at least {length}.")
         self.sequences = torch.frombuffer(bytearray(content), dtype=torch.uint8).unfold(0, length, length)
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Text(Dataset):
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens are the bytes of the text."""
+    """Return a tokenizer with one token per byte."""
     printable = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
     others = [b for b in range(256) if b not in printable]
     symbols = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -56,7 +56,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train(settings: dict, text: Path, run_dir: Path) -> int:
-    """Return the exit status: a run that was told to stop is not through, and is started again."""
+    """Train, and return the exit status; a preempted run has a status other than 0, so that it is started again."""
     options = settings["train"]
     with FSDPV2Strategy(config=StrategyConfig.from_mapping(settings["strategy"])) as strategy:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
         config = transformers.LlamaConfig(
             vocab_size=256, bos_token_id=None, eos_token_id=None, pad_token_id=0, **settings["model"]
         )
-        with strategy.init_model_context(meta_init=True):  # no rank ever holds the whole model
+        with strategy.init_model_context(meta_init=True):  # no rank allocates the full model
             model = transformers.LlamaForCausalLM(config).train()
         if not (run_dir / "losses.jsonl").exists():
             explain(model, bf16=strategy.config.bf16)
@@ -83,7 +83,7 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
         start = strategy.global_step(model)
         bar = tqdm(total=options["steps"], initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
         with (run_dir / "losses.jsonl").open("a") as log:
-            for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # epoch after epoch
+            for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # all epochs
                 if strategy.global_step(model) >= options["steps"]:
                     break
                 losses = []
@@ -116,13 +116,13 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".yaml"))
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--run-dir", type=Path, default=Path("runs/text"))
-    parser.add_argument("--steps", type=int, help="steps of the run, instead of the configuration's")
+    parser.add_argument("--steps", type=int, help="number of steps; overrides the configuration")
     args = parser.parse_args()
     settings = yaml.safe_load(args.config.read_text())
     if args.steps:
         settings["train"]["steps"] = args.steps
     status = train(settings, args.text, args.run_dir)
-    os._exit(status)  # gloo's threads can abort an interpreter that is on its way out
+    os._exit(status)  # gloo's threads can abort a Python process while it exits
 
 
 if __name__ == "__main__":
