@@ -1,4 +1,4 @@
-"""The command line ``fsdp2-strategy ls | verify | export``; it runs in one process, without a process group.
+"""Parse the command line ``fsdp2-strategy ls | verify | export``, and run its commands in one process.
 
 Input: checkpoint directories. Output: tables, reports, Hugging Face folders.
 """
@@ -14,7 +14,7 @@ from fsdp2_strategy.errors import FSDP2StrategyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status: 0, 1 if a checkpoint is corrupt, 2 if the command fails."""
+    """Run one command; return the exit status: 0 for success, 1 for a corrupt checkpoint, 2 for any other error."""
     parser = argparse.ArgumentParser(prog="fsdp2-strategy", description="List, verify and export checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("ls", help="list the committed checkpoints of a directory, oldest first")

@@ -7,15 +7,15 @@
     ├── OptimizerError   (ValueError)    parameter groups, schedules
     ├── DataError        (ValueError)    data order, data positions, access to data sets
     │   └── CorruptDataError             files of a data set that cannot be parsed or decoded
-    ├── StepError        (RuntimeError)  backward and optimizer steps
+    ├── StepError        (RuntimeError)  training steps, ranks that run different units
     ├── OffloadError     (RuntimeError)  offloaded models and optimizers that are needed on the device
     ├── CheckpointError  (RuntimeError)  saving, finding and loading checkpoints
     │   └── DamageError                  corrupt checkpoint files
     ├── RolloutError     (RuntimeError)  inference engines, and the transfer of weights to them
     └── LogProbError     (ValueError)    log-probabilities that cannot be computed in chunks
 
-Each message names the operation that failed, the actual value, the expected value and a fix. If one rank fails inside a
-collective call, every rank raises an error that names that rank.
+Each message names the operation that failed, the actual value, the expected value and a fix. If one rank fails inside
+`all_or_none`, which most collective functions use, every rank raises an error that names the failing rank.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ConfigError(FSDP2StrategyError, ValueError):
 
 
 class MeshError(FSDP2StrategyError, ValueError):
-    """A process group or device mesh that cannot be built."""
+    """A process group or device mesh that cannot be built or used."""
 
 
 class ShardError(FSDP2StrategyError, ValueError):
-    """A model that cannot be sharded as asked."""
+    """A model that cannot be sharded with the given options."""
 
 
 class OptimizerError(FSDP2StrategyError, ValueError):
-    """An optimizer or schedule that cannot be built as asked."""
+    """An optimizer or schedule that cannot be built or used with the given options."""
 
 
 class DataError(FSDP2StrategyError, ValueError):
@@ -55,7 +55,7 @@ class CorruptDataError(DataError):
     """A file of a data set whose content cannot be parsed or decoded.
 
     Attributes:
-        location: path or address of the file; empty if the error is that several files contradict each other.
+        location: path or address of the file; empty if the content of several files is contradictory.
     """
 
     def __init__(self, message: str, location: str = "") -> None:
@@ -64,11 +64,11 @@ class CorruptDataError(DataError):
 
 
 class StepError(FSDP2StrategyError, RuntimeError):
-    """A backward pass or optimizer step that cannot be taken."""
+    """A training step that cannot be run, or ranks that run different units."""
 
 
 class OffloadError(FSDP2StrategyError, RuntimeError):
-    """A model or optimizer that is offloaded while it is needed on the device, or that cannot be offloaded."""
+    """A model or optimizer that is needed on the device but is offloaded, or that cannot be offloaded."""
 
 
 class CheckpointError(FSDP2StrategyError, RuntimeError):
@@ -88,12 +88,12 @@ class LogProbError(FSDP2StrategyError, ValueError):
 
 
 def some(names: Sequence[str], what: str = "name") -> str:
-    """Return the number of names and the first three of them, as text."""
+    """Return a text with the number of names and the first three names."""
     shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
     return f"{len(names)} {what}s ({shown})" if names else f"no {what}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the known name most similar to ``name``; empty if none is similar."""
+    """Return `` Did you mean 'x'?`` for the known name most similar to ``name``, or "" if none is similar."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

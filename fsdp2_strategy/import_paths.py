@@ -1,8 +1,8 @@
 """Import public names when they are first used, and redirect old module paths to the new ones.
 
-Input: the names that a package lists. Output: its ``__getattr__`` and ``__dir__`` (PEP 562), so that importing the
-package, or a module that needs neither torch nor pyarrow, imports neither. `MOVED` lists the old module paths; each
-works for one release, with a `DeprecationWarning`.
+Input: the public names that a package lists. Output: ``__getattr__`` and ``__dir__`` of the package (PEP 562). With
+them, importing the package does not import torch or pyarrow. `MOVED` lists the old module paths; each works for one
+release, with a `DeprecationWarning`.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ MOVED = {
     "vla.shortage": "vla.shortages",
     "walk": "sharding.bypassed_blocks",
 }
-"""Old module path -> new one, relative to the package. Paths below an old one are redirected as well."""
+"""Old module path -> new path, relative to the package. Submodules of an old path are redirected as well."""
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports its names when they are first used.
 
-    The names are read from the package's own ``if TYPE_CHECKING`` block, where each is imported by
-    ``from a.module import Name as Name``. So type checkers use the same list.
+    The names are read from the package's source: each ``from a.module import Name as Name`` in its ``if TYPE_CHECKING``
+    block is one name. So type checkers read the same list.
 
     Args:
         package: ``__name__`` of the package.
@@ -122,14 +122,14 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], Itera
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """The finder and loader of old module paths; it returns the module object of the new path."""
+    """Find and load old module paths: importing one returns the module object of its new path."""
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         """Return a module spec for an old path; None for other paths."""
         return ModuleSpec(fullname, self) if _new_path(fullname) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the new, empty module in ``sys.modules`` by the module of the new path, and warn."""
+        """Replace the empty module in ``sys.modules`` by the module of the new path, and warn."""
         old = module.__name__
         new = _new_path(old)
         assert new is not None
@@ -149,6 +149,6 @@ def _new_path(fullname: str) -> str | None:
 
 
 def install_old_paths() -> None:
-    """Install the finder of `MOVED` before Python's own, which would import submodules a second time."""
+    """Install the finder of `MOVED` before Python's finders, which would import a submodule a second time."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())

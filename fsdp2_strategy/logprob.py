@@ -4,14 +4,14 @@ Input: a causal language model, sharded or not, and token ids. Output: different
 entropies of the distributions.
 
 [Note: chunks] A batch of 8 x 4,096 tokens with a vocabulary of 128,000 has 17 GB of fp32 logits, but only one number
-per token is needed. So the head's forward is replaced for one pass: it computes the logits of one chunk of rows at a
-time, keeps their log-probabilities, and computes the logits again in backward. The module of the head stays the same,
-in a unit of its own or in the root unit. FSDP2's hooks are on the call of the module and on its output, so its
-parameters are gathered for forward and again for backward.
+per token is needed. So the head's forward is replaced for one pass. The new forward computes the logits of one chunk of
+rows (tokens) at a time, and keeps only their log-probabilities; backward computes the logits again. The head remains a
+module with FSDP2's hooks, in its own unit or in the root unit. These hooks run when the module is called and when its
+output gets a gradient, so the head's parameters are gathered for forward and again for backward.
 
-[Note: after the head] Some models scale or soft-cap the logits of the head. This function is measured in an additional
-pass: the head returns known numbers, and the logits that the model returns for them show the function. It is not read
-from the configuration: docs/architecture.md says why.
+[Note: after the head] Some models apply a function to the logits of their head: a scale or a soft cap. An additional
+forward pass measures this function: the head returns known numbers, and the function follows from the logits that the
+model returns for them. The function is not read from the configuration; docs/architecture.md says why.
 """
 
 from __future__ import annotations
@@ -50,28 +50,29 @@ def token_log_probs(
     """Return the log-probability of each token, given the tokens before it; collective for a sharded model.
 
     Values and gradients are those of ``log_softmax(model(...).logits.float() / temperature)`` at the tokens, but only
-    the logits of one chunk of rows exist at a time: [Note: chunks]. If sequences are padded on the left, and the model
-    would count the padding as positions, pass ``position_ids``, as ``generate`` does. The first call runs an additional
+    the logits of one chunk of rows exist at a time: [Note: chunks]. Many models count the padding on the left of a
+    sequence as positions. For these, pass ``position_ids``, as ``generate`` does. The first call runs an additional
     forward pass: [Note: after the head].
 
     Args:
-        model: a causal language model, with images or without, sharded or not, or its wrapper.
+        model: a causal language model or its wrapper; it may be sharded, and may take images.
         input_ids: [batch, length], int64.
         attention_mask: [batch, length], passed to the model.
-        last: number of tokens at the end of each sequence to return; at most, and by default, length - 1.
-        temperature: logits are divided by it.
+        last: return only this number of tokens at the end of each sequence; default and maximum: length - 1.
+        temperature: the logits are divided by this number.
         entropy: also return the entropies, in nats.
-        chunk_bytes: size of the fp32 logits of one chunk, which has at least one row; by default 256 MiB. Forward needs
-            about two and a half times as much memory, backward four times.
+        chunk_bytes: maximum size of the fp32 logits of one chunk, by default 256 MiB; a chunk has at least one row.
+            Forward needs about two and a half times this memory, backward about four times.
         **inputs: other arguments of the model's forward (``position_ids``, ``pixel_values``).
 
     Returns:
-        Log-probabilities [batch, last] in fp32 (float64 for a float64 model), padding included; with ``entropy`` a pair
-        of log-probabilities and entropies, of the same shape.
+        Log-probabilities [batch, last] in fp32 (float64 for a float64 model), also for padding. With ``entropy``, a
+        pair: log-probabilities, and entropies of the same shape.
 
     Raises:
-        LogProbError: the model is not causal, its head is not a plain linear layer that is called once, it changes its
-            logits by other means than a fixed factor and a soft cap, or an argument is out of range.
+        LogProbError: the model is not a causal language model; its head is not an `nn.Linear` that is called once per
+            pass; it changes the logits of the head by more than a fixed scale and a soft cap; or an argument is out of
+            range.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,7 +89,7 @@ def token_log_probs(
             stack.enter_context(all_or_none("compute log-probabilities", LogProbError))
         last = _checked(input_ids, last, temperature, chunk_bytes, inputs)
         head = _head_of(root)
-    # Nothing is generated, so a key-value cache would only take memory.
+    # Without generation, a key-value cache would only use memory.
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
     shape = _shape_of(root, head, inputs)
 
@@ -125,9 +126,9 @@ def linear_log_probs(
     chunk_bytes: int | None = None,
     shape: LogitShape | None = None,
 ) -> Any:
-    """Return log-probabilities of targets under a linear head, a chunk of rows at a time; not collective.
+    """Compute log-probabilities of targets under a linear head, one chunk of rows at a time; not collective.
 
-    The head's parameters must be full tensors on this rank, as they are while FSDP2 runs the head.
+    The head's parameters must be full tensors on this rank. While FSDP2 runs the head, they are.
 
     Args:
         hidden: [..., width].
@@ -140,8 +141,9 @@ def linear_log_probs(
         shape: the function that the model applies to its logits.
 
     Returns:
-        Log-probabilities [...] in fp32 or float64; with ``entropy`` a pair of log-probabilities and entropies, of the
-        same shape. Gradients of weight and bias are accumulated over the chunks in that dtype, and then cast.
+        Log-probabilities [...] in fp32, or in float64 for float64 inputs. With ``entropy``, a pair: log-probabilities,
+        and entropies of the same shape. Backward accumulates the gradients of weight and bias over the chunks in the
+        same dtype, and casts the sums to the dtype of the weight.
     """
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
@@ -161,19 +163,22 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class LogitShape:
-    """The function of the logits after the head: ``cap * tanh(scale * logits / cap)``, or ``scale * logits``."""
+    """The function that a model applies to the logits of its head.
+
+    It is ``cap * tanh(scale * logits / cap)`` with a soft cap, else ``scale * logits``.
+    """
 
     scale: float = 1.0
     cap: float = math.inf
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits as the model returns them, computed in their own dtype as the model does."""
+        """Return the logits that the model returns for these logits of its head, computed in the same dtype."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if math.isinf(self.cap) else torch.tanh(logits / self.cap) * self.cap
 
     def slope(self, shaped: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative at the logits for which `apply` returned ``shaped``, which is overwritten."""
+        """Return the derivative of the function where its value is ``shaped``; this may overwrite ``shaped``."""
         if math.isinf(self.cap):
             return self.scale
         return shaped.div_(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
@@ -189,12 +194,12 @@ class _Settings:
     shape: LogitShape
     entropy: bool
     autocast: tuple[str, torch.dtype, bool]
-    """Device type, dtype, and whether it is enabled in forward; backward uses the same, to compute the same logits."""
+    """Device type, dtype and state (enabled or not) of autocast in forward; backward uses them for equal logits."""
 
     def log_probs(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of some rows, as the model returns them, and their log-softmax."""
+        """Return the logits that the model returns for some rows, and the log-softmax of these logits."""
         with torch.autocast(*self.autocast):
             shaped = self.shape.apply(linear(hidden, weight, bias))
         logits = shaped.to(_wide(hidden))
@@ -204,7 +209,7 @@ class _Settings:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """The head, the log-softmax and the selection of targets as one operation, chunk by chunk.
+    """Compute the head, the log-softmax and the selection of targets as one operation, chunk by chunk.
 
     With z the logits, p their softmax and t the target: d log p_t / dz = (onehot_t - p) / temperature, and
     d entropy / dz = -p (log p + entropy) / temperature.
@@ -286,7 +291,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _checked(
     input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int | None, inputs: Mapping[str, Any]
 ) -> int:
-    """Check the arguments, and return ``last``, with None replaced by its default."""
+    """Check the arguments; return ``last``, or its default if it is None."""
     if unsupported := [name for name in ("labels", "logits_to_keep") if name in inputs]:
         raise LogProbError(
             f"cannot compute log-probabilities: {unsupported[0]} is among the inputs, expected only inputs of the "
@@ -312,7 +317,7 @@ def _checked(
 
 
 def _head_of(root: Any) -> nn.Linear:
-    """Return the linear layer that computes logits from hidden states; raise if there is none."""
+    """Return the linear layer that computes the logits; raise LogProbError if the model has none."""
     model = root if hasattr(root, "get_output_embeddings") else getattr(root, "model", root)
     try:
         head = model.get_output_embeddings()
@@ -339,8 +344,9 @@ def _pass(
 ) -> Any:
     """Run a model with ``compute`` as the forward of its head; collective for a sharded model.
 
-    Returns the head's output. It has passed through FSDP2's hooks of the head and of the model, so backward gathers the
-    parameters of both. ``with_output`` returns the head's output and the model's.
+    Returns:
+        The head's output, after FSDP2's hooks of the head and of the root unit; so backward gathers both units. With
+        ``with_output``, a pair: the head's output and the model's output.
     """
     made: list[torch.Tensor] = []
     forward = root.forward
@@ -365,7 +371,7 @@ def _pass(
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward while the context is active; its hooks run as before."""
+    """Replace a module's forward while the context is active; the module's hooks still run."""
     own = vars(module).pop("forward", None)
     vars(module)["forward"] = forward
     try:
@@ -381,12 +387,13 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 _SHAPE = Slot[tuple[bool, LogitShape]]("logit shape")
 """Whether the model was sharded when the function was measured, and the function.
 
-It is measured again after sharding: the pass is then collective, so all ranks must run it, or none.
+The function is measured again after sharding. The forward pass is then collective, so all ranks must run it, including
+ranks that measured the function before sharding.
 """
 
 
 def _shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
-    """Return the function that a model applies to its logits; measure it at first use: [Note: after the head]."""
+    """Return the function that a model applies to its logits, measured at first use: [Note: after the head]."""
     cached = model_state(root).get(_SHAPE)
     if cached is None or cached[0] != is_sharded(root):
         cached = model_state(root).set(_SHAPE, (is_sharded(root), _measure(root, head, inputs)))
@@ -398,8 +405,8 @@ def _measure(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> Log
     known = torch.linspace(-1, 1, head.out_features, device=device) ** 3 * 2000
 
     def return_known(_hidden: torch.Tensor) -> torch.Tensor:
-        torch.set_grad_enabled(True)  # makes a trained factor visible as requires_grad; the end of no_grad resets it
-        return known.clone().view(1, 1, -1)  # a copy, so that a model that changes its logits in place is noticed
+        torch.set_grad_enabled(True)  # so that logits require grad if a trained factor scales them
+        return known.clone().view(1, 1, -1)  # a copy: `known` must stay the same if the model changes logits in place
 
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         from_head, output = _pass(root, head, return_known, inputs, with_output=True)
@@ -417,12 +424,12 @@ def _measure(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> Log
 
 
 def _candidates(known: torch.Tensor, measured: torch.Tensor) -> Iterator[LogitShape]:
-    """Yield functions that may map ``known`` to ``measured``; the last value is large enough to reach a soft cap."""
+    """Yield functions that may map ``known`` to ``measured``; the last known value is large enough to reach the cap."""
     largest = measured[-1].item()
     yield LogitShape(scale=largest / known[-1].item())
     half = (measured / largest - 0.5).abs().argmin()
     ratio = measured[half].item() / largest if largest else 0.0
     if 0 < ratio < 1:
         scale = math.atanh(ratio) * largest / known[half].item()
-        yield LogitShape(float(f"{scale:.4g}"), largest)  # without rounding errors, if the configured number is short
+        yield LogitShape(float(f"{scale:.4g}"), largest)  # exact if the configured scale has 4 digits or fewer
         yield LogitShape(scale, largest)

@@ -1,6 +1,6 @@
-"""The strategy class for RLHF trainers: `TrainingStrategy`, with the other methods that such trainers call.
+"""Define the strategy class for RLHF trainers: `TrainingStrategy`, and the further methods that such trainers call.
 
-Input: a configuration and the trainer's models. Output: the results of the free functions.
+Input: a configuration and the trainer's models. Output: the results of the free functions that the methods call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ModelOrModelOptimPair = nn.Module | ModelOptimPair
 
 T = TypeVar("T")
 
-# Defaults of RLHF trainers, for arguments that are not given.
+# Defaults of RLHF trainers, for options that are not set in ``args``.
 _DEFAULTS: dict[str, Any] = {
     "actor_learning_rate": 1e-6,
     "critic_learning_rate": 9e-6,
@@ -55,26 +55,27 @@ _DEFAULTS: dict[str, Any] = {
 class FSDPV2Strategy(TrainingStrategy):
     """Shard, train, save and resume models with FSDP2; construct one per process, with equal arguments on every rank.
 
-    The constructor is collective. It starts the process group if there is none (under torchrun from its variables, else
-    with one rank), and seeds every rank with the same seed. ``close`` or the end of a ``with`` block ends that group.
+    The constructor is collective. It seeds every rank with the same seed. If there is no process group, it starts one:
+    with torchrun's ranks if torchrun's environment variables are set, else with one rank. `close`, which the end of a
+    ``with`` block calls, destroys a group that the constructor started.
 
     Args:
-        seed: seed of all generators.
+        seed: seed of all random number generators.
         max_norm: global gradient norm to clip to; 0 disables clipping.
-        micro_train_batch_size: samples of one forward pass of one rank.
-        train_batch_size: samples of one optimizer step over all ranks.
+        micro_train_batch_size: number of samples in one forward pass on one rank.
+        train_batch_size: number of samples in one optimizer step over all ranks.
         bf16: compute in bfloat16.
-        args: a trainer's namespace or mapping, of which only the fields of StrategyConfig are used, or a
-            StrategyConfig.
+        args: a trainer's namespace or mapping, or a StrategyConfig. The configuration is made from those fields that
+            StrategyConfig has; some methods read further options from it.
         config: a StrategyConfig, instead of ``args``.
         process_group: the ranks that train; by default all ranks of the default group. Until `close`, "all ranks" means
             the ranks of this group, for all methods and free functions.
 
-    Explicit arguments take precedence over ``args`` and ``config``, which take precedence over StrategyConfig's
-    defaults.
+    Explicit arguments override ``args`` and ``config``, which override the defaults of StrategyConfig.
 
     Raises:
-        ConfigError: a value is not valid, or ``train_batch_size`` is not a multiple of micro batch size x ranks.
+        ConfigError: a value is not valid, or ``train_batch_size`` is not a multiple of ``micro_train_batch_size`` x
+            number of ranks.
         MeshError: this rank is not in ``process_group``, or an open strategy of this process trains on other ranks.
 
     Example:
@@ -91,10 +92,12 @@ class FSDPV2Strategy(TrainingStrategy):
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
-        """No-op kept for compatibility; set the collective time-out if one is given; collective in that case.
+        """Set the time-out of collectives if one is given, else do nothing; collective if a time-out is given.
+
+        This method exists because trainers call it; the constructor makes sure that there is a process group.
 
         Args:
-            timeout: time-out of collectives of the ranks that train.
+            timeout: time-out of collectives between the ranks that train.
             **kwargs: ignored; trainers may pass other arguments.
         """
         if timeout is not None:
@@ -135,13 +138,14 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             replay_buffer: a data set with a length.
-            batch_size: samples of one batch of one rank.
+            batch_size: number of samples in a batch on one rank.
             pin_memory: copy batches to pinned memory.
             shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins epoch n.
-            collate_fn: makes a batch of a list of samples.
-            drop_last: drop the last samples if there is not one for every rank, and the last batch if it is not full.
-            sampler: replaces the default `ResumableSampler`.
-            consumed_samples: samples of this epoch that all ranks together have drawn already; the loader skips them.
+            collate_fn: a function that makes a batch from a list of samples.
+            drop_last: drop the last samples if they are fewer than the ranks, and the last batch if it is not full.
+            sampler: replaces the default `ResumableSampler`; ``shuffle`` and ``consumed_samples`` are then ignored.
+            consumed_samples: number of samples of this epoch that all ranks together have drawn already; the loader
+                skips these.
 
         Raises:
             ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
@@ -166,17 +170,17 @@ class FSDPV2Strategy(TrainingStrategy):
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepare models for inference, and (model, optimizer, ...) tuples for training; collective.
 
-        The parameters of an optimizer that was made before its model was sharded are replaced by the sharded ones.
+        If an optimizer was created before its model was sharded, its parameters are replaced by the sharded parameters.
 
         Args:
             *models_or_pairs: models, or tuples of a model, its optimizer and, optionally, its schedule.
             is_rlhf: ignored; accepted for compatibility.
 
         Returns:
-            The arguments with prepared models: the only one, or a list of all.
+            The arguments, with prepared models: a single argument as it is, several as a list.
 
         Raises:
-            MeshError, ShardError: see `prepare_model`.
+            MeshError, ShardError, CheckpointError: see `prepare_model`.
             OptimizerError: see `rebind_optimizer`; or ``use_mp_opt`` is set and an optimizer keeps no master weights.
         """
         prepared = [self._prepare_one(given) for given in models_or_pairs]
@@ -216,19 +220,21 @@ class FSDPV2Strategy(TrainingStrategy):
         Args:
             actor: the policy; its attribute ``is_actor`` is set.
             critic: the value model, or None.
-            reward_models: one model, several or None; not prepared if ``args.remote_rm_url`` is set.
+            reward_models: a model, a list of models, or None; not prepared if ``args.remote_rm_url`` is set.
             initial_model: the reference model, or None.
-            args: ``actor_learning_rate``, ``critic_learning_rate``, ``adam_betas``, ``l2`` (weight decay) and
-                ``lr_warmup_ratio``; by default those of the strategy's ``args``.
-            max_steps: optimizer steps of the run.
+            args: a namespace or mapping with the options ``actor_learning_rate``, ``critic_learning_rate``,
+                ``adam_betas``, ``l2`` (weight decay), ``lr_warmup_ratio`` and ``remote_rm_url``. Options that it lacks
+                are taken from the strategy's ``args``.
+            max_steps: number of optimizer steps of the run.
 
         Returns:
-            (actor, optimizer, schedule), (critic, optimizer, schedule), reward models, reference model; the critic's
-            tuple is three times None if there is no critic. The schedules decay by a cosine to a tenth of the peak
-            learning rate.
+            (actor, optimizer, schedule), (critic, optimizer, schedule), reward models, reference model. Without a
+            critic, the second tuple is (None, None, None). The schedules warm up, and then decay by a cosine to a tenth
+            of the peak learning rate.
 
         Raises:
-            MeshError, ShardError, OptimizerError: see `prepare_model`, `create_optimizer` and `create_scheduler`.
+            MeshError, ShardError, CheckpointError: see `prepare_model`.
+            OptimizerError: see `create_optimizer` and `create_scheduler`.
         """
         actor.is_actor = True  # type: ignore[assignment]
         actor_triple = self._prepare_trained(actor, "actor_learning_rate", args, max_steps)
@@ -241,7 +247,13 @@ class FSDPV2Strategy(TrainingStrategy):
     def prepare_reward_model(
         self, reward_model: nn.Module, args: object = None, max_steps: int = int(1e8)
     ) -> tuple[nn.Module, Optimizer, LRScheduler]:
-        """Prepare a reward model for training as `prepare_models_and_optimizers` prepares the actor; collective."""
+        """Prepare a reward model for training, with the actor's options; collective.
+
+        Arguments and errors are those of `prepare_models_and_optimizers`.
+
+        Returns:
+            (reward model, optimizer, schedule).
+        """
         prepared: tuple[nn.Module, Optimizer, LRScheduler]
         prepared = self._prepare_trained(reward_model, "actor_learning_rate", args, max_steps)
         return prepared
@@ -263,7 +275,7 @@ class FSDPV2Strategy(TrainingStrategy):
         return model, optimizer, scheduler
 
     def _option(self, name: str, args: object) -> Any:
-        """Return an option of ``args``, else of the strategy's ``args``, else its default."""
+        """Return an option from ``args``, from the strategy's ``args`` or from the defaults; None counts as missing."""
         for source in (args, self.args):
             value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
             if value is not None:
@@ -277,13 +289,13 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             models: a prepared model, a wrapper, a list of them, or None.
-            empty_cache: release the allocator's unused memory, so that other processes can use it.
+            empty_cache: release unused memory of the CUDA allocator, so that other processes can use this memory.
 
         Returns:
-            ``models``.
+            ``models`` itself.
 
         Raises:
-            OffloadError: a model has gradients of a micro-batch that are not reduced yet, or the host is out of memory.
+            OffloadError: a model has gradients that are accumulated but not reduced yet, or the host is out of memory.
         """
         for model in _each(models):
             offload(model)
@@ -292,7 +304,7 @@ class FSDPV2Strategy(TrainingStrategy):
         return models
 
     def reload_model(self, models: T) -> T:
-        """Copy models back to the device, with bitwise equal values, and return ``models``; not collective."""
+        """Copy offloaded models back to the device, bitwise equal, and return ``models``; not collective."""
         for model in _each(models):
             reload(model)
         return models
@@ -301,7 +313,7 @@ class FSDPV2Strategy(TrainingStrategy):
         """Move an optimizer's state to host memory, unless ``adam_offload`` is false; not collective.
 
         Returns:
-            ``optimizer``.
+            ``optimizer`` itself.
         """
         if self.config.adam_offload and isinstance(optimizer, Optimizer):
             offload(optimizer)
@@ -309,10 +321,10 @@ class FSDPV2Strategy(TrainingStrategy):
         return optimizer
 
     def maybe_load_optimizer(self, optimizer: T, device: object = None) -> T:
-        """Copy an optimizer's state back to the device where it was, and return ``optimizer``; not collective.
+        """Copy an optimizer's offloaded state back to the device, and return ``optimizer``; not collective.
 
         Args:
-            optimizer: the optimizer.
+            optimizer: an optimizer; any other value is returned unchanged.
             device: ignored; accepted for compatibility.
         """
         if isinstance(optimizer, Optimizer):
@@ -324,19 +336,19 @@ class FSDPV2Strategy(TrainingStrategy):
     def moving_average(
         self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
     ) -> None:
-        """Average a model's trainable parameters into a second model: second = beta x second + (1 - beta) x model.
+        """Update a moving average of a model's trainable parameters: average = beta x average + (1 - beta) x model.
 
-        Call it after every ``optimizer_step``. It averages once per step; calls after micro-batches without a step have
-        no effect. If the model was never stepped by ``optimizer_step``, every call averages. The average is kept in
-        fp32 in any case, and is saved in checkpoints of ``model``. Collective, unless both models are sharded the same
-        way; then it does not communicate.
+        Call this method after every ``optimizer_step``. It updates the average once per step: after a micro-batch
+        without a step, it does nothing. If the model was never stepped by ``optimizer_step``, every call updates the
+        average. The average is kept in fp32, and is saved in checkpoints of ``model``. The method is collective, unless
+        both models are sharded the same way.
 
         Args:
             model: the model that is trained.
-            model_ema: a prepared model that receives the average, or an `EMA`.
+            model_ema: a prepared model that the average is copied into, or an `EMA`.
             beta: weight of the old average.
             device: "cpu" keeps the fp32 average in host memory; any other value keeps it on the device of
-                ``model_ema``. Ignored for an `EMA`.
+                ``model_ema``. Ignored if ``model_ema`` is an `EMA`.
 
         Raises:
             ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
@@ -359,33 +371,35 @@ class FSDPV2Strategy(TrainingStrategy):
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
-        """The engine that `setup_inference_engine` returned; None before that call, and on ranks without an engine."""
+        """The engine that `setup_inference_engine` returned; None before this call, and on ranks without an engine."""
         return self._rollout.engine
 
     @property
     def inference_engine_type(self) -> str | None:
-        """The ``engine_type`` that `setup_inference_engine` was called with, or the class name of a given engine."""
+        """The ``engine_type`` given to `setup_inference_engine`, or the class name of an engine given in its place."""
         return self._rollout.engine_type
 
     def setup_inference_engine(
         self, args: object = None, engine_type: str | RolloutEngine = "vllm", actor: nn.Module | None = None
     ) -> RolloutEngine | None:
-        """Build the engine that generates sequences, load an actor's weights into it, and put it to sleep; collective.
+        """Build the inference engine, and load an actor's weights into it; collective.
+
+        If the option ``enable_engine_sleep`` is true, the engine is then put to sleep.
 
         Args:
-            args: the trainer's arguments, which are passed to the engine's builder; by default those of the strategy.
-                The engine is put to sleep only if ``enable_engine_sleep`` is true.
+            args: the trainer's arguments, which are passed to the engine's builder; by default the strategy's ``args``.
             engine_type: "transformers"; "remote"; a name that was added to `rollout.ENGINES`; or an engine. "remote" is
                 an engine in another process, at ``args.remote_engine_address`` or rank ``args.remote_engine_rank``.
-                Rank 0 connects to it, and raises if it is silent for ``args.remote_engine_timeout_seconds`` (default
-                60).
-            actor: the model whose weights are loaded; None loads no weights.
+                Rank 0 connects to it. An error is raised if the other process does not respond for
+                ``args.remote_engine_timeout_seconds`` (default 60).
+            actor: the model whose weights are loaded; with None, no weights are loaded.
 
         Returns:
-            The engine; None on ranks without one.
+            The engine; None on ranks without an engine.
 
         Raises:
-            RolloutError: on every rank, if ``engine_type`` is unknown or the engine cannot be built.
+            RolloutError: on every rank, if ``engine_type`` is unknown, the engine cannot be built, or it did not
+                receive all weights.
         """
         self._rollout.set_up(self.args if args is None else args, engine_type, actor)
         if actor is not None:
@@ -396,19 +410,19 @@ class FSDPV2Strategy(TrainingStrategy):
     def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
         """Load a model's weights into the engine, in the compute dtype; collective.
 
-        A sleeping engine is woken for the update and put to sleep again.
+        If the engine sleeps, it is woken for the update and then put to sleep again.
 
         Args:
             actor: the model, or its wrapper; it may be offloaded.
-            verify: compare the checksums of the weights that were sent with those of the engine's weights.
+            verify: compare the checksums of the sent weights with the checksums of the engine's weights.
 
         Raises:
-            RolloutError: on every rank, if there is no engine, or the engine did not receive all weights.
+            RolloutError: on every rank, if no engine was set up, or the engine did not receive all weights.
         """
         self._rollout.update(actor, verify=verify)
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Put the engine to sleep (it frees its device memory) if ``enable_engine_sleep`` is true; not collective."""
+        """Put the engine to sleep if ``enable_engine_sleep`` is true, which frees its device memory; not collective."""
         if self._option("enable_engine_sleep", self._rollout.args):
             self._rollout.sleep()
 
@@ -417,14 +431,14 @@ class FSDPV2Strategy(TrainingStrategy):
         self._rollout.wake_up()
 
     def close(self) -> None:
-        """Close the engine, and close the strategy as `TrainingStrategy.close` does; collective; can be repeated."""
+        """Close the engine, and then the strategy as `TrainingStrategy.close` does; collective, idempotent."""
         if (rollout := self.__dict__.pop("_rollout", None)) is not None:
             rollout.close()
         super().close()
 
 
 def _each(models: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a trainer's argument: one module, a list of them, or None."""
+    """Yield the modules in an argument that may be a module, a list of modules, or None."""
     for model in models if isinstance(models, list | tuple) else [models]:
         if isinstance(model, nn.Module):
             yield model

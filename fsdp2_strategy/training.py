@@ -1,7 +1,7 @@
 """The strategy methods that every trainer needs: models, optimizers, steps and checkpoints.
 
-Input: a configuration and the trainer's models. Output: the results of the free functions. The class adds only state:
-for each model its optimizer, schedule, averages and accumulation.
+Input: a configuration and the trainer's models. Output: the results of the functions that it calls. The class adds only
+state: for each model its optimizer, schedule, averages and accumulation.
 """
 
 from __future__ import annotations
@@ -138,13 +138,13 @@ class TrainingStrategy:
     def set_seed(self, seed: int, *, per_rank: bool = False) -> None:
         """Seed all generators; not collective.
 
-        Build models under the same seed on all ranks. Then use ``per_rank`` so that dropout and noise differ between
-        ranks.
+        Build models with the same seed on all ranks. Then call this with ``per_rank``, so that dropout and noise differ
+        between ranks.
         """
         seed_everything(seed + ranks.rank() if per_rank else seed)
 
     def close(self) -> None:
-        """Wait for a save, and end the process group if this strategy started it; collective; can be repeated.
+        """Wait for a save, and destroy the process group if this strategy created it; collective, idempotent.
 
         The locks on the directories that this process saved into are released.
 
@@ -173,7 +173,7 @@ class TrainingStrategy:
     # --- models --------------------------------------------------------------------------------------------------
 
     def init_model_context(self, meta_init: bool = False) -> AbstractContextManager[None]:
-        """Build models within this context; with ``meta_init`` on the meta device (`init_on_meta`); not collective."""
+        """Return a context to build models in, on the meta device (`init_on_meta`) if ``meta_init``; not collective."""
         return init_on_meta() if meta_init else nullcontext()
 
     def prepare_model(
@@ -185,17 +185,17 @@ class TrainingStrategy:
     ) -> ModelT:
         """Shard a model in place by the settings of the configuration; collective.
 
-        None, prepared models, and wrappers of an engine or of prepared models are returned unchanged. A model that was
-        built on the meta device is loaded as well.
+        None, prepared models, and wrappers of an engine or of prepared models are returned unchanged. The weights of
+        a model that was built on the meta device are loaded.
 
         Args:
             model: any module, or a wrapper around one; every rank must have the same weights.
             is_training: keep fp32 master weights; else keep the compute dtype only.
-            shard_size: number of ranks that a parameter is split over, a divisor of the world size; -1 for all; "auto"
-                for all in training, else the fewest that a model of its size needs; by default that of the
-                configuration.
-            reshard_after_forward: free gathered parameters after a block's forward; an int reshards them over that many
-                ranks until backward instead; by default that of the configuration.
+            shard_size: number of ranks that a parameter is split over, a divisor of the world size. -1 means all ranks,
+                "auto" all ranks in training and otherwise the fewest that a model of this size needs. By default, the
+                configuration's.
+            reshard_after_forward: free gathered parameters after a block's forward. With an int, keep them sharded over
+                groups of that many ranks until backward. By default, the configuration's.
 
         Returns:
             ``model`` itself.
@@ -268,7 +268,7 @@ class TrainingStrategy:
         return scheduler
 
     def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
-        """Return the averages of the second model, created on first use, and store them with the first model."""
+        """Return the averages that ``model_ema`` receives, created on first use, and assign them to ``model``."""
         state = self._state_of(model)
         if isinstance(model_ema, EMA):
             state.ema = model_ema
@@ -293,7 +293,8 @@ class TrainingStrategy:
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
-        It divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given. The caller must not.
+        It divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given; the caller must not
+        divide it.
 
         Arguments and errors are those of `optim.step.backward`. ``optimizer`` and ``kwargs`` are ignored; trainers may
         pass them.
@@ -398,7 +399,7 @@ class TrainingStrategy:
             max_num: checkpoints to keep, at least 1; None for no limit.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
-            ema: averages, or the second model of `moving_average`; by default those last used with this model.
+            ema: averages, or the ``model_ema`` of `moving_average`; by default those last used with this model.
         """
         state = self._state_of(model)
         if pending := state.accumulation.micro_batches % self.accumulated_gradient:
@@ -470,7 +471,7 @@ class TrainingStrategy:
             load_module_strict: raise if the checkpoint and the model have different names.
             load_optimizer_states: restore the optimizer's state, if there is an optimizer.
             load_lr_scheduler_states: restore the schedule's state, if there is a schedule.
-            ema: restore these averages, or those of the second model of `moving_average`.
+            ema: restore these averages, or those of the ``model_ema`` of `moving_average`.
             load_module: load the model's parameters and buffers; if false, load all other state only.
             **kwargs: ignored; trainers may pass other arguments.
 
@@ -506,7 +507,7 @@ class TrainingStrategy:
         return str(loaded.path), loaded.client_state
 
     def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
-        """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `save_model`."""
+        """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
 
     # --- state of each model ---------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """Save, load, list and verify sharded checkpoints.
 
-Files on disk: `layout`, `paths`, `directory` (commit), `lock`, `rotation`. Content: `components`, `training_state`,
-`random_state`, `data_position`, `trainable_only`, `gathered_policy`. Tensor I/O with `torch.distributed.checkpoint`:
-`storage`, `reader`. `save` and `load` combine these; both are collective, and succeed or raise on all ranks.
+`save` and `load` are collective; both succeed or raise on all ranks. They combine these modules:
+
+- Files on disk: `layout`, `paths`, `directory` (commit), `lock`, `rotation`
+- Content: `components`, `training_state`, `random_state`, `data_position`, `trainable_only`, `gathered_policy`
+- Tensor I/O with `torch.distributed.checkpoint`, and checksums: `storage`, `reader`
+- Asynchronous saves: `background_save`
+- Checkpoints of other systems: `foreign_formats`
 """
 
 from fsdp2_strategy.checkpoint.data_position import Loader

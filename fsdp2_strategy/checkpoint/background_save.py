@@ -1,11 +1,11 @@
-"""Asynchronous saves: copy the tensors that this rank writes to host memory, and write them in a background thread.
+"""Save asynchronously: copy this rank's tensors to host memory, and write the copies in a background thread.
 
-Input: tensors that the trainer keeps changing, and a function that writes. Output: copies in reused host buffers, and
-the function's error, which the next call raises.
+Input: tensors that the trainer changes later, and a function that writes a checkpoint. Output: copies of the tensors in
+host buffers, and the error of the function.
 
 [Note: background saves] The background threads of all ranks use a separate process group, so that their collectives
-cannot mix with the trainer's. One save is in flight at a time. A save fails on all ranks or on none
-([Note: agreed errors] in `agreement`). The next save, load, `wait` or `close` raises its error.
+cannot mix with the trainer's. Only one save is in flight at a time. A save fails on all ranks or on none
+([Note: agreed errors] in `agreement`). If it fails, the next save, load, `wait` or `close` raises its error.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """Host buffers for the copies of one save, reused by the next save of any model."""
+    """Host buffers for the copies of one save. The next save reuses them, also if it saves another model."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._views: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
-        """Views of the buffers by buffer, offset, dtype and shape; making them again takes longer than small copies."""
+        """Views by buffer index, offset, dtype and shape. Cached: creating a view takes longer than a small copy."""
         self._current, self._filled_bytes = 0, 0
-        """The buffer that the next copy goes into if it has room, and the bytes in use there."""
+        """The index of the buffer that the next copy tries first, and the number of bytes in use in that buffer."""
 
     def begin(self) -> None:
-        """Start a save: allow the copies of the previous save to be overwritten."""
+        """Start a save. Its copies overwrite those of the previous save."""
         self._current, self._filled_bytes = 0, 0
 
     def copy_to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ class Staging:
         self.begin()
 
     def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of unused bytes for a copy; add a buffer if none has enough."""
+        """Return a view of unused buffer bytes for a copy of ``tensor``; allocate another buffer if needed."""
         index, begin, nbytes = self._current, self._filled_bytes, tensor.nbytes
         while index < len(self._buffers) and begin + nbytes > self._buffers[index].numel():
             index, begin = index + 1, 0
@@ -86,7 +86,7 @@ class _Save:
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
         self._name, self._group, self._device = name, group, current_device()
-        self.ended = threading.Event()  # after an interrupted `Thread.join`, Python 3.11 reports the thread as ended
+        self.ended = threading.Event()  # not `Thread.join`: if interrupted, it marks the thread as ended in Python 3.11
         threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
@@ -97,11 +97,11 @@ class _Save:
                 self._work()
         except BaseException as error:  # noqa: BLE001  torch raises a BaseException (CheckpointException)
             self._error = error
-            if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # these are the same on all ranks
+            if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # our own errors are the same on all ranks
                 message = "saving %s failed; the next save, load, wait or close raises this error: %s"
                 logger.error(message, self._name, error)
         finally:
-            self._work = None  # free the copies that it refers to
+            self._work = None  # free the objects that the function refers to
             self.ended.set()
 
     def result(self) -> None:
@@ -122,31 +122,35 @@ def _at_exit() -> None:
         wait()
 
 
-# These functions run in reverse order, so ours runs before that of concurrent.futures. `atexit` functions run later.
+# Functions that are registered here run in reverse order: `_at_exit` runs before the function of concurrent.futures.
+# `atexit` functions run later.
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
 _groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
-"""For each default group: the background group of each group in use."""
+"""The background groups: by default group, then by the group in use when the background group was created."""
 
 
 def staging() -> Staging:
-    """Return this process's host buffers for copies; after `wait` they may be overwritten."""
+    """Return this process's host buffers for copies. They may be overwritten once `wait` has returned."""
     return _staging
 
 
 def save_in_background(name: str, work: Callable[[], None]) -> None:
-    """Run `work` in a background thread; the first call is collective. See [Note: background saves]."""
+    """Wait for the previous save, then run ``work`` in a background thread. See [Note: background saves].
+
+    Collective if the group in use has no background group yet.
+    """
     wait()
     _in_flight.append(_Save(name, work, _own_group()))
 
 
 def wait() -> None:
-    """Wait until no save is in flight; not collective, but either all ranks raise or none.
+    """Wait until no save is in flight. Not collective, but a failed save raises on every rank that calls it.
 
     Raises:
-        CheckpointError: the save failed. Its error is raised once.
+        CheckpointError: the save failed. Its error is raised only once.
     """
     while _in_flight:
         save = _in_flight[0]
@@ -169,12 +173,18 @@ def finish() -> None:
 
 
 def forget_groups() -> None:
-    """Drop the background process groups, before the default group is destroyed; not collective."""
+    """Drop the references to the background process groups; not collective.
+
+    Call it before the default group is destroyed.
+    """
     _groups.clear()
 
 
 def _own_group() -> dist.ProcessGroup:
-    """Return the background group with the ranks and time-out of the group in use; create it if needed (collective)."""
+    """Return the background group with the ranks and time-out of the group in use.
+
+    Collective if no such group exists yet, because the call creates it.
+    """
     groups, group = _groups.setdefault(dist.group.WORLD, {}), group_in_use()
     if group not in groups:
         options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}

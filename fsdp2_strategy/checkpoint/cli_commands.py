@@ -1,6 +1,6 @@
 """Implement the commands of the command line: list, verify and export checkpoints.
 
-Input: parsed arguments. Output: tables, reports and Hugging Face folders; an exit status.
+Input: parsed arguments. Output: tables, reports or Hugging Face folders, and an exit status.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def export(parsed: argparse.Namespace) -> int:
     """Export a checkpoint to a Hugging Face folder; return 0.
 
     Raises:
-        CheckpointError: the checkpoint holds trainable weights only, has adapters, is corrupt, or is not trusted.
+        CheckpointError: the checkpoint has only trainable weights, has adapters, or is corrupt; or another system wrote
+            it, and ``--trust`` is missing.
     """
     path, dtype = parsed.checkpoint, getattr(torch, parsed.dtype) if parsed.dtype else None
     paths = CheckpointPaths.found_in(path)

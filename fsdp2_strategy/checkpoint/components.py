@@ -1,11 +1,13 @@
 """Assign a model's tensors to the components of a checkpoint.
 
 `model/` is a folder for ``from_pretrained``. `wrapper/` contains the other tensors: those of a wrapper around the
-model, and the model's adapters. If only trainable weights are saved, `trainable/` replaces both. In LeRobot's layout
-the full policy, wrapper included, is one file in `pretrained_model/`. If the policy has adapters, that folder contains
-the adapters instead, and all trainable weights are in `training_state/trainable/`.
+model, and the model's adapters. A save with ``only_trainable`` writes `trainable/` instead of both.
 
-Input: a sharded model. Output: the components to write; or the location in files of each of the model's tensors.
+LeRobot's layout has one file for the full policy, wrapper included, in `pretrained_model/`. For a policy with adapters,
+that folder contains only the adapters, and a load reads `training_state/trainable/`.
+
+Input: a sharded model. Output of a save: the components to write. Output of a load: the location of each of the
+model's tensors in the files.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout, PolicySideca
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
 
-# The files of a tokenizer or processor, in the folder that a model was loaded from.
+# File names of tokenizers and processors. These files are copied from the folder that a model was loaded from.
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -57,7 +59,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ModelComponents:
-    """The components that contain a model's tensors, and the sidecar files."""
+    """The components that contain a model's tensors, and the sidecar files of the model's folder."""
 
     components: list[Component]
     sidecars: SidecarFiles
@@ -66,7 +68,8 @@ class ModelComponents:
     def of(cls, root: nn.Module, paths: CheckpointPaths, left_out: Container[str] | None) -> ModelComponents:
         """Lay out ``model/``, and ``wrapper/`` if a wrapper or adapters have tensors of their own.
 
-        If ``left_out`` has names of frozen weights, lay out ``trainable/``: all other parameters, and all buffers.
+        If ``left_out`` is given, lay out only ``trainable/``, with all persistent buffers and all parameters except the
+        frozen weights that ``left_out`` names.
         """
         if left_out is not None:
             kept = {name: tensor for name, tensor in _tensors_of(root).items() if name not in left_out}
@@ -87,10 +90,13 @@ class ModelComponents:
     def of_policy(
         cls, root: nn.Module, paths: CheckpointPaths, lerobot: LeRobotLayout, left_out: Container[str] | None
     ) -> ModelComponents:
-        """Lay out a policy as LeRobot does; collective. Arguments as for `of`.
+        """Lay out a policy as LeRobot does; collective.
+
+        ``lerobot`` contains the trainer's objects to save; the other arguments are those of `of`.
 
         Raises:
-            CheckpointError: on every rank: adapters cannot be saved alone, or the policy cannot write its own files.
+            CheckpointError: on every rank: the policy trains other parameters in addition to its adapters; or its own
+                `save_pretrained` was requested and cannot be used.
         """
         adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
         full_policy = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
@@ -122,23 +128,26 @@ class ModelComponents:
 
 @dataclass(frozen=True)
 class SidecarFiles:
-    """Snapshot of the model folder's sidecar files: the trainer may change the model during an asynchronous save."""
+    """A snapshot of the content of the sidecar files in the model's folder.
+
+    An asynchronous save writes these files later, when the trainer may have changed the model.
+    """
 
     folder: Path
     skeleton: nn.Module | None = None
-    """Copy of the top-level module, without parameters, buffers and children; for transformers models."""
+    """For a transformers model: a copy of the top-level module without parameters, buffers and children."""
     regions: Mapping[str, Region] = field(default_factory=dict)
-    """The tensors of the weight files, by their names there."""
+    """The tensors in the weight files, by their names in these files."""
     source: Path | None = None
-    """Folder whose tokenizer files are copied if no tokenizer is given."""
+    """Folder to copy the tokenizer files from if no tokenizer is given."""
     adapters: AdapterFiles | None = None
     policy: PolicySidecars | None = None
     full_policy: nn.Module | None = None
-    """The unsharded policy on rank 0, if it writes its weights and its configuration itself."""
+    """On rank 0, the unsharded policy, if its own `save_pretrained` writes weights and configuration."""
 
     @classmethod
     def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> SidecarFiles:
-        """Copy the configurations of a model without adapters."""
+        """Copy the configurations of ``model``, which must not contain adapter modules."""
         skeleton = None
         if is_transformers_model(model):
             skeleton = copy_module_shell(model)
@@ -149,11 +158,14 @@ class SidecarFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the weights that the policy writes itself."""
+        """Size of the weights that the policy's own `save_pretrained` writes; 0 on ranks without the full policy."""
         return sum(p.nbytes for p in self.full_policy.parameters()) if self.full_policy is not None else 0
 
     def write(self, tokenizer: Any) -> None:
-        """Write the files that ``from_pretrained`` reads: configuration, and tokenizer if any; one rank calls it."""
+        """Write the sidecar files: configurations, adapter and policy files, tokenizer; one rank calls it.
+
+        Without ``tokenizer``, the tokenizer files are copied from ``source``.
+        """
         if self.skeleton is not None:
             write_configuration(self.folder, self.skeleton, self.regions)
         if self.adapters is not None:
@@ -161,7 +173,7 @@ class SidecarFiles:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
-        if self.full_policy is not None:  # last, so that its own configuration overwrites ours
+        if self.full_policy is not None:  # after ours, so that the policy's own configuration replaces it
             save_with_own_method(self.full_policy, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
@@ -176,14 +188,14 @@ def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 _ARRANGEMENT = Slot[tuple[object, FileLayout]]("arrangement in checkpoints")
-"""The names, shapes, dtypes and placements of the tensors, and the arrangement that was chosen for them."""
+"""The names, shapes, dtypes and placements of the tensors, and the file layout that was chosen for them."""
 
 
 def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
-    """Return the arrangement of ``model/``, cached until a name, shape, dtype or placement of the model changes.
+    """Return the file layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
 
     Args:
-        inner: the model; it keeps the cached value.
+        inner: the model; the cached layout is stored in its state.
         base: the model without its adapters.
         tensors: the base model's tensors by name.
     """
@@ -197,13 +209,13 @@ def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str,
 def match_model(
     root: nn.Module, paths: CheckpointPaths, left_out: Container[str], *, strict: bool
 ) -> tuple[LoadTargets, LoadReport]:
-    """Locate each of a model's tensors in a checkpoint; reads only headers.
+    """Locate each of a model's tensors in a checkpoint, by reading only headers.
 
     Args:
         root: the model.
         paths: the checkpoint's paths.
         left_out: names of the frozen weights that the checkpoint omits.
-        strict: raise if one side has a name that the other does not have.
+        strict: raise if the names in the model and in the checkpoint differ.
 
     Raises:
         CheckpointError: shapes differ; or ``strict`` is True and names differ.

@@ -1,7 +1,8 @@
 """Save and restore the state of a data loader: one state for all ranks, or one per rank.
 
 Input: a loader. Output: JSON in ``trainer_state.json`` if the loader's state is the same on every rank
-(``ResumableLoader``); else one safetensors file per rank, with the nesting of the state as JSON in its header.
+(``ResumableLoader``). For other loaders: one safetensors file per rank. The file contains the tensors of the state. Its
+header contains the nested structure and all other values as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TREE = "tree"
 
 
 class Loader(Protocol):
-    """A loader that can be resumed. If it also has ``check_state``, its state is JSON and the same on every rank."""
+    """A loader that can be resumed. If it has a method ``check_state``, its state is JSON, the same on every rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position in the data."""
@@ -36,7 +37,7 @@ class Loader(Protocol):
 
 
 class Later(Enum):
-    """Passed to a load as ``dataloader`` if a later load restores the data position."""
+    """The type of `LATER`, which is passed to a load as ``dataloader`` if a later load restores the data position."""
 
     LATER = "later"
 
@@ -76,8 +77,8 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
     """Check that a loader can continue from the data position in a checkpoint.
 
     Raises:
-        CheckpointError: there is no position, it is from another kind of loader, or it is per rank and the number of
-            ranks has changed.
+        CheckpointError: the checkpoint has no position; the position is from another kind of loader; or there is one
+            position per rank, and the number of ranks has changed.
         DataError: the position is for another order of samples, or the loader has already delivered batches.
     """
     saved = require_saved(saved, "data position", "dataloader=None", path)
@@ -97,7 +98,7 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
 
 
 def restore_position(loader: Any, saved: Mapping[str, Any], rank_file: bytes | None) -> None:
-    """Load a saved position into a loader."""
+    """Load a saved position into a loader, from its rank's file if there is one."""
     loader.load_state_dict(saved["state"] if rank_file is None else _deserialize(rank_file))
 
 
@@ -133,7 +134,11 @@ def _serialize(state: Any) -> bytes:
 
 
 def _as_tensor(value: Any) -> tuple[str, torch.Tensor | None]:
-    """Return the kind of bytes, a numeric array or a dense tensor, with a copy as a tensor; None for other values."""
+    """Copy bytes, a numeric array or a dense tensor into a tensor.
+
+    Returns:
+        The name of the value's kind, and the copy; None instead of the copy for all other values.
+    """
     if isinstance(value, bytes):
         return "bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:

@@ -1,11 +1,11 @@
-"""Commit a checkpoint, delete checkpoints, and clean up after a crash, in the directory of all checkpoints.
+"""Commit and delete checkpoints in a run's directory of checkpoints, and clean the directory up after a crash.
 
-Input: files that ranks wrote into a ``.partial`` directory. Output: a committed checkpoint; others are not modified.
+Input: files that ranks wrote into a ``.partial`` directory. Output: a committed checkpoint.
 
-[Note: commit] A save writes into ``.partial``, and fsyncs all files, then the manifest, then the directories. Renaming
-``.partial`` commits it, so a crash at any time leaves a complete checkpoint or none. If the tag exists, its directory
-is first renamed to ``.replaced``; `recover` renames it back if the new one was not committed. Checkpoints are ordered
-by the sequence number in the manifest.
+[Note: commit] A save writes its files into ``.partial``. It fsyncs the files, then the manifest, then the directories.
+The commit renames ``.partial`` to the tag. So a crash at any time leaves a complete checkpoint or none. If a checkpoint
+with this tag exists, it is first renamed to ``.replaced``. If a crash prevents the commit, `recover` renames it back.
+The sequence numbers in the manifests give the order of the commits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def partial_path(save_dir: Path, tag: str) -> Path:
 
 
 def check_replaceable(save_dir: Path, tag: str, partial: CheckpointPaths) -> None:
-    """Raise if the save would replace a file or directory that this package did not create; rank 0 calls it.
+    """Raise if a save would replace a file or directory that this package did not create; rank 0 calls it.
 
     Raises:
-        CheckpointError: ``tag`` exists and is not a checkpoint of this package, or ``last`` exists and is not a link.
+        CheckpointError: ``tag`` exists and is not a checkpoint of this package; or, in LeRobot's layout, ``last``
+            exists and is not a link.
     """
     path = save_dir / tag
     if is_last(path) or (path.exists() and not has_only_checkpoint_entries(path)):
@@ -66,16 +67,16 @@ def check_replaceable(save_dir: Path, tag: str, partial: CheckpointPaths) -> Non
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, and fsync them, so that they survive a power loss."""
+    """Create a directory and its missing parents; fsync the parent of each, so that they survive a power loss."""
     if not path.is_dir():
         make_directory(path.absolute().parent)
         path.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # write permission without read permission
+        with contextlib.suppress(PermissionError):  # a directory without read permission cannot be fsynced
             fsync(path.absolute().parent)
 
 
 def recover(save_dir: Path) -> None:
-    """Rename ``.replaced`` checkpoints back if the new one was not committed; rank 0 calls it between saves."""
+    """Rename each ``.replaced`` checkpoint back if its tag does not exist; rank 0 calls it while no save runs."""
     for replaced in _leftovers(save_dir, _REPLACED):
         final = save_dir / replaced.name[1 : -len(_REPLACED)]
         if not final.exists():
@@ -83,7 +84,7 @@ def recover(save_dir: Path) -> None:
 
 
 def delete_leftovers(save_dir: Path) -> None:
-    """Recover, and delete the leftovers of crashed saves and deletions; rank 0 calls it between saves."""
+    """Call `recover`, then delete the leftovers of crashed saves and deletions; rank 0 calls it while no save runs."""
     recover(save_dir)
     for suffix in (_REPLACED, _PARTIAL, _REMOVED):
         for path in _leftovers(save_dir, suffix):
@@ -95,7 +96,7 @@ def _leftovers(save_dir: Path, suffix: str) -> list[Path]:
 
 
 def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, Sequence[Block]]) -> str:
-    """Write one rank's checksum manifest of the files under ``.partial``, and fsync it.
+    """Write the checksum manifest of one rank into ``.partial``, and fsync it.
 
     Returns:
         The digest of the checksum manifest.
@@ -114,25 +115,25 @@ def write_checksums(partial: CheckpointPaths, rank: int, blocks: Mapping[Path, S
 
 
 def shared_files(partial: CheckpointPaths) -> list[Path]:
-    """Return the files under ``.partial``, except those in the folders with one file per rank."""
+    """Return all files under ``.partial`` except those in the folders with one file per rank."""
     top = {*partial.root.iterdir(), *partial.state.iterdir()} - {partial.state, *partial.per_rank_folders}
     return [path for entry in top for path in [entry, *entry.rglob("*")] if path.is_file()]
 
 
 def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], digests: Sequence[str]) -> None:
-    """Commit the files under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
+    """Commit the checkpoint under ``.partial``; rank 0 calls it after all ranks have written. See [Note: commit].
 
     Args:
-        partial: paths of the files.
+        partial: the checkpoint's paths under ``.partial``.
         tag: name of the checkpoint.
-        entries: further entries of the manifest.
-        digests: of the checksum manifests, in the order of ranks.
+        entries: entries to add to the manifest.
+        digests: the digests of the checksum manifests, in the order of ranks.
 
     Raises:
-        CheckpointError: rank 0 does not see a checksum manifest of another rank.
+        CheckpointError: rank 0 does not see the checksum manifest of another rank.
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
-    for path in shared_files(partial):  # their ranks have fsynced the other files
+    for path in shared_files(partial):  # each rank has fsynced its files in the other folders
         fsync(path)
     files = sorted(path for path in partial.root.rglob("*") if path.is_file())
     checksums = [partial.rank_file(CHECKSUMS, rank) for rank in range(len(digests))]
@@ -165,9 +166,9 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
 
 
 def update_latest(newest: CheckpointPaths) -> None:
-    """Make ``latest``, or the link ``last`` in LeRobot's layout, name a checkpoint, by an atomic rename.
+    """Point the file ``latest``, or in LeRobot's layout the link ``last``, to a checkpoint, by an atomic rename.
 
-    Delete the other of the two, because it would name an older checkpoint.
+    The other layout's ``last`` or ``latest`` is deleted, because it names an older checkpoint.
     """
     save_dir, tag = newest.root.parent, newest.root.name
     name, other = (LAST, LATEST) if newest.is_lerobot else (LATEST, LAST)
@@ -185,7 +186,10 @@ def update_latest(newest: CheckpointPaths) -> None:
 
 
 def remove(checkpoints: Sequence[Checkpoint]) -> None:
-    """Delete checkpoints: rename them, so that none is listed while it is incomplete, then delete them on a thread."""
+    """Rename checkpoints to ``.removed``, then delete them in a background thread.
+
+    The rename ensures that no incomplete checkpoint is listed.
+    """
     removed = [c.path.rename(c.path.with_name(f".{c.tag}{_REMOVED}")) for c in checkpoints]
     if removed:
         thread = Thread(target=_delete_all, args=(removed,), name="remove checkpoints")
@@ -205,7 +209,11 @@ def _delete_all(paths: Sequence[Path]) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, ``pretrained_model/`` first, so that `has_only_checkpoint_entries` holds at any time."""
+    """Delete a checkpoint's directory.
+
+    ``pretrained_model/`` is deleted first. So if the deletion is interrupted, `has_only_checkpoint_entries` is true for
+    the remaining files, and the next save deletes them.
+    """
     if (path / PRETRAINED_MODEL).is_dir():
         shutil.rmtree(path / PRETRAINED_MODEL)
     shutil.rmtree(path)

@@ -1,10 +1,13 @@
 """Load and export checkpoints of other systems: sharded ``.distcp`` folders of torch, and ``.pt`` or ``.bin`` files.
 
-Input: a path. Output: a loaded model and optimizer, or a Hugging Face folder. Both formats contain pickles, and reading
-a pickle can run code. So the user must pass ``trust=True``; no pickle is read without it.
+Input: a path. Output: a loaded model and optimizer, or a Hugging Face folder. Checkpoints of other systems contain
+pickles, and reading a pickle can run code. No pickle is read unless the user passes ``trust=True``.
 
-Supported are folders of LightRFT (the model in the folder itself, ``optim_states``, ``client_state.pt``), of accelerate
-and LeRobot (``pytorch_model_fsdp_0``, ``optimizer_0``), and of VITRA (``weights.pt``, ``optimizer.pt``, ``meta.json``).
+These folders are supported:
+
+- LightRFT: the model in the folder itself, ``optim_states``, ``client_state.pt``
+- accelerate and LeRobot: ``pytorch_model_fsdp_0``, ``optimizer_0``
+- VITRA: ``weights.pt``, ``optimizer.pt``, ``meta.json``
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class Foreign:
     model: Path
     """A folder with ``.metadata``, or a file."""
     optimizer: Path | None
-    """A folder with ``.metadata``, or a file; None if there is none."""
+    """A folder with ``.metadata``, or a file; None if the checkpoint has no optimizer state."""
 
     @property
     def step(self) -> int:
@@ -87,7 +90,7 @@ class Foreign:
         return step if isinstance(step, int) else None
 
     def schedule(self) -> dict[str, Any] | None:
-        """Unpickle the state of the schedule; None if there is none."""
+        """Unpickle the state of the schedule; return None if the checkpoint has none."""
         path = _first_of(self.path, (), _SCHEDULE_FILES)
         return torch.load(path, map_location="cpu", weights_only=False) if path else None
 
@@ -109,10 +112,10 @@ class Foreign:
 
 
 def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
-    """Return the foreign checkpoint at a path, else that of the highest step in its subfolders, else None.
+    """Return the foreign checkpoint at a path, else the one with the highest step in its subfolders, else None.
 
     Raises:
-        CheckpointError: a checkpoint was found, and ``trust`` is False.
+        CheckpointError: there is such a checkpoint, and ``trust`` is False.
     """
     foreign = _look_for(path)
     if foreign is not None and not trust:
@@ -124,7 +127,7 @@ def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a foreign checkpoint is at a path or in its subfolders; no pickle is read."""
+    """Return whether a path or one of its subfolders is a foreign checkpoint, without reading a pickle."""
     return _look_for(path) is not None
 
 
@@ -134,7 +137,7 @@ def _look_for(path: Path) -> Foreign | None:
     if not path.is_dir():
         return None
     found = [foreign for folder in (path, *path.iterdir()) if (foreign := _in_folder(folder))]
-    # Of two checkpoints of the same step, the one from the end of the epoch is newer.
+    # VITRA can save the same step twice: the checkpoint from the end of the epoch is the newer one.
     return max(found, key=lambda f: (f.path == path, f.step, f.path.name.endswith(".end.ckpt")), default=None)
 
 
@@ -144,7 +147,7 @@ def _in_folder(path: Path) -> Foreign | None:
 
 
 def _first_of(path: Path, folders: Iterable[str], files: Iterable[str]) -> Path | None:
-    """Return the first of the named folders with ``.metadata``, else the first of the named files, else None."""
+    """Return the first named folder that contains ``.metadata``, else the first named file that exists, else None."""
     found = [path / name for name in folders if (path / name / ".metadata").is_file()]
     found += [path / name for name in files if (path / name).is_file()]
     return found[0] if found else None
@@ -164,8 +167,9 @@ def load_foreign(
     A schedule without saved state is advanced to the step in ``meta.json``.
 
     Raises:
-        CheckpointError: on every rank: names or shapes differ, or there is no state for the optimizer or scheduler.
-        OffloadError: the model or optimizer is offloaded. Torch's reader cannot write to offloaded tensors.
+        CheckpointError: on every rank: names or shapes differ; there is no state for the optimizer; or there is neither
+            state for the scheduler nor a step in ``meta.json``.
+        OffloadError: the model or optimizer is offloaded. DCP cannot read into offloaded tensors.
     """
     path = foreign.path
     report: dict[str, Any] = {}
@@ -202,16 +206,16 @@ def load_foreign(
 
 
 def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, sidecar_folder: Path | None) -> None:
-    """Export a foreign checkpoint to a Hugging Face folder, a few tensors at a time; not collective.
+    """Export a foreign checkpoint to a Hugging Face folder, a few tensors at a time; for a single process.
 
     Args:
         foreign: the checkpoint.
-        output: a new folder, or an empty one.
-        dtype: dtype of the floating-point tensors; by default they keep theirs.
-        sidecar_folder: folder whose configuration and tokenizer are copied to the output.
+        output: a folder that does not exist or is empty.
+        dtype: dtype of the exported floating-point tensors; None to keep the stored dtypes.
+        sidecar_folder: folder to copy the configuration and tokenizer from.
 
     Raises:
-        CheckpointError: the output is not empty, or the checkpoint has no tensors or cannot be read.
+        CheckpointError: the output is not empty; or the checkpoint has no tensors or cannot be read.
     """
     stored = ForeignTensors(foreign.model)
     if not stored.described:
@@ -237,7 +241,8 @@ def _match_model(
     """Match a model's tensors with those in a checkpoint, by name.
 
     Returns:
-        The stored tensors, the model's tensors that are among them, and the report of a `LoadedCheckpoint`.
+        The stored tensors; the model's tensors whose names are stored; and the fields ``missing``, ``unexpected`` and
+        ``cast`` of a `LoadedCheckpoint`.
 
     Raises:
         CheckpointError: shapes differ, or ``strict`` is set and names differ.
@@ -261,10 +266,13 @@ def _match_model(
 def _match_optimizer(
     root: nn.Module, path: Path, optimizer: Optimizer, *, strict: bool
 ) -> tuple[ForeignTensors, dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return the stored optimizer state and the tensors to load it into, by parameter name and by stored name.
+    """Match an optimizer's parameters with the stored state, and allocate tensors to load the state into.
+
+    Returns:
+        The stored tensors; the allocated tensors by parameter name and key; and the same tensors by stored name.
 
     Raises:
-        CheckpointError: shapes differ, or ``strict`` is set and the parameters differ.
+        CheckpointError: shapes differ; or ``strict`` is set, and the stored state is for other parameters.
     """
     keys = ("exp_avg", "step", "momentum_buffer")
     wanted = [f"state.{name}.{key}" for name in named_parameters(root) for key in keys]
@@ -284,12 +292,12 @@ def _match_optimizer(
 
 
 class ForeignTensors:
-    """The tensors of one folder or file, by their names without the checkpoint's prefix (``model.``, ``module.``).
+    """The tensors of one folder or file. Names exclude the checkpoint's prefix, such as ``model.`` or ``module.``.
 
     Args:
         path: a folder with ``.metadata``, or a file.
-        wanted: names to look for, from which the prefix is inferred. By default, the prefix is that of the
-            nested mapping that holds the most tensors.
+        wanted: names without prefix that the caller expects. The prefix is inferred from them. If None, the prefix is
+            that of the nested mapping with the most tensors.
     """
 
     def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
@@ -297,7 +305,7 @@ class ForeignTensors:
         self._full: dict[str, torch.Tensor] | None = None
         """The tensors of a file, memory-mapped; None for a folder."""
         self.parameters_in_groups: frozenset[str] = frozenset()
-        """Names of parameters in an optimizer file's groups, whether or not they have state."""
+        """Names of all parameters in the groups of an optimizer file, with or without state."""
         stored: Described = {}
         prefixes: dict[str, str] = {}
         if path.is_file():
@@ -315,7 +323,7 @@ class ForeignTensors:
         self.described: Described = {n.removeprefix(prefix): d for n, d in stored.items() if n.startswith(prefix)}
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read values into tensors, each rank into its own shards; collective."""
+        """Read stored values into tensors; each rank reads its own shards. Collective if the checkpoint is a folder."""
         if self._full is None:
             state = {self._prefix + name: tensor for name, tensor in tensors.items()}
             with convert_dcp_errors(), warnings.catch_warnings():
@@ -332,7 +340,7 @@ class ForeignTensors:
 
 
 def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:
-    """Return the memory-mapped tensors of a file by dotted name, their prefixes, and the parameter names in groups."""
+    """Return a file's memory-mapped tensors by dotted name, their prefixes, and the names in its ``param_groups``."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except (RuntimeError, ValueError, EOFError) as error:
@@ -353,7 +361,7 @@ def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], fro
 
 
 def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
-    """Return the most frequent prefix of the wanted names."""
+    """Return the prefix under which most of the wanted names are stored."""
     found: Counter[str] = Counter()
     for name in stored:
         for at in (0, *(match.end() for match in re.finditer(r"\.", name))):
@@ -364,7 +372,7 @@ def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
 
 
 def _prefix_of_most(prefixes: Mapping[str, str]) -> str:
-    """Return the prefix of most tensors that are not optimizer state; include ``module.`` if all have it."""
+    """Return the most frequent prefix outside optimizer state; append ``module.`` if all its names continue with it."""
     counted = Counter(prefix for prefix in prefixes.values() if "optim" not in prefix)
     most = counted.most_common(1)[0][0] if counted else ""
     names = [name for name in prefixes if name.startswith(most)]

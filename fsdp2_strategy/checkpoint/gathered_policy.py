@@ -26,10 +26,11 @@ from fsdp2_strategy.model.placeholders import values_of
 def gathered_policy(root: nn.Module) -> nn.Module | None:
     """Return an unsharded copy of a policy in host memory on rank 0, and None on other ranks; collective.
 
-    Tensors are gathered one at a time: rank 0 needs memory for the copy and one full tensor, others for one shard.
+    Tensors are gathered one at a time. Rank 0 needs host memory for the full copy, and device memory for one full
+    tensor. Other ranks need device memory for one shard.
 
     Raises:
-        CheckpointError: on every rank: the policy has adapters or no `save_pretrained`, or memory runs out.
+        CheckpointError: on every rank: the policy has adapters, it has no `save_pretrained`, or memory runs out.
     """
     with all_or_none("gather a policy", CheckpointError):
         problem = "it has no save_pretrained, expected save_pretrained(folder, state_dict=...)"
@@ -44,7 +45,8 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
     parameters = root.named_parameters(remove_duplicate=False)
     for name, tensor in [*parameters, *root.named_buffers(remove_duplicate=False)]:
         if id(tensor) not in gathered:
-            with all_or_none(f"gather {name}", CheckpointError):  # agree per tensor: each gather needs all ranks
+            # The ranks agree after each tensor, because the next gather needs all of them.
+            with all_or_none(f"gather {name}", CheckpointError):
                 gathered[id(tensor)] = _gather_to_rank_0(tensor)
     if not is_rank_0():
         return None
@@ -55,7 +57,7 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
 
 
 def save_with_own_method(policy: Any, folder: Path) -> None:
-    """Save an unsharded policy with its own `save_pretrained`; not collective: one rank calls it."""
+    """Save an unsharded policy with its own `save_pretrained`; only rank 0 calls it."""
     state = {clean(name): tensor for name, tensor in policy.state_dict().items()}
     policy.save_pretrained(folder, state_dict=state)
 
@@ -68,7 +70,7 @@ def _gather_to_rank_0(tensor: torch.Tensor) -> torch.Tensor:
         return values_of(tensor).to("cpu", copy=True) if is_rank_0() else nothing
     *replica, index = tensor.device_mesh.get_coordinate() or [0]
     if any(replica):
-        return nothing  # rank 0 is in the first replica
+        return nothing  # only the first replica, which contains rank 0, gathers
     [*_, placement] = tensor.placements
     dim: int = placement.dim  # type: ignore[attr-defined]
     count, length = tensor.device_mesh.size(-1), tensor.shape[dim]

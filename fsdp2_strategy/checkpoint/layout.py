@@ -4,20 +4,20 @@
       global_step100/            committed: final name and a valid manifest
         model/                   a Hugging Face folder, or plain safetensors
         wrapper/                 other tensors of a wrapper around that model, and adapters
-        trainable/               instead of both: only the trainable weights, plain safetensors
+        trainable/               instead of these two: what ``only_trainable`` saves, plain safetensors
         optimizer/               the optimizer's state, safetensors
         ema/                     averages of the parameters, if any
         trainer_state.json       step, schedule, hyper-parameters, client state
         meta.json                values for other programs, if the trainer passes any
         rng/                     states of the random generators, one file per rank
-        data/                    states of a data loader that differ between ranks, one file per rank
+        data/                    states of a data loader if they differ between ranks, one file per rank
         checksums/               one checksum manifest per rank, with the blocks that it wrote
         manifest.json            sequence number, size of every file, digests of the checksum manifests; written last
       005000/                    the same in LeRobot's layout: see `paths`
-      latest                     name of the newest checkpoint, for people and scripts; a load does not read it
-      last                       a link instead of ``latest``, in LeRobot's layout
+      latest                     name of the newest checkpoint, for people and scripts; a load ignores it
+      last                       in LeRobot's layout, instead of ``latest``: a link to the newest checkpoint
       .lock                      locked by the run that saves here
-      .global_step110.partial/   a save in flight, or the rest of one that crashed
+      .global_step110.partial/   a save in flight, or the files of a save that crashed
       .global_step100.replaced/  the old checkpoint of a tag that is being saved again
       .global_step90.removed/    a checkpoint that rotation is deleting
 
@@ -58,7 +58,7 @@ class Checkpoint:
     protected: bool = False
     """Whether it is excluded from rotation."""
     metric: float | None = None
-    """Quality of the checkpoint; rotation keeps the best one."""
+    """Quality of the checkpoint; rotation never deletes the best checkpoint."""
     higher_is_better: bool = True
 
 
@@ -72,7 +72,7 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
 
 
 def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
-    """Return all checkpoints with a valid manifest, also those with missing or truncated files; oldest first."""
+    """Return all checkpoints with a valid manifest, including those with missing or truncated files, oldest first."""
     if not save_dir.is_dir():
         return []
     paths = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
@@ -123,7 +123,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of the checkpoint at ``path``, and check its digest, format and keys.
 
     Raises:
-        DamageError: it is missing, corrupted, or of another format.
+        DamageError: the manifest is missing or corrupt, or has another format.
     """
     file = CheckpointPaths.found_in(path).manifest
     try:

@@ -71,10 +71,10 @@ def load_checkpoint(
     fallback: bool = False,
     trust: bool = False,
 ) -> LoadedCheckpoint | None:
-    """Load a checkpoint into a sharded model, saved on any number of ranks and at any shard size; collective.
+    """Load a checkpoint, saved on any number of ranks and at any shard size, into a sharded model; collective.
 
-    A checkpoint of only the trainable weights (``only_trainable``) needs the frozen weights of its save. Frozen weights
-    of the model that differ from those are read again from the folder that they came from.
+    A checkpoint of only the trainable weights (``only_trainable``) omits frozen weights. Those that differ between the
+    model and the saved model are read from the folder that the saved model was loaded from.
 
     Args:
         model: a sharded model, or its wrapper.
@@ -86,19 +86,19 @@ def load_checkpoint(
         scheduler: restore its state.
         ema: averages of parameters by name (``EMA.averages``); restore their values.
         dataloader: restore its position, for a ResumableLoader on any number of ranks. The loader must not have
-            started. LATER means that a later load restores it.
+            started. Pass LATER if a later load will restore it.
         load_model: load parameters and buffers.
         strict: raise if the checkpoint and the model have different names. If False, load the names that both have and
             report the others. Shapes must always match.
         verify: verify the checksums of the bytes that are read.
         fallback: if the checkpoint is corrupted, load the newest intact one that is older, and log a warning.
-        trust: allow checkpoints of other systems (``.distcp`` folders, ``.pt`` and ``.bin`` files): pickles run code.
+        trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
 
     Returns:
         A report of the load; None if the directory is missing or contains no checkpoint.
 
     Raises:
-        CheckpointError: on every rank: no such tag, other names or shapes, no state for the optimizer or scheduler. If
+        CheckpointError: on every rank: no such tag, different names or shapes, no state for an object to restore. If
             the headers show the error, it is raised before the model is modified.
         DamageError: on every rank: files are corrupted, or the folder of the frozen weights has changed. If this is
             found only during the read, model and optimizer raise when used, until a load succeeds.
@@ -266,7 +266,7 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
     """Compare a checkpoint with the objects to restore, and allocate optimizer state; reads only headers.
 
     Raises:
-        CheckpointError: names, shapes or kinds of state do not match.
+        CheckpointError: names or shapes do not match, or there is no state for an object to restore.
     """
     targets: list[tuple[str, Region, torch.Tensor]] = []
     report = LoadReport()
@@ -302,7 +302,7 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
     """
     foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and is_last(load_dir):
-        load_dir, tag = load_dir.parent, load_dir.readlink().name  # its target may have been moved aside
+        load_dir, tag = load_dir.parent, load_dir.readlink().name  # the target may be missing until `recover`
     if tag is None and CheckpointPaths.found_in(load_dir).manifest.exists():
         return [load_dir], None
     if load_dir.is_dir():

@@ -1,7 +1,7 @@
 """Lock a directory of checkpoints for one run, from its first save until the run ends.
 
-Input: a directory. Output: the lock, or an error that names the process that holds it. The operating system releases
-the lock when the process ends, also after SIGKILL.
+Input: a directory. Output: the lock, or an error that names the process that holds the lock. The operating system
+releases the lock when the process ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _held: dict[Path, int] = {}
 
 
 def acquire(save_dir: Path) -> None:
-    """Acquire the lock of a directory, unless this process holds it; rank 0 calls it.
+    """Acquire the lock of a directory, unless this process already holds it; rank 0 calls it.
 
     If the file system does not support locks, log a warning and continue.
 
@@ -35,7 +35,7 @@ def acquire(save_dir: Path) -> None:
     if path in _held:
         if path.exists() and os.fstat(_held[path]).st_ino == path.stat().st_ino:
             return
-        os.close(_held.pop(path))  # the lock file was deleted or created again
+        os.close(_held.pop(path))  # another process deleted or replaced the lock file
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +60,7 @@ def is_held_elsewhere(save_dir: Path) -> bool:
     path = save_dir.resolve() / LOCK
     if path in _held or not path.exists():
         return False
-    # F_GETLK does not acquire the lock: a run that begins to save at this moment must not fail.
+    # F_GETLK only tests the lock. If it were acquired here, a run that begins to save at this moment would fail.
     request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     fd = os.open(path, os.O_RDONLY)
     try:

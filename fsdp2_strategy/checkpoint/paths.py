@@ -1,6 +1,6 @@
-"""The paths of a checkpoint's components in its directory, in our own layout or in LeRobot's.
+"""Define the paths of a checkpoint's components, in our own layout and in LeRobot's.
 
-Input: the directory. Output: the paths.
+Input: a checkpoint's directory. Output: the paths.
 
     <tag>/ in our own layout       <tag>/ in LeRobot's layout
       model/                         pretrained_model/
@@ -54,7 +54,7 @@ class CheckpointPaths:
 
     @classmethod
     def found_in(cls, root: Path) -> Self:
-        """Return the paths of a checkpoint on disk; the location of its manifest decides the layout."""
+        """Return the paths of a checkpoint on disk; detect the layout from the location of its manifest."""
         in_lerobot = cls.of(root, lerobot=True)
         return in_lerobot if in_lerobot.manifest.exists() else cls.of(root, lerobot=False)
 
@@ -69,13 +69,16 @@ class CheckpointPaths:
 
     @property
     def weights(self) -> Path:
-        """The folder that a load reads the weights from: ``model``, unless the policy wrote that folder itself."""
+        """The folder that a load reads the weights from.
+
+        This is ``training_state/model/`` if the policy wrote ``pretrained_model/`` itself, else ``model``.
+        """
         own = self.state / MODEL
         return own if own.is_dir() else self.model
 
     @property
     def manifest(self) -> Path:
-        """The manifest: it is written last, and a directory without it is not a checkpoint."""
+        """The manifest, which is written last. A directory without a manifest is not a checkpoint."""
         return self.state / MANIFEST
 
     @property
@@ -84,7 +87,7 @@ class CheckpointPaths:
         return frozenset(self.state / name for name in _OF_RANKS)
 
     def rank_file(self, folder: str, rank: int) -> Path:
-        """Return a rank's file in one of the `per_rank_folders` folders."""
+        """Return the path of a rank's file; ``folder`` is the name of a folder with one file per rank."""
         return self.state / folder / f"rank{rank:05d}.{'json' if folder == CHECKSUMS else 'safetensors'}"
 
     def name_of(self, path: Path) -> str:
@@ -93,7 +96,10 @@ class CheckpointPaths:
 
 
 def has_only_checkpoint_entries(root: Path) -> bool:
-    """Return whether a directory has only entries of a checkpoint, which may be partly written or partly deleted."""
+    """Return whether all names in a directory are names of a checkpoint's entries.
+
+    This is also true for a checkpoint that is partly written or partly deleted.
+    """
     if not root.is_dir():
         return False
     top = {entry.name for entry in root.iterdir()}

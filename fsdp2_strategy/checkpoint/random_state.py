@@ -34,7 +34,7 @@ def rng_content() -> bytes:
 
 
 def load_rng(content: bytes) -> None:
-    """Restore this rank's generators from what `rng_content` returned."""
+    """Restore this rank's generators from the result of `rng_content`."""
     tensors = load(content)
     torch.set_rng_state(tensors["torch.cpu"])
     if "torch.cuda" in tensors and torch.cuda.is_available():
@@ -60,7 +60,7 @@ def forked_rng(seed: int) -> Iterator[None]:
 def derive_rng(seed: int, *, step: int, rank: int, world_size: int) -> None:
     """Seed this rank's generators for a run that is resumed on another number of ranks.
 
-    Saved states belong to the old ranks. The new seed depends on seed, step, rank and world size only.
+    The saved states belong to the old ranks and are not used. The new seed depends on the arguments only.
     """
     seed_everything(derive_seed(seed, step, rank, world_size))
 

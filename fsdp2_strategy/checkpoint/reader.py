@@ -1,12 +1,18 @@
-"""Open a checkpoint for reading: check its structure, and read its checksum manifests when they are needed.
+"""Open a checkpoint for reading: check its structure, and read each checksum manifest when it is first needed.
 
 Input: a checkpoint's directory. Output: its manifest, its small files, and checksums for any range of its files.
 
-[Note: checksum manifests] In a save, each rank writes a checksum manifest of the blocks that it wrote. Their total size
-grows with ranks times tensors. So a reader opens them in this order, until they cover the range that it reads: that of
-rank 0, which has the headers and sidecar files; its own, which suffices for a run on the same ranks; those of ranks
-with the same shard; those of ranks whose shards hold the range; and all others. Each one records its maximum block
-size.
+[Note: checksum manifests] In a save, each rank writes a checksum manifest of the blocks that it wrote. The total size
+of these manifests grows with the product of ranks and tensors. So a loading rank reads them in the order below, and
+stops when the blocks cover the byte range that it needs.
+
+1. the manifest of rank 0, which covers headers and sidecar files
+2. its own manifest, which usually suffices if the number of ranks is unchanged
+3. the manifests of the ranks that saved replicas of its shard, if the number of ranks is unchanged
+4. the manifests of the ranks whose shards probably contain the range
+5. all other manifests
+
+Each manifest records its maximum block size.
 """
 
 from __future__ import annotations
@@ -25,19 +31,19 @@ from fsdp2_strategy.hf.checksums import ALGORITHM, Block, Checksums, check, dige
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header
 
 _DEFAULT_BLOCK_BYTES = 16 << 20
-"""Maximum block size of old checksum manifests that do not record it."""
+"""Maximum block size of old checksum manifests, which do not record it."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose files have the lengths that its manifest lists."""
+    """A checkpoint that was opened for reading. Its files have the lengths that its manifest lists."""
 
     paths: CheckpointPaths
     manifest: dict[str, Any]
     checksums: Checksums
 
     def read(self, path: Path) -> bytes:
-        """Read a small file, and check its checksums.
+        """Read a small file, and verify its checksums.
 
         Raises:
             DamageError: the file cannot be read, or a checksum differs.
@@ -51,7 +57,7 @@ class Opened:
         return content
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Read a JSON file, and check its checksums.
+        """Read a JSON file, and verify its checksums.
 
         Raises:
             DamageError: the file cannot be read, or a checksum differs.
@@ -60,7 +66,7 @@ class Opened:
         return content
 
     def check_headers(self) -> None:
-        """Check the headers of the safetensors files against their checksums.
+        """Verify the checksums of all safetensors headers.
 
         Raises:
             DamageError: a checksum differs.
@@ -75,7 +81,7 @@ class Opened:
                         check(path, block, digest_of(file.read(block.end - block.begin)), "the header")
 
     def read_checksum_manifests(self, ranges: Iterable[tuple[Path, int, int]]) -> None:
-        """Read the checksum manifests that cover the given byte ranges.
+        """Read the checksum manifests that are needed for byte ranges, which are tuples of file, begin and end.
 
         Raises:
             DamageError: a checksum manifest is corrupt, or does not belong to these files.
@@ -85,7 +91,7 @@ class Opened:
 
 
 def check_structure(path: Path) -> dict[str, Any]:
-    """Compare a checkpoint's manifest with its files; not collective: one rank calls it for all.
+    """Compare a checkpoint's manifest with its files. Not collective: one rank calls it for all ranks.
 
     Returns:
         The manifest.
@@ -120,9 +126,9 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
     """Open a checkpoint; not collective.
 
     Args:
-        path: its directory.
-        manifest: what `check_structure` returned; by default it is called here.
-        rank: this rank, if the checkpoint was saved on the same number of ranks.
+        path: the checkpoint's directory.
+        manifest: the manifest that `check_structure` returned; None to call `check_structure` here.
+        rank: this rank, if the checkpoint was saved on as many ranks as now; else None.
 
     Raises:
         DamageError: see `check_structure`.
@@ -135,7 +141,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
 
 @dataclass
 class _ChecksumManifests:
-    """Find the checksum manifests that cover a range; see [Note: checksum manifests]."""
+    """Read the checksum manifests that a byte range needs; see [Note: checksum manifests]."""
 
     paths: CheckpointPaths
     digests: Mapping[str, str]
@@ -145,7 +151,7 @@ class _ChecksumManifests:
     _headers: dict[Path, list[Entry]] = field(default_factory=dict)
 
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
-        """Yield the blocks of checksum manifests not read before; those that probably cover the range come first."""
+        """Yield the blocks of further checksum manifests, in the order of [Note: checksum manifests]."""
         for ranks in self._candidates(path, begin, end):
             unread = sorted(set(ranks) - self._read)  # reading a manifest twice would duplicate its blocks
             if unread:
@@ -164,7 +170,7 @@ class _ChecksumManifests:
         yield range(ranks)
 
     def _holders(self, path: Path, begin: int, end: int) -> range:
-        """Return the shards that hold a byte range; this is a guess that the file has the layout of the model."""
+        """Guess the shards that contain a byte range, as if each tensor in the file were sharded on dim 0."""
         if path.suffix != ".safetensors":
             return range(0)
         if path not in self._headers:

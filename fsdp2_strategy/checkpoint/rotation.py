@@ -1,4 +1,4 @@
-"""Choose the checkpoints to delete from those on disk, so that limits also hold after a restart.
+"""Choose the checkpoints that rotation deletes. All checkpoints on disk count, also those from before a restart.
 
 Input: the committed checkpoints of a directory, and limits. Output: the checkpoints to delete, never the newest.
 """
@@ -18,7 +18,7 @@ GB = 10**9
 def checkpoints_to_delete(
     checkpoints: Sequence[Checkpoint], *, max_num: int | None, max_mem: float | None
 ) -> list[Checkpoint]:
-    """Return the checkpoints to delete, oldest first, so that the others are within both limits if possible.
+    """Return the checkpoints to delete, oldest first, so that the kept ones are within both limits if possible.
 
     The newest checkpoint, the best by metric, and protected ones are always kept. Protected ones do not count towards
     ``max_num``. All checkpoints count towards ``max_mem``.
@@ -28,7 +28,7 @@ def checkpoints_to_delete(
         max_num: maximum number of checkpoints, at least 1; None for no limit.
         max_mem: maximum total size in GB (10^9 bytes); None for no limit.
     """
-    # Of checkpoints with a metric, the newest decides the direction; ties go to the newer.
+    # The newest checkpoint with a metric decides whether higher is better. Of equal metrics, the newest counts as best.
     measured = [c for c in checkpoints if c.metric is not None]
     sign = 1 if measured and measured[-1].higher_is_better else -1
     best = max(measured, key=lambda c: (sign * (c.metric or 0.0), c.sequence), default=None)
@@ -65,7 +65,7 @@ def check_space(save_dir: Path, needed_bytes: int, max_mem: float | None) -> Non
     """Check that a checkpoint fits, before its files are written; rank 0 calls it.
 
     Raises:
-        CheckpointError: it is larger than ``max_mem``, or than the free disk space.
+        CheckpointError: the checkpoint is larger than ``max_mem`` or than the free disk space.
     """
     if max_mem is not None and needed_bytes > max_mem * GB:
         raise CheckpointError(

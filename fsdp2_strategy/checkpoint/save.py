@@ -90,17 +90,17 @@ def save_checkpoint(
         loss_scale: state of a loss scale, as JSON.
         dataloader: a ResumableLoader, whose position is the same on all ranks; or another loader with ``state_dict``,
             whose state is saved per rank and can only be loaded on the same number of ranks.
-        seed: a run on another number of ranks derives its random state from it.
+        seed: a load on another number of ranks derives the random state from it.
         max_num: checkpoints to keep; older ones are deleted after this one is committed. None for no limit.
         max_mem: total GB (10^9 bytes) of all checkpoints in ``save_dir``; None for no limit.
-        save_latest: make the file ``latest``, or LeRobot's link ``last``, name this checkpoint.
+        save_latest: point the file ``latest``, or LeRobot's link ``last``, to this checkpoint.
         protect: exclude it from rotation.
-        metric: quality of the checkpoint; rotation never deletes the best one that has a metric.
+        metric: quality of the checkpoint; rotation never deletes the checkpoint with the best metric.
         higher_is_better: whether a higher ``metric`` is better.
         async_save: return after this rank's shards are copied to host memory; write, commit and rotate in the
             background. Later changes by the trainer are not saved. Only one save is in flight: the next save, a load,
             `wait_for_save` and ``close`` wait for it, and raise its error.
-        only_trainable: omit frozen weights that a load can restore from elsewhere. The others are saved in
+        only_trainable: omit frozen weights that a load can restore from elsewhere. All other weights are in
             ``trainable/``, and there is no folder for ``from_pretrained``. A load compares the model's frozen weights
             with the omitted ones. See [Note: reloadable weights] in `trainable_only`.
         meta: JSON content of ``meta.json``, for other programs.
@@ -206,7 +206,7 @@ def _plan(
 ) -> _SavePlan:
     """Collect the content of the checkpoint, and check that it can be saved.
 
-    The objects are those of `save_checkpoint`; ``trainer_state`` has further entries of ``trainer_state.json``.
+    The objects are those of `save_checkpoint`; ``trainer_state`` has the entries that do not come from these objects.
 
     Raises:
         CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
@@ -250,7 +250,7 @@ def _execute(plan: _SavePlan) -> None:
     request, save_dir = plan.request, plan.request.save_dir
     partial = request.partial_paths
     final = partial.moved_to(request.path)
-    _create_folders(plan)  # its error deletes nothing: another run may be saving the same tag
+    _create_folders(plan)  # not in the try block, which deletes: another run may be saving the same tag
     try:
         digests = _write(plan)
         with all_or_none(f"commit {request.tag}", CheckpointError):
@@ -260,14 +260,14 @@ def _execute(plan: _SavePlan) -> None:
                     directory.update_latest(final)
     except CheckpointError:
         if is_rank_0():
-            with contextlib.suppress(OSError):  # the next save deletes it
+            with contextlib.suppress(OSError):  # otherwise, the next save deletes it
                 directory.delete(partial.root)
         raise
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
             max_num, max_mem = request.max_num, request.max_mem
             old = checkpoints_to_delete(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            if latest_tag(save_dir) in {o.tag for o in old}:  # stale, because of save_latest=False
+            if latest_tag(save_dir) in {o.tag for o in old}:  # not updated, because of save_latest=False
                 directory.update_latest(final)
             directory.remove(old)
             for checkpoint in old:
@@ -325,7 +325,7 @@ def _write(plan: _SavePlan) -> list[str]:
 
 
 def wait_for_save() -> None:
-    """Wait until no save is in flight; not collective, but call it on every rank, so that all raise a failure.
+    """Wait until no save is in flight; not collective, but call it on every rank, so that all ranks raise its error.
 
     Raises:
         CheckpointError: on every rank: the save that was in flight failed. Each failure is raised once.

@@ -1,6 +1,6 @@
 """Check the options of a save: directory, tag, limits of rotation, layout.
 
-Input: the arguments of `save_checkpoint`. Output: the same, checked, and values for the manifest and JSON files.
+Input: the arguments of `save_checkpoint`. Output: the checked arguments, and values for the manifest and JSON files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """The arguments of `save_checkpoint`, except the objects to save; see there."""
+    """The arguments of `save_checkpoint` without the objects to save. `save_checkpoint` documents them."""
 
     save_dir: Path
     tag: str
@@ -50,8 +50,8 @@ class SaveRequest:
         """Raise if the ranks request different saves; collective.
 
         Args:
-            loss_scale: must be the same on all ranks.
-            objects: the objects to save, or None. Each must be given on all ranks or on none.
+            loss_scale: the state of the loss scale, which must be the same on all ranks.
+            objects: the objects to save. Each must be None on all ranks or on none.
 
         Raises:
             CheckpointError: on every rank: the requests differ.
@@ -80,12 +80,15 @@ class SaveRequest:
         check_json(self.meta, "meta")
 
     def snapshot(self) -> Self:
-        """Copy the layout's objects on rank 0, which writes them later, while the trainer may change them."""
+        """Return the request with a copy of the layout's objects on rank 0.
+
+        Rank 0 writes these objects later, when the trainer may have changed the originals.
+        """
         return replace(self, layout=copy.deepcopy(self.layout)) if is_rank_0() else self
 
     @property
     def partial_paths(self) -> CheckpointPaths:
-        """The paths under ``.partial``, where the files are written before the commit."""
+        """The paths under ``.partial``, which the files are written to before the commit."""
         return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), lerobot=self.layout is not None)
 
     def manifest_entries(self, shard_size: int) -> dict[str, Any]:

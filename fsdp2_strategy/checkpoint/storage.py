@@ -3,13 +3,14 @@
 Input: `Component`s, each a folder of files and the tensors to write to it; for a load, read requests. Output: the
 files, and the checksums of the bytes that this rank wrote; for a load, filled tensors.
 
-[Note: local plans] torch's planners gather the plans of all ranks on one rank, which grows with ranks times tensors. So
-they get an empty state dict here, and each rank plans on its own, because offsets follow from names, shapes and dtypes,
-which are the same on all ranks. A rank sends only a digest of the file headers, and the coordinator compares the
-digests. torch runs the phases, and raises errors on all ranks.
+[Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
+ranks times tensors. So they get an empty state dict here, and each rank makes its own plan: offsets follow from names,
+shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file headers, and the
+coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
 
 [Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
-recently used layouts are cached. The key is all that determines a layout: names, shapes, dtypes, placements and sizes.
+recently used layouts are cached. The key contains everything that a layout depends on: names, shapes, dtypes,
+placements and the limits in `sizes`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Layout:
     gathered: Mapping[str, Region]
     """The regions that are written from gathered full tensors; ranks write the others without a gather."""
     shares: Sequence[Share]
-    """The boxes that this rank writes of the other regions."""
+    """The boxes of the other regions that this rank writes."""
 
     @classmethod
     def of(
@@ -106,9 +107,9 @@ class Layout:
 
 
 _LAYOUTS = 16
-"""Size of the cache, in folders of models, optimizers and averages; a layout takes about a kilobyte per tensor."""
+"""Maximum number of layouts in the cache: one per folder. A layout takes about a kilobyte per tensor."""
 _layouts: dict[object, tuple[object, Layout]] = {}
-"""The cache; each layout with the regions passed in, so that their `id`, which is in the key, is not reused."""
+"""The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
 
 
 def _layout_key(tensors: Mapping[str, torch.Tensor]) -> Iterator[object]:
@@ -151,7 +152,7 @@ class Component:
 
         Args:
             folder: the folder of the files.
-            tensors: by name.
+            tensors: the tensors to write, by name in the model.
             regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
             stem: prefix of the file names.
             most_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
@@ -176,7 +177,7 @@ class Component:
         return [values for found in values_of_shares(self.layout.shares, self.tensors) for _, values in found]
 
     def write_requests(self) -> list[WriteRequest]:
-        """Return the write requests of this rank that need no gather, or whose values are already gathered."""
+        """Return the write requests of this rank whose values need no gather, or have been gathered already."""
         shares = zip(self.layout.shares, self.values(), strict=True)
         return [*write_requests(shares, self.entries), *self.staged_gathered]
 
@@ -190,7 +191,7 @@ class SafetensorsWriter(StorageWriter):
     """Write components; each rank writes its byte ranges directly to the final files.
 
     Args:
-        components: the components.
+        components: the components to write.
     """
 
     def __init__(self, components: Sequence[Component]) -> None:
@@ -238,7 +239,7 @@ class SafetensorsWriter(StorageWriter):
         jobs = [job for component in self._components for job in component.write_requests()]
         written = write_all(jobs, hashed=True, create=True)
         self.add_blocks(written)
-        force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
+        force_to_disk({*written, *(file.path for file in own)})  # files of other ranks may not exist yet
         if rank() == 0:
             for component in self._components:
                 if len(component.files) > 1:
@@ -302,7 +303,7 @@ class SafetensorsReader(StorageReader):
         """Carry out the read requests.
 
         Raises:
-            CheckpointError: a file cannot be read.
+            CheckpointError: a file cannot be read, or its bytes do not match their checksum.
         """
         with Reader(self._label, self._checksums) as reader:
             reader.read(self._requests)
@@ -388,7 +389,7 @@ def stage_gathered(components: Sequence[Component], copy_to_host: CopyToHost) ->
             with all_or_none(f"copy {name}", CheckpointError):
                 tensors = copy_to_host([job.tensor for job in jobs])
                 gathered += [replace(job, tensor=tensor) for job, tensor in zip(jobs, tensors, strict=True)]
-        # No references, so that tensors that are replaced or offloaded during the write can be freed.
+        # Drop the references, so that tensors that the trainer replaces or offloads during the write are freed.
         staged.append(replace(component, staged_gathered=gathered, tensors={}))
     return staged
 
@@ -397,7 +398,7 @@ def _gathered_jobs(component: Component) -> Iterator[tuple[str, list[WriteReques
     """Gather the regions that need it, one at a time, and yield this rank's write requests for each; collective."""
     gathered: dict[str, torch.Tensor] = {}
     for name, region in component.layout.gathered.items():
-        with all_or_none(f"gather {name}", CheckpointError):  # a phase each: the next gather needs every rank
+        with all_or_none(f"gather {name}", CheckpointError):  # one phase per region: the next gather needs every rank
             jobs = gathered_write_requests(region, component.tensors, gathered, component.entries[name])
         yield name, jobs
 

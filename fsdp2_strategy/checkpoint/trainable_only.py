@@ -1,12 +1,16 @@
-"""Choose the frozen weights that a checkpoint of trainable weights leaves out, and restore them in a load.
+"""Choose the frozen weights that a checkpoint of the trainable weights leaves out, and restore them in a load.
 
-Input: a sharded model. Output: JSON for ``trainer_state.json`` with the fingerprints of these weights and the folders
-that they came from. In a load: a model with these weights, or an error.
+Input: a sharded model. Output of a save: JSON for ``trainer_state.json``, with the fingerprints of the left-out weights
+and the folders that they came from. Output of a load: the model with the values of the left-out weights, or an error.
 
-[Note: reloadable weights] A frozen weight is reloadable, and is left out, in two cases. Either it was frozen when the
-model was sharded and has not changed since, so the program that builds the model restores it. Or the folder that the
-model was loaded from holds the same values. Others are saved, such as weights that were trained before they were
-frozen.
+[Note: reloadable weights] A checkpoint leaves out the frozen weights that are reloadable. A frozen weight is reloadable
+in two cases:
+
+1. It was frozen when the model was sharded, and has not changed since. The program that builds the model gives it
+   the same value again.
+2. The folder that the model was loaded from contains its present value.
+
+All other frozen weights are saved, for example weights that were trained before they were frozen.
 """
 
 from __future__ import annotations
@@ -41,10 +45,10 @@ from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
 
 _COMPARED = Slot[tuple[frozenset[str], frozenset[str]]]("frozen weights in its folders")
-"""The compared fingerprints and files, and the names of the weights that the folders hold."""
+"""The fingerprints and files of the last comparison; and the names of the weights whose values are in the files."""
 
 _DEFAULT_ELEMENTS = 1 << 16
-"""Block size of the fingerprints in old checkpoints that do not record it."""
+"""Block size of the fingerprints in old checkpoints, which do not record their block size."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,13 @@ class LeftOut:
     weights: dict[str, Fingerprint] = field(default_factory=dict)
     """Fingerprints by name."""
     folders: dict[str, str] = field(default_factory=dict)
-    """Source folder of each transformers model within the model, by module name."""
+    """For each transformers model within the model: the folder that it was loaded from, by module name."""
     elements: int = field(default_factory=lambda: sizes.FINGERPRINT_ELEMENTS)
     """Block size of the fingerprints, in elements."""
 
     @classmethod
     def of(cls, root: nn.Module) -> LeftOut:
-        """Choose the weights of a model to leave out; collective. See [Note: reloadable weights]."""
+        """Choose the frozen weights to leave out; collective. See [Note: reloadable weights]."""
         with all_or_none("save", CheckpointError):
             parameters = named_parameters(root)
             frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -82,22 +86,25 @@ class LeftOut:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> LeftOut:
-        """Read the entry in a checkpoint; a checkpoint of the full model has none."""
+        """Parse the entry of a checkpoint's ``trainer_state.json``; None means that no weights are left out."""
         if not content:
             return cls()
         weights = {name: Fingerprint(**fingerprint) for name, fingerprint in content["weights"].items()}
         return cls(weights, dict(content["folders"]), content.get("elements", _DEFAULT_ELEMENTS))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry for a checkpoint, which `from_json` reads."""
+        """Return the entry for ``trainer_state.json``, which `from_json` parses."""
         return asdict(self)
 
     def find_differing(self, root: nn.Module, path: Path, *, strict: bool) -> LoadTargets:
-        """Find the left-out weights whose values in the model differ, in their source folders; collective.
+        """Find the left-out weights whose values in the model differ from the saved ones; collective.
+
+        Returns:
+            The locations of these weights in the source folders.
 
         Raises:
-            CheckpointError: on every rank: a weight is not in its folder, its dtypes cannot be compared, or ``strict``
-                is set and the model lacks it.
+            CheckpointError: on every rank: such a weight is not in its source folder; a weight's dtypes cannot be
+                compared; or ``strict`` is set, and the model lacks a weight.
         """
         differing = self._differing(root, path, strict=strict)
         if not differing:
@@ -115,10 +122,10 @@ class LeftOut:
             return found
 
     def restore(self, root: nn.Module, found: LoadTargets, path: Path) -> None:
-        """Read what `find_differing` found; collective.
+        """Read the weights that `find_differing` returned, and compare them with the fingerprints; collective.
 
         Raises:
-            DamageError: on every rank: a file cannot be read, or the folders no longer hold the saved values.
+            DamageError: on every rank: a file cannot be read, or the folders no longer contain the saved values.
         """
         if not found:
             return
@@ -132,7 +139,7 @@ class LeftOut:
             )
 
     def _differing(self, root: nn.Module, path: Path, *, strict: bool) -> list[str]:
-        """Return the names of the left-out weights whose values in the model differ; collective."""
+        """Return the names of the left-out weights whose values in the model differ from the saved ones; collective."""
         with all_or_none(f"load {path}", CheckpointError):
             parameters = named_parameters(root)
             lost = [name for name in self.weights if name not in parameters]
@@ -163,13 +170,13 @@ def _same_on_all_ranks(folders: dict[str, str]) -> dict[str, str]:
 def _in_folders(
     root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return the names of the weights whose current values are in the folders; collective.
+    """Return those of the named weights whose present values the folders contain; collective.
 
-    The result is cached until weights or files change. Weights that cannot be compared or read count as absent.
+    The result is cached until weights or files change. A weight that cannot be read or compared is not returned.
     """
     if not names:
         return frozenset()
-    with all_or_none("save", CheckpointError):  # a file may disappear
+    with all_or_none("save", CheckpointError):  # `stat` fails if a file is deleted at this moment
         files = [(file, file.stat()) for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
         versions = [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in files]
         state = frozenset([*(f"{name} {found[name].exact}" for name in names), *versions])
@@ -184,7 +191,7 @@ def _in_folders(
             check_equal(
                 f"compare with {folder}", [n for n, _, _ in located], CheckpointError, "the same files everywhere."
             )
-            for name, region, tensor in located:  # one at a time, to avoid a second model in memory
+            for name, region, tensor in located:  # one at a time: all of them can be as large as the model
                 stored = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
                 _read([(name, region, stored[name])])
                 if fingerprints(stored, local_sums(stored))[name] == found[name]:
@@ -195,7 +202,7 @@ def _in_folders(
 
 
 def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -> LoadTargets:
-    """Return the regions of the folders' files that hold the named weights; omit weights that are not found."""
+    """Locate the named weights in the folders' files; omit weights that are not found."""
     found: list[tuple[str, Region, torch.Tensor]] = []
     for where, folder in folders.items():
         within = {name for name in names if name.startswith(f"{where}." if where else "")}
@@ -209,7 +216,7 @@ def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -
 
 
 def _read(located: LoadTargets) -> None:
-    """Read tensors from their folders; collective."""
+    """Read located tensors into the model; collective."""
     wishes, broadcasts = divide_reads(located)
     with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
         reader.read(wishes)

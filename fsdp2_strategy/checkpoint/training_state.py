@@ -1,10 +1,12 @@
 """Collect and restore the state of an optimizer and its schedule: tensors by parameter name, other values as JSON.
 
-Input: an optimizer of a sharded model, its schedule. Output: tensors by name, and JSON; or both objects, restored.
+Input: the optimizer of a sharded model, and its schedule. Output of a save: tensors by name, and JSON. Output of a
+load: the restored optimizer and schedule.
 
-[Note: optimizer by name] Optimizer state is stored as ``state.<parameter name>.<key>`` and hyper-parameters are stored
-per parameter, never by position. So a checkpoint loads into an optimizer with other parameter groups. State of
-parameters that have been frozen since is kept. A parameter that never had a gradient has no state.
+[Note: optimizer by name] Optimizer state is stored as ``state.<parameter name>.<key>``. Hyper-parameters are stored by
+parameter name, too. Nothing is stored by position, so a checkpoint also loads into an optimizer with other parameter
+groups. If a parameter is frozen during training, its state is still saved. A parameter that never had a gradient has no
+state.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from fsdp2_strategy.optim.masters import FSDPadaptOptimizer
 
 _T = TypeVar("_T")
 
-# Not saved: these depend on how this run builds the optimizer and chooses its kernels.
+# Keys of parameter groups that are not saved: they depend on how a run builds the optimizer and chooses its kernels.
 _IMPLEMENTATION = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -43,17 +45,17 @@ class LoadedCheckpoint:
     """Optimizer steps taken before the save."""
     client_state: dict[str, Any]
     missing: tuple[str, ...] = ()
-    """Names that are in the model only; their values are unchanged (empty if strict)."""
+    """Names that only the model has. Their values are unchanged. Empty after a strict load."""
     unexpected: tuple[str, ...] = ()
-    """Names that are in the checkpoint only (empty if strict)."""
+    """Names that only the checkpoint has. Empty after a strict load."""
     cast: tuple[str, ...] = ()
-    """Names whose dtype in the checkpoint differs from that in the model."""
+    """Names of loaded tensors whose dtypes differ between the checkpoint and the model."""
     loss_scale: dict[str, Any] | None = None
-    """The saved state of the loss scale, if there is one."""
+    """The saved state of the loss scale; None if the checkpoint has none."""
 
 
 def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
-    """Return the content of a checkpoint that is to be loaded.
+    """Return ``content``, one part of a checkpoint; raise if the checkpoint lacks this part.
 
     Raises:
         CheckpointError: ``content`` is None.
@@ -67,7 +69,7 @@ def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
 
 
 def sharded_module_of(model: nn.Module) -> nn.Module:
-    """Unwrap a model, register its sharded parameters, and return the sharded module.
+    """Unwrap a model, free its unsharded parameters, and return the sharded module.
 
     Raises:
         CheckpointError: the model is not sharded, or a module overrides `get_extra_state`.
@@ -99,7 +101,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch
 
 
 def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's hyper-parameters and non-tensor state values by parameter name, as JSON."""
+    """Return, as JSON, an optimizer's hyper-parameters and the state values that are not tensors, by parameter name."""
     settings: list[dict[str, Any]] = []
     of_parameter: dict[str, int] = {}
     names = _names_by_identity(model)
@@ -118,10 +120,10 @@ def optimizer_hyper(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, Any], *, strict: bool) -> None:
-    """Check that an optimizer matches the saved one; change nothing.
+    """Check that an optimizer has the class of the saved one, and only parameters that were saved.
 
     Raises:
-        CheckpointError: the class differs; or ``strict`` is set, and the saved one lacks some of its parameters.
+        CheckpointError: the classes differ; or ``strict`` is set, and some parameters were not saved.
     """
     own = _class_of(optimizer)
     if own != hyper["class"]:
@@ -141,9 +143,9 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Load a saved state into a schedule, and set its learning rates in the optimizer.
+    """Load a saved state into a schedule, and set the schedule's learning rates in the optimizer's groups.
 
-    If the number of groups differs from the saved one, the base learning rates are those of the optimizer's groups.
+    If the saved optimizer had another number of groups, the base learning rates are taken from the present groups.
     """
     state, groups = dict(state), scheduler.optimizer.param_groups
     if len(state.get("base_lrs", groups)) != len(groups):
@@ -156,10 +158,10 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    """Advance a schedule to a number of optimizer steps, if its state was not saved."""
+    """Advance a schedule to the given optimizer step, for a checkpoint without schedule state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        if isinstance(scheduler, LambdaLR):  # its learning rates depend on the step only
+        if isinstance(scheduler, LambdaLR):  # its learning rates depend only on the step, so one call suffices
             scheduler.last_epoch = steps - 1
             scheduler.step()
         else:
@@ -170,12 +172,13 @@ def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
 def allocate_optimizer_state(
     model: nn.Module, optimizer: Optimizer, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, strict: bool
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Allocate tensors for the stored state of the optimizer's parameters, sharded as the parameters are.
+    """Allocate tensors, sharded like the parameters, for the stored optimizer state.
 
-    Existing state is reused if shape and dtype match, so that a load does not need memory for it twice.
+    State tensors that the optimizer already has are reused if shape and dtype match, so that a load does not need
+    memory for two copies.
 
     Returns:
-        The tensors by parameter name and key, and the same tensors by stored name.
+        The tensors by parameter name and key; and the same tensors by stored name.
 
     Raises:
         CheckpointError: ``strict`` is set, and the checkpoint holds state of parameters that this optimizer lacks.
@@ -231,9 +234,10 @@ def restore_optimizer(
     settings: Sequence[Mapping[str, Any]],
     non_tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Load state and hyper-parameters into an optimizer; remove the state of all other parameters.
+    """Set an optimizer's state and hyper-parameters; remove the state of parameters that have no saved state.
 
-    ``state`` and ``non_tensors`` are by parameter name and key; ``settings`` are the hyper-parameters of each group.
+    ``state`` and ``non_tensors`` contain values by parameter name and key. ``settings`` contains the hyper-parameters
+    of each group.
     """
     names = _names_by_identity(model)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -254,7 +258,7 @@ def _class_of(optimizer: Optimizer) -> str:
 
 
 def _names_by_identity(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's parameters by the parameters' `id`."""
+    """Return the name of each parameter of a model, by the parameter's `id`."""
     return {id(parameter): name for name, parameter in named_parameters(unwrap_model(model)).items()}
 
 
@@ -275,7 +279,7 @@ def _allocate(
     parameter: torch.Tensor, group: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Allocate a tensor for one state entry, with the sharding and device that the optimizer expects."""
-    device = parameter.device  # the device of the values, even if they are offloaded
+    device = parameter.device  # a DTensor keeps its device while its values are offloaded
     if shape == tuple(parameter.shape) and key != "step":
         local = local_of(parameter)
         return sharded_like(parameter, torch.empty_strided(local.size(), local.stride(), dtype=dtype, device=device))

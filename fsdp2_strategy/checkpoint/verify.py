@@ -27,7 +27,7 @@ class VerifyReport:
     """The result of `verify_checkpoint`."""
 
     problems: list[str]
-    """One text per problem, with the tensor, file and byte range if they are known."""
+    """One text for each problem, with tensor, file and byte range if they are known."""
 
     @property
     def ok(self) -> bool:
@@ -42,7 +42,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
         path: the checkpoint's directory.
 
     Returns:
-        Each problem by tensor, file and byte range. Corruption never raises.
+        A report of all problems. Corruption is reported and never raises.
     """
     path = Path(path)
     try:
@@ -63,7 +63,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
             if file.suffix == ".safetensors":
                 tensors[file] = list(read_header(file).values())
         except CheckpointError as error:
-            if str(error) not in problems:  # a corrupt checksum manifest fails for every file
+            if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
                 problems.append(str(error))
     total = sum(block.end - block.begin for _, block in blocks)
     with (

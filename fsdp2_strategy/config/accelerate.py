@@ -4,8 +4,8 @@ Input: the YAML or JSON file that ``accelerate config`` writes and ``accelerate 
 fields as a plain dict, for `strategy_config`, and one log record about settings that work differently here.
 
 `accelerate_keys` defines the meaning of each single key; this module derives the fields that depend on several keys.
-accelerate reads ``fsdp_config`` and ``parallelism_config`` only if its distributed type is FSDP, and the options of
-torch.compile only if there is a backend. Keys that accelerate ignores are ignored here, too.
+accelerate reads ``fsdp_config`` and ``parallelism_config`` only if ``distributed_type`` is FSDP, and the options of
+torch.compile only if ``dynamo_backend`` is set. This module ignores these keys in the same cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_MIN_UNIT_PARAMS = 100_000_000  # the launcher's default
 
 
 def fields_of(path: str | Path) -> dict[str, Any]:
-    """Return the fields of StrategyConfig that accelerate's file sets; log on rank 0 what works differently here.
+    """Return the fields of StrategyConfig that accelerate's file sets; log the differences from accelerate on rank 0.
 
     Raises:
         ConfigError: the file is missing or malformed, or a key or value is invalid or not supported.
@@ -56,7 +56,7 @@ class _InvalidError(Exception):
 
 
 def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the supported settings by full key, including those of nested mappings; raise if another key is set."""
+    """Merge the nested mappings into one dict with full keys; raise if an unsupported key is set."""
     flat: dict[str, Any] = {}
     unsupported = []
     for name, value in content.items():
@@ -90,7 +90,7 @@ def _read(name: str, value: object) -> Any:
 
 
 def _ignored(settings: Mapping[str, Any]) -> set[str]:
-    """Return the given keys that accelerate ignores."""
+    """Return the keys of ``settings`` that accelerate ignores."""
     if "distributed_type" not in settings:
         raise _InvalidError("distributed_type is missing, expected one, as in accelerate. Add distributed_type: FSDP.")
     without_effect: set[str] = set()
@@ -153,7 +153,10 @@ def _units(used: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _log_differences(path: str | Path, used: Mapping[str, Any], ignored: set[str]) -> None:
-    """Log the keys with another name or effect here; as a warning if a result is not the requested one."""
+    """Log in one record which settings have another name or effect here, and which keys of FSDP are ignored.
+
+    The level is WARNING if a result is not the requested one, or if a key is ignored.
+    """
     warnings = [name for name, value in used.items() if value in table.KEYS[name].warning_values]
     logged = [name for name, value in used.items() if name in warnings or value in table.KEYS[name].info_values]
     lines = [f"{name} ({used[name]}): {table.KEYS[name].text}" for name in logged]

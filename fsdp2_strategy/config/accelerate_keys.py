@@ -1,11 +1,17 @@
 """Define the supported keys of accelerate's configuration file.
 
-Input: nothing. Output: one table, for `accelerate`; docs/coming_from_accelerate.md contains it.
+Input: nothing. Output: one table of keys, for `config.accelerate`; docs/coming_from_accelerate.md prints the table.
 
-[Note: keys] A key of the table is of one of four kinds. It configures the strategy; or the launcher has already applied
-it; or it is replaced by another setting or mechanism, which is logged; or it is refused, if its value needs an
-unsupported feature. The file's other keys, those of DeepSpeed, Megatron, fp8, MPI, TPUs and SageMaker, are ignored if
-their value is empty or off, and refused otherwise.
+[Note: keys] The table has four kinds of keys:
+
+- "configures": the key sets fields of StrategyConfig.
+- "launcher": the launcher has already applied the key.
+- "replaced": another setting or mechanism replaces the key; ``info_values`` and ``warning_values`` are logged.
+- "refused": a value that needs an unsupported feature raises.
+
+Top-level keys that are not in the table, such as those of DeepSpeed, Megatron, fp8, MPI, TPUs and SageMaker, are
+ignored if their value is empty or off, and raise otherwise. A key in the wrong nested mapping, or an unknown key in a
+nested mapping, always raises.
 """
 
 from __future__ import annotations
@@ -18,18 +24,18 @@ from typing import Any, Literal
 Kind = Literal["configures", "launcher", "replaced", "refused"]
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP1's sharding strategies, in the order of their numbers from 1."""
+"""FSDP1's sharding strategies; accelerate numbers them from 1 in this order."""
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 class UnreadableError(Exception):
-    """A key does not accept a value; the message describes the accepted values."""
+    """Raised if a key does not accept a value; the message describes the accepted values."""
 
 
 def flag(value: object) -> bool:
-    """Parse true or false, or another spelling of them."""
+    """Parse a bool; accept accelerate's spellings, such as ``yes``, ``on`` and ``1``."""
     word = str(value).lower()
     if word not in (*_TRUE, *_FALSE):
         raise UnreadableError("true or false")
@@ -49,7 +55,7 @@ def is_off(value: object) -> bool:
 
 
 def integer(value: object) -> int:
-    """Parse an integer; YAML reads ``1e8`` as a string."""
+    """Parse an integer; accept strings, because YAML reads ``1e8`` as a string."""
     try:
         number = float(str(value))
     except ValueError:
@@ -60,7 +66,10 @@ def integer(value: object) -> int:
 
 
 def choice(*choices: str, numbered: bool = False) -> Callable[[object], str]:
-    """Return a parser for one of some words or, if ``numbered``, its number from 1; YAML reads ``NO`` as false."""
+    """Return a parser that accepts one of ``choices``; if ``numbered``, also its number, counted from 1.
+
+    False is parsed as ``NO``, because YAML reads ``NO`` as false.
+    """
 
     def read(value: object) -> str:
         word = "NO" if value is False else str(value).upper()
@@ -74,7 +83,7 @@ def choice(*choices: str, numbered: bool = False) -> Callable[[object], str]:
 
 
 def resharding(value: object) -> bool | str:
-    """Parse FSDP2's true or false, or the name or number of an FSDP1 strategy."""
+    """Parse a bool, as for FSDP2, or the name or number of an FSDP1 strategy."""
     if str(value).lower() in (*_TRUE, *_FALSE):
         return flag(value)
     try:
@@ -101,7 +110,7 @@ def _texts(value: object) -> Sequence[str]:
 
 
 def unchanged(value: object) -> object:
-    """Return a value that is not parsed."""
+    """Return the value without parsing it."""
     return value
 
 
@@ -113,15 +122,15 @@ class Key:
     text: str = ""
     """What the key configures, what replaces it, or what to do if it is refused."""
     read: Callable[[object], Any] = unchanged
-    """Parses the value in the file; raises `UnreadableError`."""
+    """Function that parses the value in the file; raises `UnreadableError` if it does not accept the value."""
     sets: str | None = None
     """The field of StrategyConfig that is set to the parsed value."""
     info_values: tuple[object, ...] = ()
-    """Values that are logged as information: the result is the requested one."""
+    """Values that are logged although the result is the requested one."""
     warning_values: tuple[object, ...] = ()
-    """Values that are logged as a warning: the result is not the requested one."""
+    """Values that are logged as a warning, because the result is not the requested one."""
     fix: str = ""
-    """What to do about a value that ``read`` does not accept; for refused keys ``text``."""
+    """What to do if ``read`` does not accept the value; refused keys use ``text`` instead."""
 
 
 _BACKEND = Key(
@@ -296,16 +305,16 @@ SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
     "dynamo_config": ("dynamo_", DYNAMO),
     "parallelism_config": ("parallelism_config_", PARALLELISM),
 }
-"""The nested mappings of the file: for each the prefix of its keys, which files may omit, and its keys."""
+"""For each nested mapping of the file: the prefix of its keys, which the file may omit, and its keys."""
 
 KEYS: Mapping[str, Key] = {**TOP, **FSDP, **DYNAMO, **PARALLELISM}
 
 
 def hint_for(name: str) -> str:
-    """Return a hint for a key that is not supported: the section that it belongs in, or a similar name."""
+    """Return a hint for an unsupported key: the nested mapping that it belongs in, or a similar name."""
     for section, (_, keys) in SECTIONS.items():
         if name in keys:
             return f" It belongs in {section}."
-    # A high cutoff: at 0.6, the default, fsdp_config would be suggested for fp8_config.
+    # With the default cutoff of 0.6, fsdp_config would be suggested for fp8_config.
     similar = difflib.get_close_matches(name, [*KEYS, *SECTIONS], n=1, cutoff=0.9)
     return f" Did you mean {similar[0]!r}?" if similar else ""

@@ -18,8 +18,8 @@ from fsdp2_strategy.errors import ConfigError
 def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
     """Return the values in a trainer's namespace or mapping that belong to ``fields``; ignore all other names.
 
-    A value of ``None`` is ignored, because argparse stores it for an option that is not given. Trainers may use
-    ``fsdp_cpu_offload`` for ``cpu_offload``; the name of the field takes precedence.
+    A value of ``None`` is ignored, because argparse stores ``None`` for an option that is not given.
+    ``fsdp_cpu_offload`` is another name for ``cpu_offload``; if both are given, ``cpu_offload`` takes precedence.
 
     Raises:
         ConfigError: ``args`` is neither a namespace nor a mapping.
@@ -36,7 +36,9 @@ def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
 
 
 def read_mapping(path: str | Path) -> Mapping[str, Any]:
-    """Return the top-level mapping of a YAML file, or of a JSON file if it ends in ``.json``; an empty file gives {}.
+    """Return the top-level mapping of a YAML file, or of a JSON file if the path ends in ``.json``.
+
+    An empty YAML file gives {}.
 
     Raises:
         ConfigError: the file cannot be read, or its top level is not a mapping.

@@ -24,7 +24,7 @@ ShardSize = int | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """All settings of a strategy; immutable, and validated when it is constructed.
+    """All settings of a strategy; immutable, and validated by the constructor.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range; the message names the field, the value and the fix.
@@ -58,18 +58,18 @@ class StrategyConfig:
     """Whether ``maybe_offload_optimizer`` offloads; if false, the optimizer stays on the device."""
 
     keep_fp32: tuple[str, ...] = ()
-    """Name patterns of parameters that are stored, gathered and computed with in fp32."""
+    """Parameters that are stored, gathered and computed with in fp32, by part of their name or by a glob."""
 
     grad_sync: GradSync = "defer_all_reduce"
-    """Communication before the last micro-batch of a step: the reduce-scatter only ("defer_all_reduce"), none ("last"),
-    or the whole reduction ("every")."""
+    """Gradient communication in each micro-batch of a step but the last: the reduce-scatter only ("defer_all_reduce"),
+    none ("last"), or the whole reduction ("every")."""
 
     ignored_modules: tuple[str, ...] = ()
     """Regular expressions for full dotted names of modules that are not sharded; each rank keeps full parameters."""
 
     shard_size: ShardSize = -1
-    """Number of ranks that a parameter is split over; -1: all ranks; "auto": all ranks for training, else the fewest
-    that a model of this size needs (`auto_shard_size`)."""
+    """Number of ranks that a parameter is split over; -1: all ranks; "auto": all ranks for training, and for inference
+    the fewest that a model of this size needs (`auto_shard_size`)."""
 
     reshard_after_forward: bool | int = True
     """Free the gathered parameters after a block's forward; an int reshards them over that many ranks instead."""
@@ -78,8 +78,8 @@ class StrategyConfig:
     """Class names of the modules that become units; empty: blocks are detected by `find_blocks`."""
 
     min_unit_params: int | None = None
-    """Make modules of at least this many parameters units; None: by size only if no blocks are found, from an eighth of
-    the model's parameters, at most 50 million."""
+    """Choose units by size: modules of at least this many parameters. None: only if no blocks are found; the minimum is
+    then an eighth of the model's parameters, but not more than 50 million."""
 
     activation_checkpointing: tuple[str, ...] | bool = ()
     """Class names of the modules whose activations are recomputed in backward; True: each block."""
@@ -94,14 +94,14 @@ class StrategyConfig:
     """How many units to all-gather ahead of the running one; None: FSDP2's default prefetching."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods of the model, other than forward, that need gathered parameters; those of known policies are added."""
+    """Methods of the model other than forward that need gathered parameters; those of robot policies are added."""
 
     mixed_mm_data: MixedData | None = None
     """How to train if only some ranks have images in a batch: "root", "dummy" or "replicate"; see docs/rlhf.md."""
 
     debug_divergence_seconds: float = 0.0
-    """Compare which unit each rank runs; raise an error that names unit and rank if a rank runs another unit than the
-    others, or does not reach it within this time. 0: no comparison."""
+    """If positive, raise an error that names rank and unit when a rank runs a different unit than the others, or none
+    for this many seconds. 0 disables the comparison."""
 
     timeout_minutes: float = 30.0
     """Time-out of collectives, if the strategy starts the process group."""
@@ -113,7 +113,7 @@ class StrategyConfig:
             object.__setattr__(self, "activation_checkpointing", names)
         for name in ("keep_fp32", "ignored_modules", "block_class_names", "forward_methods"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        if isinstance(self.mixed_mm_data, bool):  # the form that trainers use
+        if isinstance(self.mixed_mm_data, bool):  # trainers pass a bool
             object.__setattr__(self, "mixed_mm_data", "root" if self.mixed_mm_data else None)
         for name in ("max_norm", "timeout_minutes", "debug_divergence_seconds"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
@@ -187,7 +187,9 @@ class StrategyConfig:
 
     @classmethod
     def from_args(cls, args: object) -> StrategyConfig:
-        """Build a configuration from a trainer's namespace or mapping; keys that are not fields are ignored.
+        """Build a configuration from a trainer's namespace or mapping; ignore names that are not fields.
+
+        None means the default. ``fsdp_cpu_offload`` is read as ``cpu_offload``.
 
         Raises:
             ConfigError: ``args`` is neither a namespace nor a mapping, or the value of a field is not valid.
@@ -199,7 +201,7 @@ class StrategyConfig:
         """Return ``config`` if it is given, else a configuration made from ``args``, else the defaults.
 
         Raises:
-            ConfigError: ``config`` is not a StrategyConfig, or ``args`` is one as well.
+            ConfigError: ``config`` is not a StrategyConfig, or both arguments are one; see `from_args`.
         """
         if config is not None and not isinstance(config, StrategyConfig):
             raise ConfigError(
@@ -234,7 +236,7 @@ class StrategyConfig:
 
     @property
     def effective_grad_sync(self) -> GradSync:
-        """``grad_sync``; "every" replaces "defer_all_reduce" if that would accumulate gradients in half precision."""
+        """Return ``grad_sync``, or "every" if "defer_all_reduce" would accumulate gradients in half precision."""
         half = (self.bf16 or self.fp16) and not self.reduce_in_full_precision
         return "every" if half and self.grad_sync == "defer_all_reduce" else self.grad_sync
 

@@ -1,7 +1,7 @@
 """Compute the data order, cut it into global batches, load this rank's samples, and resume at any batch.
 
 `order` computes the order of an epoch, `batches` cuts it into global batches, and `loader` fetches this rank's part of
-each.
+each batch.
 """
 
 from fsdp2_strategy.data.loader import ResumableLoader

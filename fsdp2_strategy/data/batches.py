@@ -1,7 +1,7 @@
 """Compute which samples are in which global batch.
 
-Input: the order of each epoch, the batch size, samples to skip, and the anchor from which they are skipped. Output: the
-samples of a batch, given its number. They are computed directly; no earlier batches are replayed.
+Input: the order of each epoch, the batch size, the samples to skip, and the first batch that skips them (the anchor).
+Output: the samples of a batch, computed from the batch's index without replaying earlier batches.
 
 [Note: positions and offsets] A *position* is an index in an epoch's order. An *offset* is an index among the positions
 that the plan covers: those from its anchor on, without the positions of skipped samples.
@@ -26,13 +26,13 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Anchor:
-    """The batch from which a plan is valid."""
+    """The first batch of a plan."""
 
     batch: int = 0
-    """Number of the plan's first batch."""
+    """Index of the batch, counted over all epochs."""
     epoch: int = 0
     position: int = 0
-    """Position in the epoch's order at which that batch begins."""
+    """Position in the order of ``epoch`` at which the batch begins."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BatchPlan:
 
     Args:
         order_of: function that returns the order of an epoch; all orders have the same length.
-        batch: samples of a global batch.
+        batch: number of samples of a global batch.
         tail: how to treat the samples at the end of an epoch that do not fill a batch: ``"carry"`` fills the batch with
             the first samples of the next epoch, ``"pad"`` fills it with padding, ``"drop"`` leaves these samples out.
         skipped: samples that are left out.
@@ -83,7 +83,7 @@ class BatchPlan:
         return self._locate(batch)[0]
 
     def end_of(self, epoch: int) -> int:
-        """Return the number of the first batch that begins after an epoch."""
+        """Return the index of the first batch that begins after the end of an epoch."""
         length = self._length_through(epoch)
         return self.anchor.batch + (-(-length // self.batch) if self.tail == "carry" else length)
 
@@ -93,7 +93,7 @@ class BatchPlan:
         return epoch, self._position(epoch, offset)
 
     def spans(self, batch: int) -> list[Span]:
-        """Return the spans of offsets that make up a batch; those of a padded batch are shorter than its size."""
+        """Return the spans of offsets that make up a batch, without padding."""
         epoch, begin = self._locate(batch)
         found, missing = [], self.batch
         while True:
@@ -113,7 +113,7 @@ class BatchPlan:
         return np.delete(found, inside) if inside.size else found
 
     def keys(self, batch: int, low: int, high: int) -> list[Key]:
-        """Return the samples ``low`` to ``high`` of a batch; padding repeats the first sample of the batch."""
+        """Return the keys of samples ``low`` to ``high`` of a batch; padding repeats the first sample of the batch."""
         spans = self._part_spans(batch, low, high)
         keys = [(span.epoch, sample) for span in spans for sample in self.samples(span).tolist()]
         padding = high - low - len(keys)
@@ -199,5 +199,8 @@ class BatchPlan:
 
     @property
     def _is_periodic(self) -> bool:
-        """Whether all epochs after the first have the same length; the number of skipped draws of a mixture varies."""
+        """Whether all epochs after the anchor's have the same length.
+
+        A mixture may draw a skipped sample more often in one epoch than in another, so its epochs may differ in length.
+        """
         return not self.skipped or not isinstance(self.order_of(self.anchor.epoch), MixtureOrder)

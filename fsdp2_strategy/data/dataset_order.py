@@ -1,6 +1,6 @@
-"""Choose the data order of a loader, and its fingerprint, which shows whether a saved position belongs to that order.
+"""Choose a loader's data order and return its fingerprint, which must equal that of a saved position.
 
-Input: a data set and a loader's arguments. Output: a function from epochs to orders, and the fingerprint as JSON.
+Input: a data set and a loader's arguments. Output: a function from epochs to orders, and the fingerprint (JSON values).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def order_of(
     lanes: int,
     weights: Sequence[float] | None,
 ) -> tuple[dict[str, Any], Callable[[int], Order]]:
-    """Return the facts that determine the order, as JSON, and a function that returns the order of an epoch.
+    """Return the fingerprint and a function that returns the order of an epoch; arguments as for `ResumableLoader`.
 
     Raises:
         DataError: the arguments contradict each other, or do not fit the data set.
@@ -50,7 +50,7 @@ def order_of(
         if not isinstance(dataset, ConcatDataset):
             raise DataError(
                 f"cannot mix data sets: the data set is a {type(dataset).__name__}, expected a ConcatDataset with one "
-                "data set for each weight. Combine the data sets in one."
+                "data set for each weight. Combine them in a ConcatDataset."
             )
         parts = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
         facts |= {"lengths": parts, "weights": [float(w) for w in weights]}

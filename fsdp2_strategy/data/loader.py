@@ -38,33 +38,35 @@ _VERSION = 1
 class ResumableLoader:
     """Iterate over this rank's part of every global batch, one epoch per ``for`` loop; not collective.
 
-    A ``for batch in loader`` loop ends with the epoch. The next loop starts the next epoch, or continues the epoch if
-    the last loop was left early. A batch belongs to the epoch in which it begins.
+    A ``for batch in loader`` loop ends with the epoch, and the next loop starts the next epoch. If a loop is left
+    early, the next loop continues the same epoch. A batch belongs to the epoch in which it begins.
 
-    Before a sample is fetched, the generators of torch (CPU), NumPy and Python are seeded from seed, epoch and sample,
-    so that its augmentation is the same in every process; for ``collate_fn`` they are seeded from the part's first
-    sample. The trainer's own generators are left unchanged. Samples are fetched one by one, not by ``__getitems__``.
+    Before each sample is fetched, the generators of torch (CPU), NumPy and Python are seeded from the loader's seed,
+    the epoch and the sample's index. So a sample's augmentation is the same in every process. Before ``collate_fn`` is
+    called, they are seeded from the first sample of this rank's part. The trainer's own generators are left unchanged.
+    Samples are fetched one by one, not by ``__getitems__``.
 
     Args:
-        dataset: a map-style data set. With ``pool`` it needs ``episode_lengths``, and may have ``hold``, which receives
-            the episodes that are needed next (`fsdp2_strategy.data.prefetch`). With ``weights`` it is a
-            `ConcatDataset`.
-        global_batch_size: samples of a batch over all ranks, at least one per rank. Parts of ranks differ by at most 1.
+        dataset: a map-style data set. ``pool`` requires its attribute ``episode_lengths``. With ``pool``, a method
+            ``hold`` of the data set is called with the episodes that are needed now and next; see
+            `fsdp2_strategy.data.prefetch`. ``weights`` requires a `ConcatDataset`.
+        global_batch_size: number of samples of a batch over all ranks, at least one per rank. The parts of two ranks
+            differ by at most one sample.
         seed: seed of the order and the augmentation.
-        dp_rank: this rank among those that share the data; by default its rank in the process group.
+        dp_rank: rank of this process among those that share the data; by default its rank in the process group.
         dp_size: number of ranks that share the data; by default all ranks.
-        num_workers: worker processes; 0 fetches in this process.
+        num_workers: number of worker processes; 0 fetches in this process.
         tail: how to treat the samples at the end of an epoch that do not fill a batch. ``"carry"`` fills the batch with
             the first samples of the next epoch; each sample is used exactly once per epoch. ``"pad"`` fills it with
-            padding and adds a mask (bool, one element per sample of this rank): as ``"sample_mask"`` if the batch is a
-            mapping (combined with an existing one by logical and), else the loader yields (batch, mask). ``"drop"``
-            leaves these samples out.
+            padding and adds a bool mask with one element per sample of this rank, false for padding. If the batch is a
+            mapping, the mask is stored as ``"sample_mask"``; an existing mask is combined with it by logical and. For
+            other batches the loader yields (batch, mask). ``"drop"`` leaves these samples out.
         pool: shuffle the frames of this many episodes at a time; see `EpisodeOrder`. None shuffles all samples.
-        collate_fn: makes a batch of a list of samples; by default torch's.
+        collate_fn: function that makes a batch from a list of samples; by default torch's `default_collate`.
         pin_memory: copy batches to pinned memory.
-        prefetch_factor: batches that each worker prefetches.
-        lanes: spans of a batch that have separate episodes; see `EpisodeOrder`.
-        weights: how often samples of each data set are drawn; see `MixtureOrder`.
+        prefetch_factor: number of batches that each worker prefetches.
+        lanes: number of spans of a batch, each with its own episodes; see `EpisodeOrder`.
+        weights: relative share of each data set; see `MixtureOrder`.
 
     Raises:
         DataError: an argument does not fit the data set or the ranks.
@@ -106,7 +108,7 @@ class ResumableLoader:
             dataset, self.global_batch_size, self.seed, tail=tail, pool=pool, lanes=lanes, weights=weights
         )
         self._plan = BatchPlan(lru_cache(maxsize=4)(make_order), self.global_batch_size, tail)
-        # This rank's part of every batch: samples low to high.
+        # This rank's part of every batch: the samples from ``low`` to ``high - 1``.
         self._low, self._high = (r * self.global_batch_size // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
         self._collate = collate_fn or default_collate
         self._fetch: dict[str, Any] = {
@@ -117,7 +119,7 @@ class ResumableLoader:
         }
         self._batches = 0  # delivered
         self._samples = 0  # delivered, over all ranks, without padding
-        self._began = 0  # the first batch of this epoch
+        self._began = 0  # index of the first batch of this epoch
         self._end = self._plan.end_of(0)
         self._in_flight: Iterator[Any] | None = None
         self._announcer: EpisodeAnnouncer | None = None
@@ -137,7 +139,7 @@ class ResumableLoader:
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the next ``for`` loop starts a new epoch, because the last one is complete."""
+        """Whether the current epoch is complete, so that the next ``for`` loop starts a new one."""
         return self._batches >= self._end
 
     @property
@@ -147,11 +149,14 @@ class ResumableLoader:
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """Samples that are left out, in ascending order."""
+        """Indices of the samples that are left out, in ascending order."""
         return tuple(self._plan.skipped)
 
     def __len__(self) -> int:
-        """Return the number of batches of the whole epoch; the same on every rank."""
+        """Return the number of batches of the current epoch, or of the next one if the current one is complete.
+
+        It is the same on every rank.
+        """
         epoch = self.epoch
         return self._plan.end_of(epoch) - (self._began if self._batches < self._end else self._batches)
 
@@ -182,13 +187,13 @@ class ResumableLoader:
                 if isinstance(batch, DataError):
                     raise batch
             except BaseException:
-                self.close()  # the prefetched batches are fetched again
+                self.close()  # the next loop fetches the prefetched batches again
                 raise
             mask = self._deliver(keys)
             yield batch if mask is None else _with_mask(batch, mask)
 
     def _begin_epoch(self) -> None:
-        if self._plan.skipped:  # a new anchor: locating a batch then does not iterate over all earlier epochs
+        if self._plan.skipped:  # move the anchor here, so that locating a batch does not iterate over earlier epochs
             self._replan(self._plan.skipped)
         self._began, self._end = self._batches, self._plan.end_of(self.epoch)
 
@@ -203,7 +208,7 @@ class ResumableLoader:
         )
 
     def _make_announcer(self) -> EpisodeAnnouncer | None:
-        """Return the object that announces the next episodes to the data set, if the data set has ``hold``."""
+        """Return the object that announces episodes to the data set; None without ``pool`` or ``hold``."""
         if "pool" not in self._fingerprint or not hasattr(self.dataset, "hold"):
             return None
         in_flight = self._fetch["num_workers"] * (self._fetch["prefetch_factor"] or 0)
@@ -215,7 +220,7 @@ class ResumableLoader:
         """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding.
 
         Raises:
-            DataError: the workers fetched other samples than were requested.
+            DataError: the workers fetched samples that were not requested.
         """
         requested, fetched = self._plan.keys(self._batches, self._low, self._high), [tuple(key) for key in keys]
         if fetched != requested:
@@ -240,7 +245,7 @@ class ResumableLoader:
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the trainer, as JSON; the same on every rank. Prefetched batches do not count."""
+        """Return the position of the trainer as JSON values, equal on every rank; prefetched batches do not count."""
         anchor = self._plan.anchor
         return {
             "version": _VERSION,
@@ -298,9 +303,9 @@ class ResumableLoader:
     def skip(self, samples: Iterable[int]) -> None:
         """Leave samples out from now on, in this epoch and all later ones.
 
-        Collective, unless ``dp_rank`` and ``dp_size`` were given. Later samples move up, so that batches stay full. The
-        skipped samples are part of the state. All ranks must have received the same number of batches. If one rank
-        failed to fetch its part, the others are one batch ahead: load a checkpoint first.
+        Collective, unless ``dp_rank`` and ``dp_size`` were given. Batches stay full: the samples that follow in the
+        order move up. The skipped samples are part of the state. All ranks must have received the same number of
+        batches. If one rank failed to fetch its part, the others are one batch ahead: load a checkpoint first.
 
         Raises:
             DataError: on every rank, if a sample is not in the data set, if no samples would be left, or if the ranks

@@ -1,10 +1,10 @@
-"""Compute any slice of an epoch's data order from a seed and the epoch alone.
+"""Compute any slice of an epoch's data order from the seed and the epoch.
 
 Input: the number of samples, the lengths of episodes, or the lengths and weights of data sets. Output: sample indices.
-Orders do not depend on ranks.
+An order does not depend on the number of ranks.
 
-[Note: orders] An order has ``len`` positions. ``indices(start, stop)`` returns the samples at a range of positions, and
-``positions(samples)`` is its inverse.
+[Note: orders] An order has ``len`` positions. ``indices(start, stop)`` returns the samples at a range of positions.
+``positions(samples)`` returns the positions of samples, sorted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Order(Protocol):
 
 
 class GlobalOrder:
-    """Permute ``n`` samples by seed and epoch; a slice needs time and memory for its own length only.
+    """Permute ``n`` samples by seed and epoch; the time and memory for a slice depend on the slice's length only.
 
     Args:
         n: number of samples, at least 1.
@@ -79,23 +79,23 @@ class GlobalOrder:
 class EpisodeOrder:
     """Permute the frames of episodes so that few episodes are open at a time.
 
-    Episodes are permuted and cut into blocks of ``pool`` episodes; the frames of a block are permuted. A reader needs
-    the episodes of one block at a time, or of two if a slice crosses from one block to the next.
+    The episodes are permuted and divided into blocks of ``pool`` episodes. The frames of each block are permuted. A
+    reader needs the episodes of one block at a time, or of several where a slice crosses a block boundary.
 
     Without ``lanes`` every rank reads frames of every episode, because the frames of a block are spread over all ranks.
-    ``lanes`` splits each batch into that many contiguous spans. Each span takes its frames from separate episodes,
-    ``pool // lanes`` at a time. A rank that reads a contiguous part of each batch then reads only the episodes of its
-    lanes; `episodes_touched` returns how many. The order is the same on any number of ranks. A batch mixes as many
-    episodes as without ``lanes``, but each lane mixes only its own.
+    ``lanes`` splits each batch into that many contiguous spans. Each span takes its frames from its own episodes,
+    ``pool // lanes`` at a time. Each rank reads a contiguous part of each batch, so it reads only the episodes of its
+    own lanes; `episodes_touched` returns their number. The order is the same on any number of ranks. A batch still
+    mixes about ``pool`` episodes, but a lane mixes only its own.
 
     Args:
         lengths: number of frames of each episode, in the order of the data set. Frames are numbered consecutively.
         seed: any integer.
         epoch: any integer.
         pool: number of episodes that are mixed.
-        lanes: spans of a batch; use a multiple of every number of ranks that you may run on.
-        batch: samples of a global batch; needed if ``lanes`` is more than 1.
-        offset: offset of the epoch's first sample in its batch, if that batch begins in the epoch before.
+        lanes: number of spans of a batch; choose a multiple of each number of ranks that the run may use.
+        batch: number of samples of a global batch; needed if ``lanes`` is more than 1.
+        offset: index of the epoch's first sample within its batch; above 0 if that batch begins in the epoch before.
 
     Raises:
         DataError: there are no frames, or an argument is out of range.
@@ -129,10 +129,11 @@ class EpisodeOrder:
         self._key = int(seed), int(epoch)
         self._begins = _offsets_of(self.lengths)  # first frame of each episode, in the data set
         self._episodes = GlobalOrder(len(self.lengths), seed, epoch).indices(0, len(self.lengths))
-        # First frame of each episode if the permuted episodes are concatenated. A frame's index there is its offset.
+        # First frame of each episode in the concatenation of the permuted episodes. The index of a frame in this
+        # concatenation is called its offset.
         self._episode_offsets = _offsets_of(self.lengths[self._episodes])
         self.n = int(self._episode_offsets[-1])
-        # Offsets: [head: completes the last batch of the epoch before][one range per lane][tail: less than a batch]
+        # Ranges of offsets: [head: completes the last batch of the epoch before][one per lane][tail: less than a batch]
         self._head = min(-offset % batch, self.n) if lanes > 1 else 0
         self._cuts = np.arange(lanes + 1) * batch // lanes
         self._batches = (self.n - self._head) // batch if lanes > 1 else 0
@@ -162,7 +163,7 @@ class EpisodeOrder:
         return np.sort(self._to_positions(self._in_blocks(offsets, Bijection.positions)))
 
     def episodes_at(self, positions: Indices) -> Indices:
-        """Return the episodes of the blocks that contain positions; a reader of these positions needs them."""
+        """Return the episodes that a reader of these positions needs: all episodes of the blocks of the positions."""
         blocks = np.unique(np.searchsorted(self._block_offsets, self._to_offsets(positions), side="right") - 1)
         first = np.searchsorted(self._episode_offsets, self._block_offsets[blocks], side="right") - 1
         last = np.searchsorted(self._episode_offsets, self._block_offsets[blocks + 1], side="left")
@@ -172,7 +173,7 @@ class EpisodeOrder:
     def episodes_touched(self, dp_size: int) -> list[int]:
         """Return the number of episodes that each of ``dp_size`` ranks may read in this epoch.
 
-        With ``lanes``, the frames at the ends of the epoch that do not fill a batch are not counted.
+        With ``lanes``, the frames before the first and after the last full batch of the epoch are not counted.
         """
         touched = []
         for rank in range(dp_size):
@@ -185,7 +186,7 @@ class EpisodeOrder:
         return touched
 
     def _to_offsets(self, positions: Indices) -> Indices:
-        """Return the offset, before blocks are permuted, of each position."""
+        """Return the offset of each position, without the permutation within blocks."""
         row, column = np.divmod(positions - self._head, self._batch)
         lane = np.searchsorted(self._cuts, column, side="right") - 1
         width = np.diff(self._cuts)[lane]
@@ -200,7 +201,7 @@ class EpisodeOrder:
         return np.where(in_lanes, self._head + row * self._batch + self._cuts[lane] + column, offsets)
 
     def _blocks(self) -> Indices:
-        """Return the offset of each block, and ``n``; a block is ``pool // lanes`` episodes of a lane's range."""
+        """Return the first offset of each block, then ``n``; a block has up to ``pool // lanes`` episodes of a lane."""
         lane_offsets = self._lane_offsets.tolist() if self.lanes > 1 else []
         edges = np.unique(np.asarray([0, *lane_offsets, self.n]))
         step = self.pool // self.lanes
@@ -212,7 +213,7 @@ class EpisodeOrder:
         return np.unique(np.concatenate(begins))
 
     def _in_blocks(self, offsets: Indices, change: Callable[[Bijection, Indices], Indices]) -> Indices:
-        """Apply ``change``, a block's permutation or its inverse, to offsets."""
+        """Permute offsets within their blocks; ``change`` selects the permutation or its inverse."""
         block = np.searchsorted(self._block_offsets, offsets, side="right") - 1
         by_block = np.argsort(block, kind="stable")
         result = np.empty_like(offsets)
@@ -228,18 +229,18 @@ class MixtureOrder:
     """Mix data sets by weight; samples are numbered consecutively, as in ``torch.utils.data.ConcatDataset``.
 
     Each data set gets its share of the ``n`` positions of an epoch, rounded to an integer. Its samples are drawn in
-    permuted passes through the data set. If an epoch ends within a pass, the next epoch continues it. So the numbers of
-    draws of two samples of a data set differ by at most one, over any number of epochs.
+    passes; a pass draws each sample once, in a permuted order. If an epoch ends within a pass, the next epoch continues
+    the pass. So after any number of epochs, the draw counts of two samples of a data set differ by at most one.
 
     Args:
         lengths: number of samples of each data set.
         weights: relative share of each data set; they need not add up to 1.
         seed: any integer.
         epoch: 0 or more.
-        n: positions of an epoch; by default the total number of samples.
+        n: number of positions of an epoch; by default the number of samples of all data sets.
 
     Raises:
-        DataError: lengths and weights differ in number, are not positive, or leave a data set without a share.
+        DataError: there is not one weight per length, one of them is not positive, or a data set gets no position.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class MixtureOrder:
                 "of an epoch, expected at least one for each. Raise its weight, or leave it out."
             )
         self._begins = _offsets_of(np.asarray(self.lengths))
-        self._draws = GlobalOrder(self.n, seed, epoch)  # numbered so that those of each data set are consecutive
+        self._draws = GlobalOrder(self.n, seed, epoch)  # the draws of each data set have consecutive numbers
 
     def __len__(self) -> int:
         return self.n
@@ -278,7 +279,7 @@ class MixtureOrder:
         for i, length in enumerate(self.lengths):
             own = np.flatnonzero((draws >= self._shares[i]) & (draws < self._shares[i + 1]))
             number, sample = np.divmod(draws[own] - self._shares[i] + self._drawn_before(i), length)
-            for partial in self._partial_passes(i):  # the samples of a full pass are permuted with the draws already
+            for partial in self._partial_passes(i):  # full passes are permuted by the order of the draws
                 chosen = np.flatnonzero(number == partial)
                 sample[chosen] = self._pass(i, partial).values(sample[chosen])
             result[own] = self._begins[i] + sample
@@ -305,7 +306,7 @@ class MixtureOrder:
         return self.epoch * int(self._shares[i + 1] - self._shares[i])
 
     def _partial_passes(self, i: int) -> list[int]:
-        """Return the passes through a data set that this epoch draws only a part of."""
+        """Return the passes through data set ``i`` of which this epoch draws only a part."""
         low, length = self._drawn_before(i), self.lengths[i]
         high = low + int(self._shares[i + 1] - self._shares[i])
         return sorted({edge // length for edge in (low, high) if edge % length})
@@ -314,7 +315,7 @@ class MixtureOrder:
         return _cached_bijection(self.lengths[i], "pass", self.seed, i, number)
 
 
-# Cached, so that the table of a permutation is computed once for all slices.
+# Cached, so that all slices share the table of a permutation.
 _cached_bijection = lru_cache(maxsize=128)(Bijection)
 
 

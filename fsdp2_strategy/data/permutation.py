@@ -1,11 +1,12 @@
-"""A keyed permutation of the numbers below n that can be evaluated at single points.
+"""Permute the numbers below n by a key, and compute the value at any single position.
 
-Input: n, a key, and positions or values. Output: values or positions. Integer arithmetic: equal on every machine.
+Input: n, a key, and positions or values. Output: values or positions. Only integer arithmetic is used, so that the
+results are equal on every machine.
 
-Up to 2^16 numbers, the permutation is a table, sorted by a keyed hash. For larger n it is a Feistel network (Black and
-Rogaway, "Ciphers with arbitrary finite domains", 2002): a number is a pair (left, right) below (a, b), where a x b is n
-or slightly more, and each of eight rounds adds a keyed hash of one half to the other, modulo its range. A result of n
-or above is permuted again until it is below n.
+For n up to 2^16, the permutation is a table: the numbers, sorted by a keyed hash. For larger n it is a Feistel network
+(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). A number is split into a pair (left, right), with
+left below a and right below b, where a x b is n or slightly more. Each of eight rounds adds a keyed hash of one half to
+the other half, modulo a or b. A result of n or above is permuted again until it is below n.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Bijection:
 
 
 def _apply_in_chunks(numbers: Indices, step: Callable[[_Words], _Words], n: int) -> Indices:
-    """Apply a step to numbers in chunks, repeatedly to each number that it maps to ``n`` or above."""
+    """Apply ``step`` to numbers, in chunks; apply it again to results of ``n`` or above, until all are below ``n``."""
     result = np.empty(len(numbers), dtype=np.int64)
     for begin in range(0, len(numbers), _CHUNK):
         chunk = step(numbers[begin : begin + _CHUNK].astype(np.uint64))
@@ -103,7 +104,7 @@ def _hash(numbers: _Words, key: np.uint64) -> _Words:
 
 
 def _below(words: _Words, size: int) -> _Words:
-    """Scale hashes to the numbers below ``size``, using as many high bits as fit the 64-bit product."""
+    """Scale hashes to numbers below ``size``; use as many of their high bits as the 64-bit product can hold."""
     bits = np.uint64(size.bit_length())
     words >>= bits
     words *= np.uint64(size)

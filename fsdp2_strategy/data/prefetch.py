@@ -5,7 +5,8 @@ process, before each batch.
 
 [Note: needed episodes] A data set whose episodes are expensive to open has a method ``hold(now, soon)``. Until the next
 call, only samples of the episodes in ``now`` are requested; the episodes in ``soon`` are needed after them. Both lists
-are in ascending order. The data set also has ``pause``, which ends its threads; it is called before workers are forked.
+are in ascending order. A second method, ``pause``, ends the data set's threads. `ResumableLoader.close` calls it,
+before new workers are forked.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _MAX_DISTANCE = 1 << 20
 
 
 class EpisodeAnnouncer:
-    """The object that calls ``hold`` of a data set.
+    """Call ``hold`` of a data set before each batch, with the episodes that are needed now and soon.
 
     Args:
         dataset: see [Note: needed episodes].
-        episodes: function that returns the episodes of this rank's part of a batch.
+        episodes: function that returns the episodes of this rank's part of a batch, given the batch's index.
         in_flight: number of batches that are prefetched.
     """
 
@@ -49,7 +50,8 @@ class EpisodeAnnouncer:
     def _first_change(self, batch: int, now: frozenset[int]) -> int:
         """Return the first batch whose episodes differ from ``now``, by exponential search and bisection.
 
-        If the episodes change and change back between two probes, as in epochs of a few batches, it may be a later one.
+        The result may be a later change if the episodes change and change back between two probes of the search. This
+        happens in epochs of a few batches.
         """
         same, other = batch, batch + 1
         while self._needed(other) == now:

@@ -1,7 +1,8 @@
 """A sampler for trainers that make their own DataLoader and count the consumed samples themselves.
 
-Input: the length of a data set. Output: this rank's indices. The ranks draw the same number of indices, and together
-each index once per epoch, except for the last ones (``drop_last``).
+Input: the length of a data set. Output: this rank's indices. All ranks draw the same number of indices; together they
+draw each index once per epoch. If the length is not a multiple of the number of ranks, ``drop_last`` selects whether
+the last samples are dropped or the first ones repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _CHUNK = 1024
 
 
 class ResumableSampler(Sampler[int]):
-    """Draw this rank's indices of a data set; can resume within an epoch.
+    """Draw this rank's indices of a data set, and resume within an epoch.
 
     Args:
         dataset: a data set with a length.
@@ -26,7 +27,7 @@ class ResumableSampler(Sampler[int]):
         rank: this rank.
         shuffle: permute the indices by seed and epoch.
         seed: seed of the permutation.
-        drop_last: drop the last samples if there is not one for every rank; if false, repeat samples from the start.
+        drop_last: drop the last samples if there is not one for every rank; if false, repeat the epoch's first samples.
         consumed_samples: samples of the current epoch that all ranks together have drawn already.
     """
 
@@ -49,7 +50,7 @@ class ResumableSampler(Sampler[int]):
         """Begin an epoch, or continue it after ``consumed_samples``.
 
         Raises:
-            ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
+            ConfigError: ``consumed_samples`` is negative, above one epoch, or not a multiple of ``num_replicas``.
         """
         if not 0 <= consumed_samples <= self._total() or consumed_samples % self.num_replicas:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The code that runs in a loader's workers: fetch samples, each under its own seed, and collate them.
+"""Fetch samples in a loader's workers, each sample under its own seed, and collate them.
 
 Input: the keys of this rank's part of each batch. Output: batches with their keys, or an error to raise in the trainer.
 """
@@ -23,10 +23,10 @@ from fsdp2_strategy.errors import CorruptDataError, DataError
 
 
 class SampleFetcher(Dataset[Any]):
-    """Fetch the samples of a part, each under its own seed, and collate them under a seed of the first key.
+    """Fetch the samples of this rank's part of a batch, each under its own seed, and collate them.
 
-    A `DataError` of a worker is returned instead of a batch, because torch would add the worker's traceback to its
-    message.
+    The seed for collating is derived from the part's first key. A worker returns a `DataError` instead of raising it,
+    because torch would add the worker's traceback to the message of a raised error.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
@@ -61,7 +61,7 @@ class SampleFetcher(Dataset[Any]):
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Restore the generators of the trainer's process after the block; do nothing in a worker, which has its own."""
+    """Restore the random generators of the trainer's process after the block; do nothing in a worker process."""
     if get_worker_info() is not None:
         yield
         return
@@ -75,15 +75,15 @@ def _own_generators() -> Iterator[None]:
 
 
 def identity(fetched: Any) -> Any:
-    """Return ``fetched``, which is collated already."""
+    """Return ``fetched`` unchanged: the ``collate_fn`` of a DataLoader whose batches are collated already."""
     return fetched
 
 
 def ignore_foreign_sigterm(_worker: int) -> None:
     """Ignore SIGTERM in a worker, unless its parent sent it.
 
-    torchrun and schedulers send SIGTERM to every process. If a worker exited then, its DataLoader would raise an error
-    in the trainer, which is about to save.
+    torchrun and schedulers send SIGTERM to every process. If a worker exited, its DataLoader would raise an error in
+    the trainer, which is about to save a checkpoint.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return

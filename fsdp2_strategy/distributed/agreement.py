@@ -3,8 +3,8 @@
 Input: an error or a value of each rank. Output: the same error, decision or value on all ranks.
 
 [Note: agreed errors] If one rank raised an error alone, the others would wait in their next collective until its
-time-out. So each phase of a collective call runs inside `all_or_none`, which ends with the all-reduce of one flag. Only
-if a rank has set the flag, the error texts are gathered and every rank raises. This takes milliseconds.
+time-out. So each phase of a collective call runs inside `all_or_none`, which ends with the all-reduce of one flag. If a
+rank has set the flag, the error texts are gathered and every rank raises.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     """Raise ``error`` on every rank if the block raised on any rank; collective.
 
-    See [Note: agreed errors]. The message names the failing rank and its cause. Blocks nest: if one rank fails in the
-    outer block while the others wait in an inner one, all ranks raise.
+    See [Note: agreed errors]. The message names the first failing rank and the cause of its error. Blocks may be
+    nested: if one rank fails in the outer block while the others wait in an inner one, all ranks raise.
 
     Raises:
         FSDP2StrategyError: of the given class, on every rank, if the block raised on any rank.
@@ -53,7 +53,7 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
 
 
 def error_text(cause: BaseException) -> str:
-    """Return the text of an error for another process: with its class, unless it is one of this package."""
+    """Return the text of an error for another process; add the name of its class, unless this package defines it."""
     return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
 
@@ -68,10 +68,10 @@ def check_equal(action: str, value: object, error: type[FSDP2StrategyError], exp
     """Raise on every rank if ``value`` differs between ranks; collective.
 
     Args:
-        action: the operation that cannot be done, for the message.
-        value: an object whose ``repr`` determines it.
+        action: the operation that fails, for the message.
+        value: an object; the ranks compare its ``repr``.
         error: class of the error.
-        expected: what must be the same, and what the user can do, for the message.
+        expected: the end of the message: what must be equal, and how to correct it.
     """
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())

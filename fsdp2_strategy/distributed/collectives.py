@@ -26,12 +26,12 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
     """Reduce a tensor, a number or a nested dict of them over all ranks; collective.
 
     Args:
-        data: the same keys, shapes and dtypes on every rank; it is not modified.
+        data: the structure, with the same keys, shapes and dtypes on every rank; it is not modified.
         op: ``"mean"``, ``"max"`` or ``"sum"``.
 
     Returns:
-        The same structure. Tensors keep their device and dtype (means of integers are fp32). Numbers stay numbers
-        (sums and maxima of integers are integers and exact up to 2^53).
+        The same structure. Tensors keep their device and dtype, except that means of integer tensors are fp32. Numbers
+        stay numbers; sums and maxima of integers are integers, exact up to 2^53.
 
     Raises:
         ConfigError: on every rank, if ``op`` is unknown or the structures differ.
@@ -60,7 +60,7 @@ def all_gather(data: Any) -> Any:
     """Gather a tensor, a number or a nested dict of them from all ranks; collective.
 
     Args:
-        data: the same keys, shapes and dtypes on every rank.
+        data: the structure, with the same keys, shapes and dtypes on every rank.
 
     Returns:
         The same structure. The tensors of all ranks are concatenated along the first dimension, in rank order. A number
@@ -84,7 +84,7 @@ def all_gather(data: Any) -> Any:
 
 
 def _leaves(action: str, data: Any) -> dict[Path, Any]:
-    """Return the leaves of a nested structure by path, after checking that all ranks have the same paths; collective.
+    """Check that all ranks have the same structure, and return its leaves by path; collective.
 
     Raises:
         ConfigError: on every rank, if the structures differ, or if a leaf is neither a number nor a tensor.
@@ -119,7 +119,7 @@ def _rebuilt(data: Any, value_at: Callable[[Path], Any], path: Path = ()) -> Any
 def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.tensor(value, dtype=torch.float64)  # one rank may have 0 where another has 0.5
+    return torch.tensor(value, dtype=torch.float64)  # also for integers: another rank may have a float here
 
 
 def _communication_device(value: Any) -> torch.device:

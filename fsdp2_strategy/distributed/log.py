@@ -16,7 +16,7 @@ logger = logging.getLogger("fsdp2_strategy")
 
 
 def show_log() -> None:
-    """Write the log to standard error, unless the program has configured logging."""
+    """Add a handler that writes the package's log to standard error, unless the program has configured logging."""
     if not logging.root.handlers and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
@@ -25,6 +25,6 @@ def show_log() -> None:
 
 
 def log(message: str, *args: object, level: int = logging.INFO) -> None:
-    """Log on rank 0 only, also before the process group exists."""
+    """Log on rank 0 only; before the process group exists, torchrun's ``RANK`` determines the rank."""
     if is_rank_0() and (dist.is_initialized() or os.environ.get("RANK", "0") == "0"):
         logger.log(level, message, *args)

@@ -16,10 +16,10 @@ from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 
 
 def report_memory(prefix: str = "") -> str:
-    """Log the memory of all ranks on one line, in GB (10^9 bytes), and return it; collective.
+    """Log the memory of all ranks on one line, in GB (10^9 bytes), and return the line; collective.
 
-    For the device: bytes allocated by tensors, bytes reserved by the allocator, and the peak of allocated bytes. For
-    the host: the resident set size of the process, and its peak.
+    The device memory is given as allocated by tensors, reserved by the allocator, and the peak of the allocated memory.
+    The host memory is given as the resident set size of the process, and its peak.
     """
     own = {"host": _resident(), "host peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
@@ -45,7 +45,7 @@ def clear_cache() -> None:
 
 
 def _resident() -> int:
-    """Return the resident set size of this process, in bytes."""
+    """Return the resident set size of this process in bytes; where /proc does not exist, its peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux: fall back to the peak

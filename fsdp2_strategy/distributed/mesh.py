@@ -21,16 +21,16 @@ from fsdp2_strategy.distributed.process_group import (
 from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules
 from fsdp2_strategy.errors import MeshError
 
-# One mesh for each group and shape: the threads and file descriptors of a mesh's process groups outlive the mesh.
-# The first element of each key is the default group at that time.
+# One mesh for each group and shape. A new mesh for each call would leak: the threads and file descriptors of a mesh's
+# process groups outlive the mesh. The first element of each key is the default group when the entry was made.
 _meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int], DeviceMesh] = {}
 _groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
-    """Build a mesh of all ranks that splits parameters over ``shard_size`` of them; collective.
+    """Build a mesh of all ranks of the group in use, and shard over ``shard_size`` of them; collective.
 
-    If the open strategy has a ``process_group``, the mesh consists of the ranks of that group.
+    If the open strategy has a ``process_group``, that is the group in use.
 
     Args:
         shard_size: number of ranks that a parameter is split over; it must divide the world size. -1 means all ranks.
@@ -104,10 +104,11 @@ def check_shard_size(shard_size: int, world_size: int) -> int:
 
 
 def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int) -> int:
-    """Return the smallest shard size that fits a model of this size, by the thresholds that RLHF trainers use.
+    """Return a shard size for a model of this size, by the thresholds that RLHF trainers use.
 
-    For training it is all ranks (-1). For inference, a model under 10 billion parameters is replicated, a model under
-    80 billion is split over at most 8 ranks (the largest divisor of the world size), and a larger one over all ranks.
+    In training, a model is sharded over all ranks (-1). In inference, a model of less than 10 billion parameters is
+    replicated. A model of less than 80 billion is sharded over n ranks, where n is the largest divisor of the world
+    size up to 8. A larger model is sharded over all ranks.
     """
     if is_training or parameter_count >= 80e9:
         return -1
@@ -119,8 +120,9 @@ def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int)
 def forget_meshes() -> None:
     """Clear the caches of meshes and groups, which become invalid when the default group is destroyed.
 
-    DTensor's sharding cache is cleared too: its keys are meshes, and meshes compare equal even if their groups differ.
-    Call this before new groups are made: an old group that is destroyed later unregisters the name of a new one.
+    DTensor's sharding cache is cleared too: its keys contain meshes, and meshes compare equal even if their groups
+    differ. Call this before new groups are made. Otherwise an old group, destroyed later, would unregister the name of
+    a new one.
     """
     _meshes.clear()
     _groups.clear()

@@ -1,9 +1,9 @@
 """Catch SIGTERM and report it to all ranks between two steps.
 
-Input: SIGTERM from a scheduler, an ending torchrun or an operator. Output: a bool that is the same on every rank.
+Input: SIGTERM from a scheduler, from torchrun or from a person. Output: a bool that is the same on every rank.
 
-A process that is killed loses the steps since its last checkpoint. To save first, all ranks must learn of the signal at
-the same point of the training loop, and a checkpoint must be possible there.
+A run that is killed loses the steps since its last checkpoint. To save a checkpoint first, all ranks must learn of the
+signal at the same point of the training loop, where a checkpoint is possible.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _is_main_thread() -> bool:
 
 
 class Preemption:
-    """Whether this run received SIGTERM."""
+    """Detect whether a rank of this run has received SIGTERM."""
 
     def __init__(self) -> None:
         self._is_open = self._is_closed = False
@@ -70,12 +70,13 @@ class Preemption:
     def requested(self) -> bool:
         """Return whether any rank has received SIGTERM since the first call; collective, the same on every rank.
 
-        The first call installs a handler; SIGTERM no longer ends this process. Repeated signals have no further effect:
-        a process may receive several, because schedulers signal every process and torchrun forwards its own.
+        The first call installs a signal handler. From then until `close`, SIGTERM does not end this process. A process
+        may receive several signals, because schedulers signal every process and torchrun forwards the signal too. Only
+        the first has an effect.
 
         Raises:
-            StepError: `close` was called, or the first call is not in the main thread, where Python requires signal
-                handlers to be installed.
+            StepError: `close` was called, or the first call is not in the main thread. Python installs signal handlers
+                in the main thread only.
         """
         if self._is_closed:
             raise StepError("cannot check for SIGTERM: the strategy is closed. Call preempted() before close().")

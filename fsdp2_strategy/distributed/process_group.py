@@ -28,22 +28,22 @@ from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_
 from fsdp2_strategy.errors import MeshError
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
-# Open strategies that train on some ranks only; they end with `close`.
+# One for each open strategy that trains on some ranks only; `close` removes it.
 _partial_trainers: list[TrainingRanks] = []
-# Strategies that train on all ranks; they end with `close`, or when they are unreachable.
+# One for each open strategy that trains on all ranks; `close` or garbage collection removes it.
 _full_trainers: WeakSet[TrainingRanks] = WeakSet()
-# For each default group: how many groups were made of the same ranks.
+# For each default group: how many groups `group_among` has made of the same ranks.
 _group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def start_process_group(timeout_minutes: float) -> bool:
     """Start the default process group if there is none; collective if it starts one.
 
-    Under torchrun the ranks are read from its variables; otherwise the group consists of this process. With CUDA, the
-    group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
+    Under torchrun, rank and world size are read from environment variables; otherwise this process is the only rank.
+    With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
 
     Returns:
-        Whether this call started the group. The caller must then destroy it.
+        Whether this call started the group; if so, the caller must destroy it.
 
     Raises:
         MeshError: some of torchrun's variables are set and others are not, or not all ranks start in time.
@@ -73,7 +73,7 @@ def start_process_group(timeout_minutes: float) -> bool:
 
 @contextmanager
 def on_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run the block's collectives on ``group``; it applies to this thread only."""
+    """Run the collectives of this thread within the block on ``group``."""
     token = _group.set(group)
     try:
         yield
@@ -90,7 +90,7 @@ def group_in_use() -> dist.ProcessGroup | None:
 
 
 class TrainingRanks:
-    """The ranks that a strategy trains on; from `begin` to `close` their group is the group in use of this process.
+    """The ranks that a strategy trains on; from `begin` to `close`, this process uses their group for collectives.
 
     Args:
         group: the ranks that train; None for all ranks of the default group.
@@ -126,7 +126,7 @@ class TrainingRanks:
                 )
 
     def begin(self) -> None:
-        """Make the group the group in use; not collective."""
+        """Make this the group in use; not collective."""
         if self.group is not None:
             _partial_trainers.append(self)
         else:
@@ -159,11 +159,11 @@ def world_size() -> int:
 
 
 def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-    """Make a process group of ``ranks``; collective over them alone.
+    """Make a process group of ``ranks``; collective over ``ranks`` only.
 
     torch derives the name of such a group from the number of groups that a rank has made. If that number differs
-    between the ranks, they wait for each other under different names. Here the name is made of the ranks and of the
-    number of earlier groups of the same ranks, which all of them know.
+    between the ranks, they wait for each other under different names. Here the name contains the ranks and the number
+    of earlier groups of the same ranks, which is equal on all of them.
 
     Args:
         ranks: ranks of the default group.
@@ -189,7 +189,7 @@ def current_device() -> torch.device:
 
 
 def set_device(device: torch.device) -> None:
-    """Make ``device`` the current device of this thread; in a new thread it is the first accelerator."""
+    """Make ``device`` the current device of this thread; a new thread starts with the first accelerator."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

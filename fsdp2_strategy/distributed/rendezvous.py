@@ -4,12 +4,13 @@ Input: the key-value store that torchrun gives to its workers. Output: the same 
 attempt uses.
 
 [Note: stale addresses] torchrun restarts the workers of a run, but keeps its store. gloo publishes the address of each
-rank there under a fixed key, so a restarted rank may read the address of a dead one, try to connect and wait until its
-time-out (this happened in one of three restarts on two ranks). The restart count cannot serve as the prefix: each host
-has its own. So the ranks agree on a prefix first. Each rank writes a random number as its hello. Rank 0 answers each
-hello with an invitation: that number and a new token. A rank accepts an invitation only if it contains the rank's own
-number. When all ranks have accepted, the token becomes the prefix. The invitation to a dead rank is never accepted;
-when its successor writes a new hello, rank 0 invites all ranks again under a new token.
+rank in the store under a fixed key. So a restarted rank may read the address of a dead rank, try to connect and wait
+until its time-out; with two ranks this was measured in one of three restarts. The restart count cannot serve as the
+prefix, because each host has its own count. So the ranks agree on a prefix first. Each rank except 0 writes a random
+number, its hello. Rank 0 answers each hello with an invitation: the number of the hello and a new token. A rank accepts
+an invitation only if it contains the rank's own number. When all ranks have accepted, the token becomes the prefix. The
+invitation to a dead rank is never accepted. When the successor of a dead rank writes a new hello, rank 0 invites all
+ranks again under a new token.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
 
 
 def _host(meeting: Any, world_size: int, pause: _Pause) -> str:
-    """Invite all ranks, again after each change of a hello, until all have accepted; return the token."""
+    """Invite all ranks until all have accepted, and return the token; invite again whenever a hello changes."""
     others = range(1, world_size)
     hello_keys = [f"hello/{rank}" for rank in others]
     invited: list[str] = []

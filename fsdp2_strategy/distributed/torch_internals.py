@@ -1,13 +1,13 @@
-"""Wrap every private name of torch that this package uses in one small function.
+"""Wrap each private name of torch that this package uses in a small function or a constant.
 
-Input: torch's objects. Output: the values of their private attributes, read or set. No other module of the package uses
-such a name: tests/test_internals.py checks this, and names the attributes that a new torch version lacks. Checked on
-torch 2.11, 2.12 and 2.13.
+Input: torch's objects. Output: the values of their private attributes. Other modules of this package use no private
+name of torch except `_parameters`, `_buffers`, `_modules` and `_foreach_...`. tests/test_internals.py checks this, and
+reports the names that a new version of torch lacks. The module is tested with torch 2.11, 2.12 and 2.13.
 
 [Note: FSDP2's objects] `fully_shard` creates a *state* (``FSDPState``) for each unit, with hooks around the module's
 forward. A state has *records* (``FSDPParamGroup``), usually one, which all-gather parameters and reduce gradients. A
-record has *parameters* (``FSDPParam``). Each contains the sharded parameter, which is registered on the module between
-passes, and the unsharded one, which replaces it while the unit is gathered.
+record has *parameters* (``FSDPParam``). Each of them contains a sharded and an unsharded parameter. The sharded one is
+registered on the module between passes; the unsharded one replaces it while the unit is gathered.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def param_groups_of(state: FSDPState) -> list[Any]:
 
 
 def choose_root(state: FSDPState) -> None:
-    """Make this state the root, unless FSDP2 has one; else the first module that runs would become the root."""
+    """Initialise FSDP2 with this state as the root; do nothing if it is initialised already.
+
+    Otherwise FSDP2 would make the first unit that runs the root.
+    """
     if state._is_root is None:
         state._lazy_init()
 
@@ -72,27 +75,30 @@ def pre_backward_hook(state: FSDPState) -> Callable[..., Any]:
 
 
 def is_gathered_for_backward(state: FSDPState) -> bool:
-    """Return whether the pre-backward hook has run in this pass."""
+    """Return whether a unit's pre-backward hook has run in the current backward pass."""
     return state._training_state == TrainingState.PRE_BACKWARD
 
 
 def mark_forward(state: FSDPState) -> None:
-    """Mark a unit as being in its forward pass; the caller must run its post-forward."""
+    """Mark a unit as being in its forward pass; the caller must run the unit's post-forward hook later."""
     state._training_state = TrainingState.FORWARD
 
 
 def mark_idle(state_or_record: Any) -> None:
-    """Mark a unit as idle, between two passes."""
+    """Mark a state or a record as idle: neither in a forward nor in a backward pass."""
     state_or_record._training_state = TrainingState.IDLE
 
 
 def forget_forward_root(state: FSDPState) -> None:
-    """Clear the root of the current forward pass, so that the next pass has a new root even if this one failed."""
+    """Clear the root of the current forward pass.
+
+    After a pass that failed, FSDP2 would otherwise treat the next pass as a part of the failed one.
+    """
     state._state_ctx.iter_forward_root = None
 
 
 def prefetch_for_forward(state: FSDPState) -> None:
-    """Start the all-gathers that a unit's forward prefetches for later units."""
+    """Start the all-gathers of the units that a unit prefetches in its forward."""
     for ahead in state._states_to_forward_prefetch:
         for record in param_groups_of(ahead):
             record._prefetch_unshard(record, "forward")
@@ -107,17 +113,17 @@ UNIT_CALLS = {
     "choose gradient dtypes": "_init_mp_dtypes",
     "record forward order": "_record_post_forward",
 }
-"""The methods of a record that other modules may replace, by purpose."""
+"""Purpose and name of each method of a record that other modules may replace."""
 
 
 def original_call(record: FSDPParamGroup, call: str) -> Callable[..., Any]:
-    """Return FSDP2's own method for a call of `UNIT_CALLS`, even if it is replaced."""
+    """Return FSDP2's own method for a purpose in `UNIT_CALLS`, even if the method was replaced."""
     function: Callable[..., Any] = getattr(type(record), UNIT_CALLS[call]).__get__(record)
     return function
 
 
 def replace_call(record: FSDPParamGroup, call: str, function: Callable[..., Any] | None) -> None:
-    """Replace a method of a record; None restores FSDP2's own."""
+    """Replace a record's method for a purpose in `UNIT_CALLS`; None restores FSDP2's own method."""
     if function is None:
         record.__dict__.pop(UNIT_CALLS[call], None)
     else:
@@ -150,7 +156,7 @@ def gathering_ranks(record: FSDPParamGroup) -> int:
 
 
 def gather(record: FSDPParamGroup) -> None:
-    """All-gather a unit, and wait for it."""
+    """All-gather a unit, and wait until its parameters are gathered."""
     record.unshard()
     record.wait_for_unshard()
 
@@ -171,32 +177,32 @@ def reset_record(record: FSDPParamGroup) -> None:
 
 
 def record_pre_forward(record: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """All-gather a unit before its forward; return inputs whose backward hook reduces the unit's gradients."""
+    """All-gather a unit before its forward; return the inputs with a backward hook that reduces its gradients."""
     return record.pre_forward(module, args, kwargs)
 
 
 def record_post_forward(record: FSDPParamGroup, module: nn.Module) -> None:
-    """Free a unit's gathered parameters as FSDP2 does after its forward."""
+    """Run FSDP2's post-forward of a record, which frees the unit's gathered parameters."""
     record.post_forward(module, None, None)
 
 
 def reduces_gradients(record: FSDPParamGroup) -> bool:
-    """Return whether the next backward reduces a unit's gradients; else it accumulates them without communication."""
+    """Return whether the next backward reduces a unit's gradients, instead of accumulating them unreduced."""
     return record.reduce_grads
 
 
 def gradient_dtype(record: FSDPParamGroup) -> torch.dtype | None:
-    """Return the dtype that reduced gradients are rounded to; None before FSDP2 has determined it."""
+    """Return the dtype that gradients are cast to after the reduction; None before FSDP2 has determined it."""
     return record._orig_dtype
 
 
 def set_gradient_dtype(record: FSDPParamGroup, dtype: torch.dtype) -> None:
-    """Set the dtype that reduced gradients are rounded to."""
+    """Set the dtype that gradients are cast to after the reduction."""
     record._orig_dtype = dtype
 
 
 def set_gradient_dtypes_of(record: FSDPParamGroup, parameter: FSDPParam) -> None:
-    """Set the dtypes in which a unit's gradients are reduced and rounded to those of one of its parameters."""
+    """Set the dtypes of a unit's gradients, during and after the reduction, to those of ``parameter``."""
     record._orig_dtype, record._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
 
 
@@ -229,14 +235,14 @@ def flat_shard_of(parameter: FSDPParam) -> torch.Tensor:
 
 
 def set_flat_shard(parameter: FSDPParam, flat: torch.Tensor) -> None:
-    """Set a parameter's flat shard; the local tensor of the sharded parameter becomes a view of its beginning."""
+    """Set a parameter's flat shard; make the sharded parameter's local tensor a view of its first elements."""
     shown: Any = parameter.sharded_param
     parameter._sharded_param_data = flat
     shown._local_tensor = flat[: shown._local_tensor.numel()].view(shown._local_tensor.size())
 
 
 def reset_sharded_parameter(parameter: FSDPParam) -> None:
-    """Make FSDP2 read the sharded parameter from the module again, after it was replaced or materialised."""
+    """Make FSDP2 read the sharded parameter from the module again; call this after replacing or materialising it."""
     parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
@@ -246,7 +252,7 @@ def is_offloaded_to_cpu(parameter: FSDPParam) -> bool:
 
 
 def unsharded_of(parameter: FSDPParam) -> torch.Tensor | None:
-    """Return the unsharded parameter; None if it was never gathered."""
+    """Return the unsharded parameter; None before the first all-gather."""
     return getattr(parameter, "_unsharded_param", None)
 
 
@@ -267,7 +273,10 @@ def drop_accumulated_gradient(parameter: FSDPParam) -> None:
 
 
 def accumulate_gradient(parameter: FSDPParam) -> None:
-    """Cast the unsharded parameter's gradient to ``reduce_dtype`` and make it the accumulated one, if dtypes differ."""
+    """Replace the unsharded parameter's gradient by an accumulated gradient in ``reduce_dtype``.
+
+    Do nothing if the gradient has that dtype already.
+    """
     parameter.to_accumulated_grad_if_needed()
 
 
@@ -275,7 +284,7 @@ def accumulate_gradient(parameter: FSDPParam) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, without autograd and without synchronisation; other tensors unchanged."""
+    """Return a DTensor's local tensor, without autograd and synchronisation; return other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -295,8 +304,8 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def forget_sharding_rules() -> None:
-    """Clear DTensor's sharding cache, whose keys are meshes: equal meshes may have different groups."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: PLC0415  (it imports the compiler)
+    """Clear DTensor's sharding cache: its keys contain meshes, and equal meshes may have different process groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: PLC0415  (it loads the compiler)
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
@@ -315,7 +324,7 @@ def default_store() -> Any:
 
 
 def new_named_group(ranks: list[int], name: str, **options: Any) -> dist.ProcessGroup:
-    """Make a process group of ``ranks`` with a given name; collective over them alone."""
+    """Make a process group of ``ranks`` with a given name; collective over ``ranks`` only."""
     with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
         group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
     return group
@@ -327,7 +336,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-    """Set the time-out of a group's collectives; None for the default group."""
+    """Set the time-out of a group's collectives; ``group=None`` means the default group."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -340,7 +349,10 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's storage during its lifetime, also on meta, where data pointers are 0."""
+    """Return an identifier of a tensor's storage, valid as long as the storage exists.
+
+    It also distinguishes meta tensors, whose data pointers are 0.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -356,7 +368,7 @@ def is_in_backward() -> bool:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that ``tensor`` is a view of, for autograd; None if it is not a view."""
+    """Return the base that autograd records for a view; None if ``tensor`` is not a view."""
     return tensor._base
 
 
@@ -376,29 +388,32 @@ without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Disable all modes and subclass overrides of torch's functions within the block."""
+    """Disable ``__torch_function__`` and ``__torch_dispatch__`` of all modes and subclasses within the block."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
 
 def remember_device_constructors() -> None:
-    """Fill torch's cache of the functions that a ``torch.device`` context overrides, before one of them is patched."""
+    """Fill torch's cache of the functions that a ``torch.device`` context overrides.
+
+    Call this before patching one of these functions.
+    """
     _device._device_constructors()
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of a torch operator, which lists the arguments it writes to; None for other functions."""
+    """Return the schema of a torch operator, which marks the arguments that it writes to; None for other functions."""
     return getattr(operator, "_schema", None)
 
 
 # --- modules, optimizers and loaders --------------------------------------------------------------------------------
 
 ATTRIBUTES_OF_FSDP = ("_is_fsdp_managed_module", "_compiled_call_impl")
-"""Attributes that torch sets on a module, and that copies of it must not have."""
+"""Attributes that torch sets on a module, and that a copy of the module must not have."""
 STATE_OF_FSDP = "__composable_api_state_key"
 """Prefix of the attribute in which `fully_shard` stores a module's state."""
 INIT_WITHOUT_OPERATIONS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
-"""Functions of `torch.nn.init` that compute on the host, and have no effect on meta."""
+"""Functions of `torch.nn.init` that have no effect on meta tensors."""
 
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd,)

@@ -1,7 +1,7 @@
-"""Checksums: one xxh3 hash for every block of a file, so that a range can be checked without reading the full file.
+"""Compute and compare checksums: one xxh3 hash per block of a file, so that a range can be checked on its own.
 
-Input: bytes that are written to a file, or were read from one. Output: blocks, and an error if bytes do not match their
-block. Independent of models and of other ranks.
+Input: bytes that are written to a file or were read from a file. Output: blocks, and an error if bytes do not match the
+digest of their block. Independent of models and of other ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def blocks_of(content: bytes) -> list[Block]:
-    """Return the blocks of ``content``, which is a file or its beginning."""
+    """Return the blocks of ``content``, which begins at the first byte of a file."""
     view, size = memoryview(content), sizes.BLOCK_BYTES
     parts = [(begin, view[begin : begin + size]) for begin in range(0, len(view), size)]
     return [Block(begin, begin + len(part), digest_of(part)) for begin, part in parts]
@@ -52,14 +52,14 @@ def blocks_of_file(path: Path) -> list[Block]:
 
 
 ManifestReader = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
-"""Yields the blocks of checksum manifests not read before; those that probably cover the given range come first."""
+"""Yields the blocks of checksum manifests that were not read before, first those that may cover the given range."""
 
 
 class Checksums:
     """The blocks of some files; checksum manifests are read only when a requested range needs them.
 
     Args:
-        read_manifests: yields the blocks of checksum manifests.
+        read_manifests: reads checksum manifests; see `ManifestReader`.
     """
 
     def __init__(self, read_manifests: ManifestReader) -> None:
@@ -98,14 +98,14 @@ class Checksums:
 
 
 def _cover(blocks: Sequence[Block], begin: int, end: int) -> bool:
-    """Return whether blocks cover bytes [begin, end), each byte once."""
+    """Return whether blocks cover bytes [begin, end) without gaps or overlaps."""
     ends = [blocks[0].begin, *(block.end for block in blocks)] if blocks else [0]
     in_a_row = all(b.begin == at and b.begin < b.end for b, at in zip(blocks, ends, strict=False))
     return bool(blocks) and in_a_row and blocks[0].begin <= begin and end <= ends[-1]
 
 
 def check(path: Path, block: Block, digest: str, what: str) -> None:
-    """Compare the digest of bytes that were read with that of their block.
+    """Compare the digest of bytes that were read with the digest of their block.
 
     Raises:
         DamageError: the digests differ; the message contains ``what``, the file and the range.

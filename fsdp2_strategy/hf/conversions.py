@@ -1,10 +1,11 @@
-"""Convert between Hugging Face names and layout and those of a model, with transformers' own code.
+"""Convert names and layout between Hugging Face files and a model, with transformers' own code.
 
-Input: file headers, or a model's parameters, as regions. Output: a region for each tensor of the other side.
+Loading: from file headers to a region for each tensor of the model. Saving: from a model's tensors to a region for each
+tensor of the files.
 
 transformers renames, merges and transposes tensors between a checkpoint and a model. Its loading and saving functions
-run here on descriptions instead of values (see [Note: regions] in `regions`). So its rules apply, for every
-architecture that it supports, and no data is read or gathered.
+run here on descriptions instead of values (see [Note: regions] in `regions`). So the rules of transformers apply to
+every architecture that it supports, and no data is read or gathered.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from fsdp2_strategy.model.names import clean
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a model's tensors from those of files, by the model's own names."""
+    """The regions of a model's tensors in files, by the model's own names."""
 
     regions: Mapping[str, Region]
     unexpected: tuple[str, ...]
     """Converted names of tensors that are in the files but not in the model."""
     may_be_missing: re.Pattern[str] | None
-    """Pattern of the names that files may lack."""
+    """Pattern of the names of tensors that files may lack."""
 
 
 def recipe_for(origin: WeightsSource, entries: Mapping[str, Entry]) -> Recipe:
-    """Return how to make the tensors of the origin's model from those of its files; reads nothing.
+    """Return the regions of the tensors of the origin's model; read no values.
 
-    A region has the dtype of its tensor in the origin's model. Values are cast to it first, then to the target's.
+    A region has the dtype of its tensor in the origin's model. Values are cast to this dtype first, and then to the
+    dtype of the tensor that is filled.
 
     Raises:
         CheckpointError: a conversion does not fit the tensors of the files.
@@ -83,17 +85,18 @@ def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
 
 
 def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
-    """Return descriptions of a transformers model's tensors in the Hugging Face names and layout; reads nothing.
+    """Return the regions of a transformers model's tensors in the Hugging Face names and layout; read no values.
 
     Args:
-        model: meta skeleton of the model; its weight conversions are set.
-        tensors: the model's tensors by name, each once; the sources of the regions are these names.
+        model: meta skeleton of the model; this function sets its weight conversions.
+        tensors: the model's tensors by name, each once; these names are the sources of the regions.
     """
     from transformers import core_model_loading  # noqa: PLC0415
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
-    # Some prefixes are optional in files, and the model does not record them. Names without such a prefix load, too.
+    # Some prefixes are optional in files, and the model does not record whether its files had them. Names without such
+    # a prefix load, too.
     conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)

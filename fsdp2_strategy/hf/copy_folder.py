@@ -1,6 +1,7 @@
-"""Copy tensors to a new Hugging Face folder in one process, with bounded memory; check and cast them.
+"""Copy tensors to a new Hugging Face folder in one process, with bounded memory; verify checksums and cast.
 
-Input: a folder of safetensors files, or tensors by name. Output: a folder, in another floating-point dtype if given.
+Input: a folder of safetensors files, or tensors by name. Output: a folder, whose floating-point tensors are cast if a
+dtype is given.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 class NewFolder:
-    """A new folder of safetensors files, filled in a ``with`` block; `finish` gives the files their final names.
+    """A new folder of safetensors files, which a ``with`` block fills; `finish` gives the files their final names.
 
     Args:
-        output: the new folder: missing or empty.
+        output: the new folder; it must be missing or empty.
         described: shape and dtype of each tensor.
         dtype: dtype of floating-point tensors in the files; by default unchanged.
         max_bytes: the limit, in bytes of tensors per file; by default 5 GB.
@@ -69,35 +70,37 @@ class NewFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files:  # not renamed by `finish`, so incomplete
+        for file in self._files:  # exists only if `finish` did not rename the file
             file.path.unlink(missing_ok=True)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write full tensors."""
+        """Write full tensors to the files."""
         write_all([WriteRequest(self.entries[name], tuple((0, n) for n in t.shape), t) for name, t in tensors.items()])
 
     def finish(self, sidecars_from: Path | None) -> None:
-        """Copy the sidecar files of a folder, and give the files their final names."""
+        """Copy a folder's sidecar files, set the dtype in the configuration, and give the files their final names."""
         force_to_disk([file.path for file in self._files])
         for path in sidecars_from.iterdir() if sidecars_from else ():
             if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._output / path.name)
         if self._dtype is not None and (self._output / CONFIG).is_file():
             config = json.loads((self._output / CONFIG).read_text())
-            if "dtype" in config or "model_type" in config:  # a LeRobot config may have no dtype
+            if "dtype" in config or "model_type" in config:  # a LeRobot configuration may have neither
                 config["dtype"] = str(self._dtype).removeprefix("torch.")
                 (self._output / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         publish(self._output, self._files)
 
 
 def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums: Checksums | None = None) -> None:
-    """Copy the weights and sidecar files of a folder, no subfolders; one weights file stays one file; not collective.
+    """Copy the weights and sidecar files of a folder, without its subfolders; not collective.
+
+    A single weights file stays a single file. Several weights files are split again, by size.
 
     Args:
         source: the folder.
-        output: the new folder: missing or empty.
+        output: the new folder; it must be missing or empty.
         dtype: dtype of floating-point tensors in the copy; by default unchanged.
-        checksums: checksums of the source's files, to compare with; by default nothing is compared.
+        checksums: checksums of the source's files; by default nothing is verified.
 
     Raises:
         CheckpointError: the output is not empty, or a file cannot be read.
@@ -113,7 +116,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)
-        for path in set(source.glob("*.safetensors")) - set(weights):  # for example of processors
+        for path in set(source.glob("*.safetensors")) - set(weights):  # for example, of a processor
             shutil.copyfile(path, output / path.name)
 
 

@@ -69,27 +69,29 @@ def save_model(
     """Write a model as a Hugging Face folder that ``from_pretrained`` loads; collective.
 
     For a transformers model, write its configuration, its generation configuration, and the weights in the Hugging Face
-    names and layout; for any other model, write only the weights to ``model.safetensors``. Parameters are gathered one
-    tensor at a time, and only if shards are not long byte ranges of the files. A peft model is written as its base
-    model with the active adapters merged; the model itself is not changed.
+    names and layout; for any other model, write only the weights to ``model.safetensors``. A tensor is gathered only if
+    its shards are not long byte ranges of the files; they are gathered one at a time. A peft model is written as its
+    base model with the active adapters merged; the model itself is not changed.
 
     Args:
         model: sharded or not, or a wrapper.
         tokenizer: tokenizer or processor to save with the model, or None.
         output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
-        dtype: dtype of floating-point parameters in the files. By default that of the shards: after training the fp32
-            master weights, which need twice the space of bf16 and lose nothing.
+        dtype: dtype of floating-point parameters in the files. By default that of the shards: after training, these are
+            the fp32 master weights, which take twice the space of bf16.
         max_shard_size: maximum size of a transformers model's files: bytes, or a number with a unit of 10^3 ("5GB") or
             2^10 ("5GiB").
         merge_adapters: write a peft model as its base model, with adapters merged in the dtype of the base weights. If
             false, write only its adapters, as a folder that ``PeftModel.from_pretrained`` loads.
         **kwargs: arguments of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision
-            and create_pr; variant; save_original_format=False for the model's own names. Others are an error.
+            and create_pr; variant; save_original_format=False for the model's own names. is_main_process is ignored.
+            Other arguments are an error.
 
     Raises:
         CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
             adapters cannot be merged, or from_pretrained would not restore the weights. An earlier export stays intact
-            until the new files are renamed. If renaming fails, the folder does not load as a mix of both.
+            until all new weights are on disk. If replacing it fails, the folder never loads as a mix of old and new
+            weights.
     """
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
@@ -131,10 +133,10 @@ def save_model(
 def _regions_that_load(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
-    """Describe the tensors in the files, under Hugging Face names, or under the model's own if only those load.
+    """Return the regions of the files, with Hugging Face names or, if these do not load, the model's own names.
 
     Raises:
-        CheckpointError: neither loads.
+        CheckpointError: the files load with neither.
     """
     for names_of_hub in (True, False) if hub_names else (False,):
         regions = regions_to_write(skeleton, tensors, dtype, hub_names=names_of_hub)
@@ -160,11 +162,12 @@ def save_adapters(
         model: sharded or not, or a wrapper.
         tokenizer: tokenizer or processor to save with the adapters, or None.
         output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
-        dtype: dtype of floating-point parameters in the files; by default that of the shards, the fp32 master weights.
+        dtype: dtype of floating-point parameters in the files; see `save_model`.
         **kwargs: push_to_hub and its arguments; see `save_model`.
 
     Raises:
-        CheckpointError: on every rank: the model has no adapters, or trains other parameters; or see `save_model`.
+        CheckpointError: on every rank: there is no peft model or several, it trains other parameters, too, an argument
+            does not fit, or a file cannot be written.
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
@@ -189,7 +192,7 @@ def save_adapters(
         _write(name, own, files, regions, tensors)
         with all_or_none(f"export {name}", CheckpointError):
             if is_rank_0():
-                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # without it the folder does not load
+                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # the folder does not load without it
                 publish(own, files)
                 adapters.write_configuration(adapter, own)
     with all_or_none(f"export {name}", CheckpointError):
@@ -221,7 +224,7 @@ def _write(
             write_all(write_requests(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
-        # One phase per tensor: the next gather needs every rank.
+        # All ranks agree after each tensor: if one rank failed, no other rank may wait for it in the next gather.
         with all_or_none(f"export {name}", CheckpointError):
             write_all(gathered_write_requests(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
@@ -254,7 +257,7 @@ def _in_bytes(size: int | str) -> int:
 
 
 def _remove_earlier(folder: Path, files: Sequence[File], suffix: str, index_name: str) -> None:
-    """Remove the index and the files of an earlier export of the same variant, unless new files replace them.
+    """Remove an earlier export of the same variant: its index, and all files that no new file replaces.
 
     The index is removed first. So if a later step fails, the folder does not load as a mix of two exports.
     """

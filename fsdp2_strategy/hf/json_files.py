@@ -1,6 +1,6 @@
 """Write small files (strict JSON, text, bytes) and fsync them.
 
-Input: plain values. Output: files; an error that names the key of a value that JSON cannot represent.
+Input: plain values. Output: files, or an error that names the key of a value that JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Write a file or folder from the page cache to the disk."""
+    """Flush a file or folder from the page cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,10 +45,10 @@ def fsync(path: Path) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise if JSON cannot represent ``value``; tuples are allowed, and are read back as lists.
+    """Raise if JSON cannot represent ``value``; tuples are allowed, but are read back as lists.
 
     Raises:
-        CheckpointError: names the key.
+        CheckpointError: a value does not fit; the message names its key.
     """
     problem = ""
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Functions and constants for all private names of transformers and peft that this package uses.
+"""Wrap all private names of transformers and peft that this package uses in functions and constants.
 
-Input: models and modules of these libraries. Output: the values of their private attributes, or a change of them. No
-other file of the package uses such a name (tests/test_internals.py checks it).
+Input: models and modules of these libraries. Output: values of private attributes, or changes to them. No other file
+of the package uses such a name (tests/test_internals.py checks it).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 ATTRIBUTES_OF_AN_INSTANCE = ("_is_hf_initialized", "_compiled_call", "_last_compile_config")
-"""Attributes that transformers sets on a module and that must not be copied with it."""
+"""Attributes that transformers sets on a module, and that copies of the module must not have."""
 
 LOADING_STEP = "_load_pretrained_model"
 """The static method of PreTrainedModel that reads the files in ``from_pretrained``."""
 LAST_STEP = "_finalize_model_loading"
-"""The static method of PreTrainedModel that initialises missing weights and ties weights."""
+"""The static method of PreTrainedModel that initialises missing weights and ties weights in ``from_pretrained``."""
 
 
 def names_not_saved(model: Any) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def set_conversions(model: Any, conversions: list[Any]) -> None:
 
 
 def dtype_plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return name patterns of the parameters that a model keeps in another dtype, with that dtype."""
+    """Map name patterns of the parameters that a model keeps in a fixed dtype to that dtype."""
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
@@ -55,7 +55,7 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 
 def replace_initialization(model: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Replace the model's function that initialises one module with ``make(function)``."""
+    """Wrap the model's function that initialises one module: replace it by ``make(function)``."""
     model._initialize_weights = make(model._initialize_weights)
 
 
@@ -65,7 +65,7 @@ def no_split_class_names(module: Any) -> tuple[str, ...]:
 
 
 def lists_blocks(module: nn.Module) -> bool:
-    """Return whether a module's class has a list of blocks, as transformers models do."""
+    """Return whether a module's class has a list of blocks, as transformers models have."""
     return hasattr(type(module), "_no_split_modules")
 
 
@@ -83,16 +83,16 @@ def reset_caches(layer: Any) -> None:
 
 _lock = Lock()
 _users: dict[str, int] = {}
-"""The number of running forward passes of each class that is registered with another class's entry."""
+"""For each class that has the entry of another class: the number of its running forward passes."""
 
 
 def recorded_outputs(cls: type[nn.Module]) -> Any:
-    """Return which layer outputs transformers can record for a model class; None if the class is not registered."""
+    """Return the registry entry of a class: which outputs transformers can record; None if there is no entry."""
     return dict.get(_registry(), str(cls))
 
 
 def register_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Register ``cls`` with the entry of ``original``, unless it has its own; undo by `unregister_recorded_outputs`."""
+    """Give ``cls`` the entry of ``original`` if it has none, until `unregister_recorded_outputs` is called."""
     with _lock:
         if str(cls) in _users or recorded_outputs(cls) is None:
             _users[str(cls)] = _users.get(str(cls), 0) + 1
@@ -100,7 +100,7 @@ def register_recorded_outputs(cls: type[nn.Module], original: type[nn.Module]) -
 
 
 def unregister_recorded_outputs(cls: type[nn.Module]) -> None:
-    """Undo one call of `register_recorded_outputs`; the last one removes the entry."""
+    """Undo one call of `register_recorded_outputs`; undoing the last call removes the entry."""
     with _lock:
         if str(cls) in _users:
             _users[str(cls)] -= 1

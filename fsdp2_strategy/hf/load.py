@@ -3,9 +3,9 @@
 Input: a model on meta or with memory, sharded or not, and the path of its weights. Output: the same model with values,
 and a report.
 
-Steps: read headers; find the file ranges of each tensor; compare the plan across ranks; allocate memory; read in
-parallel; broadcast to the replicas; initialise the tensors that no file contains. All checks that need only headers are
-made before the model changes.
+Steps: read headers; find the file ranges of each tensor; compare tied weights in the files; compare the plan across
+ranks; allocate memory; read in parallel; broadcast to the replicas; initialise the tensors that no file contains. The
+checks of headers and tied weights are made before the model changes.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:
-    """Fill a model from safetensors files; each rank reads the slices of its own shards; collective.
+    """Fill a model from safetensors files; each rank reads only slices for its own shards; collective.
 
-    Tensors on the meta device are allocated first. Tensors without values that the files lack, such as those of a new
-    value head, are initialised as their constructors and init functions would, the same at every world size.
+    Tensors on the meta device are allocated first. If the files lack a tensor that has no values, for example in a new
+    value head, it gets the values that its constructor and init functions would give. These values do not depend on the
+    world size.
 
     Args:
         model: a model, sharded or not, or its wrapper; tensors that are not sharded are read in full.
         path: a folder, a safetensors file or an index; None for the folders that were stored under `init_on_meta`.
-        strict: whether the names in the files and in the model must match in both directions.
+        strict: whether every name in the model must be in the files, and every name in the files in the model.
 
     Returns:
         The names of the tensors that were loaded, missing, unexpected and cast.
 
     Raises:
-        CheckpointError: on every rank, before the model changes, if the files do not fit: a truncated or missing file,
-            a wrong shape, an unknown dtype, a wrong index, tied names with different values, or (strict) names that do
-            not match. After that only if a read fails, or if no init function fills a tensor that no file contains.
+        CheckpointError: on every rank. Before the model changes: a truncated or missing file, a wrong shape, an unknown
+            dtype, a wrong index, tied names with different values, (strict) names that do not match, or no path. After
+            the model has changed: a read fails, or nothing gives values to a tensor that the files lack.
     """
     return _load(model, path, allowed_missing="nothing" if strict else "anything")
 
@@ -64,8 +65,8 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 def load_pretrained(model: nn.Module) -> LoadReport:
     """Load the weights of a model that was built under `init_on_meta`, as ``from_pretrained`` would; collective.
 
-    If the files lack the tensors of a head, a pooler or similar, these are initialised and named in the log. If the
-    files lack a layer of the base model, or a part of one, an error is raised.
+    If the files lack the tensors of a head or a pooler, these tensors are initialised and named in the log. If the
+    files lack a layer of the base model, or a part of a layer, an error is raised.
     """
     return _load(model, None, allowed_missing="heads")
 
@@ -138,7 +139,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
 
 
 def _empty(target: Target) -> TensorWithoutValues:
-    """Return a record of a tensor without values, with the dtype in which ``from_pretrained`` would draw them."""
+    """Describe a tensor without values; its dtype is the one in which ``from_pretrained`` would draw the values."""
     dtype = None
     if target.origin is not None:
         path, _, key = target.name_in_files.rpartition(".")
@@ -152,7 +153,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
     """Raise if a tensor whose values are in files was changed on meta: the load would silently undo the change.
 
     Raises:
-        CheckpointError: names the tensor.
+        CheckpointError: a tensor was changed; the message names the tensor.
     """
     for target in targets:
         recorded = [recorded_tensor(module, key) for module, key in target.registrations]
@@ -164,7 +165,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
 
 
 def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[WeightsSource, str]]:
-    """Map each module whose values are in files to those files and to its name in them."""
+    """Map each module whose values are in files to these files and to its name in the model that they belong to."""
     known = {module: origin for module in root.modules() if (origin := origin_of(module))}
     if path is None:
         return known

@@ -28,7 +28,7 @@ from fsdp2_strategy.model.names import clean
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load; tensors are listed by the model's own names."""
+    """The result of a load; tensors have the model's own names."""
 
     loaded: list[str] = field(default_factory=list)
     """Parameters and buffers that were read from files."""
@@ -47,21 +47,21 @@ class Target:
     name: str
     registrations: list[tuple[nn.Module, str]]
     is_non_persistent: bool
-    """Whether it is a non-persistent buffer, which no file is expected to contain."""
+    """Whether the tensor is a non-persistent buffer, which files do not contain."""
     regions: list[Region]
-    """Its values in the files; several regions if the files contain a tied tensor under several names."""
+    """The tensor's values in the files; several regions if the files contain a tied tensor under several names."""
     origin: WeightsSource | None
     name_in_files: str
-    """Its name in the model that the files belong to."""
+    """The tensor's name in the model that the files belong to."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that is registered now."""
+        """The tensor that is registered now; materialising a model replaces its tensors."""
         return tensor_at(self.registrations)
 
 
 def tensor_at(registrations: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
-    """Return the tensor that is registered under these modules and keys."""
+    """Return the tensor that is registered in these modules under these keys."""
     module, key = registrations[0]
     found = module._parameters.get(key)
     return found if found is not None else module._buffers[key]  # type: ignore[return-value]
@@ -70,13 +70,14 @@ def tensor_at(registrations: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
 def match_tensors(
     root: nn.Module, known: Mapping[nn.Module, tuple[WeightsSource, str]], allowed_missing: str
 ) -> tuple[list[Target], LoadReport]:
-    """Find the values of every tensor in the files, and check names and shapes; reads only headers.
+    """Find the values of every tensor in the files, and check names and shapes; read only headers.
 
     Args:
         root: the model.
-        known: for each module whose values are in files, those files and the module's name in them.
-        allowed_missing: what files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``, which is all but the layers
-            of a base model.
+        known: for each module whose values are in files, these files, and the module's name in the model that they
+            belong to.
+        allowed_missing: which tensors the files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``: tensors
+            outside the layers of a base model. ``"nothing"`` also forbids tensors that the model does not have.
 
     Raises:
         CheckpointError: files are missing or invalid; names or shapes do not match.
@@ -143,7 +144,7 @@ def _check_names(
     recipes: dict[WeightsSource, Recipe],
     allowed_missing: str,
 ) -> None:
-    """Raise if the names do not match as ``allowed_missing`` requires; log the tensors that are initialised instead."""
+    """Raise if the names do not match as ``allowed_missing`` requires; for ``"heads"``, log other differences."""
     name = original_class(root).__name__
 
     def is_optional(target: Target) -> bool:
@@ -179,7 +180,8 @@ def _check_names(
 def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
     """Return whether a tensor belongs to a layer of the base model, and not to a head or a pooler.
 
-    It must be inside the base model, and in a numbered layer or in a module of which the files contain other tensors.
+    True if the tensor is inside the base model, and either its name contains a layer number or the files contain other
+    tensors of its module.
     """
     model = target.origin.model if target.origin else None
     prefix = getattr(model, "base_model_prefix", "")
@@ -191,7 +193,7 @@ def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
 
 
 def check_ties(targets: Sequence[Target], reader: Reader) -> None:
-    """Compare the values of each tensor that the files contain under several names.
+    """Compare the values of tensors that the files contain under several names, on this rank's shards.
 
     Raises:
         CheckpointError: the values differ.

@@ -1,7 +1,7 @@
-"""Describe tensors without data: each box of a tensor as a strided view of a source.
+"""Describe tensors without data: a tensor consists of boxes, and each box is a strided view of a source.
 
 Input: sources, which are named tensors in a file or in a sharded model. Output: a `Region`, which code can stack,
-concatenate, split and transpose like a tensor. It records which elements of which sources the result consists of.
+concatenate, split and transpose like a tensor. A region records the source of each of its elements.
 
 [Note: regions] transformers converts the tensors of a checkpoint into those of a model (it merges experts, splits fused
 projections). Its code expects full tensors. If it runs on regions instead, no data moves, and the result is a list of
@@ -22,7 +22,7 @@ import torch
 from fsdp2_strategy.distributed.torch_internals import storage_address
 
 Box = tuple[tuple[int, int], ...]
-"""For each dimension the first index of the box, and its length."""
+"""For each dimension, the first index and the length of a box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def span(self) -> int:
-        """Number of the source's elements from the piece's first to its last; 0 if the piece is empty."""
+        """Number of elements in the source from the piece's first element to its last; 0 if the piece is empty."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if all(self.shape) else 0
 
     def narrow(self, dim: int, begin: int, length: int) -> Piece:
@@ -62,7 +62,7 @@ class Piece:
         return replace(piece, start=tuple(s - b for s, (b, _) in zip(piece.start, box, strict=True)))
 
     def clip(self, low: int, high: int) -> Iterator[Piece]:
-        """Yield slices that cover the piece's elements within [low, high) of the source, counted in elements."""
+        """Yield slices of the piece that together contain its elements within elements [low, high) of the source."""
         end = self.offset + self.span
         if end <= low or self.offset >= high or end == self.offset:
             return
@@ -72,7 +72,7 @@ class Piece:
         dim = max(range(len(self.shape)), key=lambda d: self.strides[d] if self.shape[d] > 1 else -1)
         length, stride = self.shape[dim], self.strides[dim]
         inner = self.span - (length - 1) * stride  # the span of each slice
-        # Slices from `first` to `last` are entirely inside; the slices next to them may cross a limit.
+        # Slices [first, last) are entirely inside the limits; the slices next to them may cross a limit.
         first = min(max(0, math.ceil((low - self.offset) / stride)), length)
         last = max(first, min(length, (high - inner - self.offset) // stride + 1))
         if first < last:
@@ -118,13 +118,13 @@ class Region:
 
     @classmethod
     def of(cls, source: Any, shape: Sequence[int], dtype: torch.dtype) -> Region:
-        """Describe a full source in row-major order."""
+        """Return the region of a full source in row-major order."""
         shape = tuple(shape)
         return cls(shape, dtype, [Piece(source, (0,) * len(shape), shape, row_major(shape), 0)])
 
     @property
     def only_piece(self) -> Piece | None:
-        """The piece that covers the region; None if there is none or several."""
+        """The piece that covers the full region; None if no single piece does."""
         is_one = len(self.pieces) == 1 and self.pieces[0].shape == tuple(self.shape)
         return self.pieces[0] if is_one else None
 
@@ -150,7 +150,7 @@ class Region:
         return self.dtype.is_floating_point
 
     def to(self, *args: Any, **kwargs: Any) -> Region:
-        """Return the region with another dtype; a device is ignored."""
+        """Return the region with another dtype; ignore a device."""
         dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         return Region(self.shape, dtypes[0], self.pieces) if dtypes else self
 
@@ -176,7 +176,7 @@ class Region:
         return Region(_with(tuple(self.shape), dim, length), self.dtype, pieces)
 
     def _reorder(self, dims: Sequence[int]) -> Region:
-        """Permute the dimensions; dimensions of length 1 may be dropped, and None inserts one."""
+        """Permute the dimensions. ``dims`` may omit dimensions of length 1; None inserts a dimension of length 1."""
 
         def pick(values: Sequence[int], new: int) -> tuple[int, ...]:
             return tuple(new if d is None else values[d] for d in dims)
@@ -197,7 +197,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function on regions: as a rearrangement of pieces if it is one, else as a `Computed` source."""
+    """Run a torch function on regions: rearrange pieces if possible, else return a region of a `Computed` source."""
     arrange = _ARRANGEMENTS.get(function.__name__)
     if arrange is not None:
         return arrange(*args, **kwargs)
@@ -225,7 +225,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _meta_tensor(region: Region) -> torch.Tensor:
-    """Return a meta tensor of a region's shape; with the strides of its only piece, so that views of it have them."""
+    """Return a meta tensor of a region's shape; it has the strides and offset of the only piece, if there is one."""
     piece = region.only_piece
     if piece is None:
         return torch.empty(region.shape, dtype=region.dtype, device="meta")
@@ -314,7 +314,7 @@ def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box 
 
     Args:
         region: the region.
-        tensor_of: returns the value of a source, contiguous; called for one source at a time.
+        tensor_of: returns the full tensor of a source, contiguous; called for one source at a time.
         box: the box to build; by default the full region.
     """
     box = box or tuple((0, n) for n in region.shape)
@@ -333,7 +333,7 @@ def assemble(region: Region, tensor_of: Callable[[Any], torch.Tensor], box: Box 
 
 
 def value_of(source: Any, tensor_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Return the value of a source; a `Computed` one is evaluated."""
+    """Return the full tensor of a source; evaluate it if it is `Computed`."""
     if isinstance(source, Computed):
         return source.compute(lambda region: assemble(region, tensor_of))
     return tensor_of(source)
@@ -348,7 +348,7 @@ def target_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def sources_of(region: Region) -> list[Any]:
-    """Return the sources of a region; a `Computed` one is replaced by the sources of its regions."""
+    """Return the sources of a region; a `Computed` source is replaced by the sources of its arguments."""
     found: list[Any] = []
     for piece in region.pieces:
         if isinstance(piece.source, Computed):

@@ -1,6 +1,7 @@
-"""Divide reads among ranks: each rank reads its shards; replicas read one share each and broadcast it.
+"""Divide reads among ranks: each rank reads its shards; replicas divide the tensors, and broadcast what they read.
 
-Input: tensors of a model, and the regions that fill them. Output: the read requests of this rank, and broadcasts.
+Input: tensors of a model, and the regions that fill them. Output: this rank's read requests, and the broadcasts that
+follow.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Broadcast:
 
 
 def divide_reads(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[list[ReadRequest], list[Broadcast]]:
-    """Return the read requests of this rank, and the broadcasts over the replicas that follow.
+    """Return the read requests of this rank, and the broadcasts that it must run afterwards.
 
-    If parameters have replicas, each replica reads about the same number of bytes and broadcasts what it has read.
+    Ranks that hold replicas of the same shards each read about the same number of bytes, and broadcast these tensors.
     """
     requests: list[ReadRequest] = []
     replicated: dict[dist.ProcessGroup, list[ReadRequest]] = {}

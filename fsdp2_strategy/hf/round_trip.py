@@ -3,10 +3,10 @@
 Input: the regions that the files will contain, and the model's tensors. Output: a bool. Accesses no files.
 
 transformers' conversions on save and on load are not always inverse to each other. This module runs the load's
-conversions on the headers that the save would write. For every piece of a loaded tensor it computes the elements of the
-file that it is read from, and the elements of the model that are saved there. Both steps are affine maps of indices, so
-a few elements of a piece decide for all. A value that is computed on save must be computed on load, too. Whether these
-two computations are inverse to each other is not checked.
+conversions on the headers that the save would write. For every piece of a loaded tensor, it computes from which
+elements of the files the piece is read, and which elements of the model are saved there. Both steps are affine maps of
+indices, so the first element and the strides of a piece determine all its elements. A value that is computed on save
+must be computed on load, too. Whether these two computations are inverse to each other is not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp2_strategy.hf.weights_folder import WeightsSource, source_of_weights
 from fsdp2_strategy.model.names import clean
 
 _MAX_PARTS = 10_000
-"""Limit of the parts that a piece is cut into before it counts as untraceable; no stock conversion reaches it."""
+"""Number of parts after which a piece counts as untraceable. No conversion of transformers reaches this limit."""
 
 
 def round_trips(
@@ -38,7 +38,7 @@ def round_trips(
         skeleton: meta skeleton of the model.
         regions: the tensors of the files, by their names there; the sources are names of the model's tensors.
         tensors: the model's tensors by name, each once.
-        converted: whether the load applies transformers' conversions.
+        converted: whether a load applies transformers' conversions.
     """
     entries = {name: Entry(name, Path(), 0, region.dtype, tuple(region.shape)) for name, region in regions.items()}
     try:
@@ -64,13 +64,13 @@ def round_trips(
 
 
 def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[str, Region]) -> bool:
-    """Return whether a piece of a loaded tensor has the tensor's own values.
+    """Return whether a piece of a loaded tensor is read from the place where the tensor's own values are saved.
 
     Args:
         name: name of the tensor.
         strides: strides of the tensor, in elements.
-        piece: a piece of the loaded tensor; its source is an entry of a file, or computed from entries.
-        written: the region that each entry is written from.
+        piece: a piece of the loaded tensor; its source is an entry of a file, or is computed from entries.
+        written: by entry name, the region whose values the save writes.
     """
     if isinstance(piece.source, Computed):
         entries = itertools.chain.from_iterable(map(sources_of, piece.source.regions()))
@@ -101,7 +101,7 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
 def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
     """Return the source of a part's first element, its offset there, and the stride of each dimension longer than 1.
 
-    None if the part has to be cut further, because no single affine map takes it to one piece.
+    None if the part must be split further, because no affine map takes the full part to one piece of ``in_file``.
     """
     shape = row_major(in_file.shape)
     longer = [(s, n) for s, n in zip(part.strides, part.shape, strict=True) if n > 1]
@@ -124,5 +124,5 @@ def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
 
 
 def _unravel_index(element: int, shape: Sequence[int]) -> list[int]:
-    """Return the index tuple of an element that is given by its row-major offset."""
+    """Return the index of an element in each dimension, from its row-major offset."""
     return [element // s % n for s, n in zip(row_major(shape), shape, strict=True)]

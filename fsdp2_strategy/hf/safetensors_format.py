@@ -1,11 +1,11 @@
-"""The safetensors format: its header, its offsets, and positional reads and writes.
+"""Read and write the safetensors format: headers, offsets, and bytes at given positions.
 
 Input: a path, or names with dtypes and shapes. Output: the location of each tensor in its file, and bytes copied
 between files and memory. Independent of models and of other ranks.
 
-A file is 8 bytes (little endian) of header length, a JSON header, and the tensors' bytes without gaps
-(https://github.com/huggingface/safetensors#format). Offsets follow from names, dtypes and shapes alone, so many writers
-can fill one file without communication.
+A file consists of the header's length in 8 bytes (little endian), a JSON header, and the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors#format). Here, offsets follow from names, dtypes and shapes alone, so many
+writers can fill one file without communication.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 CONVERTED = {"format": "pt"}
-"""Metadata of a header as transformers and safetensors write it; loading applies transformers' conversions."""
+"""Metadata of a header, as transformers and safetensors write it. Loads apply transformers' conversions."""
 OWN_NAMES = {"format": "pt", "names": "model"}
-"""Metadata of a header if names and layout are the model's own; loading applies no conversions."""
+"""Metadata of a header if names and layout are the model's own. Loads apply no conversions."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The location of a tensor in a file: ``shape`` of ``dtype``, row-major, from byte ``offset`` of ``path``."""
+    """The location of a tensor in a file: it is row-major, and begins at byte ``offset`` of ``path``."""
 
     name: str
     path: Path
@@ -62,15 +62,15 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Size of the full tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the location of each tensor of a file, after checking that the header describes exactly this file.
+    """Return the location of each tensor of a file; check that header and file length agree.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or not a safetensors file; the message names it.
+        CheckpointError: the file is missing, truncated, or not a safetensors file; the message names the file.
     """
     return read_header_and_metadata(path)[0]
 
@@ -146,7 +146,7 @@ def _invalid(path: Path, reason: str) -> CheckpointError:
 def lay_out(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Return the header of a new file, and the location of each tensor; equal input gives equal bytes.
+    """Return the first bytes of a new file, up to the first tensor, and the location of each tensor; deterministic.
 
     Tensors are sorted by item size, largest first, then by name. So each tensor is aligned to its item size.
 
@@ -174,7 +174,7 @@ def lay_out(
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without a copy; writing to them changes the tensor."""
     flat = tensor.detach().reshape(-1)
-    # The stride of a single element may be any number, but `view` requires 1.
+    # A tensor of one element may have any stride, but `view` requires the stride 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 

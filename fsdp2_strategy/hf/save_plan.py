@@ -72,13 +72,13 @@ def tensors_to_write(root: nn.Module, skeleton: nn.Module | None = None) -> dict
 
 
 _NAMES = Slot[tuple[list[object], dict[str, int]]]("names in files")
-"""A model's structure, and for this structure the position of each tensor of its files among the model's tensors."""
+"""A model's structure, and for each name in its files the index of the tensor in the list of `_structure_of`."""
 
 
 def _structure_of(root: nn.Module) -> tuple[list[object], list[torch.Tensor]]:
     """Return the facts that decide the names of a model's tensors in files, and its tensors in a fixed order.
 
-    This is much cheaper than a meta skeleton and two state dicts, so the names are cached while the facts are the same.
+    Comparing facts is much cheaper than a meta skeleton and two state dicts, so names are cached until a fact changes.
     """
     structure: list[object] = []
     held: list[torch.Tensor] = []
@@ -113,7 +113,7 @@ def _find_tensors(root: nn.Module, skeleton: Any) -> dict[str, torch.Tensor]:
 def regions_to_write(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, *, hub_names: bool = True
 ) -> dict[str, Region]:
-    """Return a description of each tensor in the files, by its name there.
+    """Return the region of each tensor in the files, by its name there.
 
     Args:
         skeleton: meta skeleton of the model.
@@ -154,7 +154,7 @@ def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> FileLay
 
     Return the first of these that passes `round_trips`:
 
-    1. Hugging Face names for tensors whose bytes map in place, the model's own names for the others: no gather;
+    1. Hugging Face names for tensors that need no gather, the model's own names for the others;
     2. Hugging Face names for all tensors, which may need a gather;
     3. the model's own names;
     4. the model's own names, and a mark in the headers that disables conversions. ``from_pretrained`` ignores the mark.
@@ -203,7 +203,7 @@ class File:
         return len(self.header) + sum(entry.nbytes for entry in self.entries.values())
 
     def moved_to(self, folder: Path) -> File:
-        """Return the same file in a folder."""
+        """Return a copy of the file with its paths in a folder."""
         path = folder / self.path
         entries = {n: Entry(n, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
         return replace(self, path=path, entries=entries)
@@ -225,7 +225,7 @@ def files_for(
         stem: beginning of the file names.
         regions: the tensors by name.
         max_bytes: the limit, in bytes of tensors per file.
-        partial: use temporary file names that nothing loads.
+        partial: use temporary file names, which no load finds.
         metadata: metadata of the headers.
     """
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
@@ -247,7 +247,7 @@ def files_for(
 
 
 def file_bytes(regions: Mapping[str, Region]) -> int:
-    """Return the size limit of a checkpoint's files; with several files, ranks and threads write in parallel."""
+    """Return the size limit of each file of a checkpoint; ranks and threads write several files in parallel."""
     total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
     return min(sizes.FILE_BYTES, max(sizes.MIN_FILE_LIMIT_BYTES, -(-total // sizes.FILE_COUNT)))
 
@@ -368,7 +368,7 @@ class Share:
     """First row and number of rows, within the view or local tensor; None for all."""
 
     def cut(self, region: Region) -> Iterator[Share]:
-        """Split the share by rows into shares of at most one block or one row; the blocks in the file stay the same."""
+        """Split the share by rows into shares of at most one checksum block or row; this does not change the blocks."""
         length = self.box[0][1] if self.box else 0
         row_bytes = math.prod(n for _, n in self.box[1:]) * region.dtype.itemsize
         step = max(1, sizes.BLOCK_BYTES // max(1, row_bytes))
@@ -381,7 +381,7 @@ class Share:
 
 
 def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[Share]:
-    """Return the shares of the regions that this rank writes, from its shards; replicas divide the regions evenly.
+    """Return this rank's shares of the regions; ranks that hold the same values divide the regions evenly.
 
     Not collective: the result follows from names, shapes, dtypes and placements.
     """
@@ -412,8 +412,8 @@ def values_of_shares(
 ) -> Iterator[list[tuple[Share, torch.Tensor]]]:
     """Yield shares with this rank's values: one list, or several if values are computed.
 
-    Each list has computed values of at most `sizes.COMPUTED_BYTES`, or of one tensor. It is cleared before the values
-    of the next list are computed.
+    The computed values of a list take at most `sizes.COMPUTED_BYTES`, or belong to one tensor. A list is cleared before
+    the values of the next one are computed.
     """
     held: dict[str, torch.Tensor] = {}
     found: list[tuple[Share, torch.Tensor]] = []
@@ -447,7 +447,7 @@ def write_requests(shares: Iterable[tuple[Share, torch.Tensor]], entries: Mappin
 
 
 def _by_source(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, Region]]:
-    """Return the regions; if values are computed, sorted so that regions of one source follow each other."""
+    """Return the regions; if values are computed, sort them so that regions of one source are adjacent."""
     if not any(map(is_computed, tensors.values())):
         return regions.items()
     first: dict[str, int] = {}
@@ -486,7 +486,7 @@ class _LocalBox:
 
 
 def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
-    """Return what this rank holds of each tensor; computed once for all tensors of the same shape and placements."""
+    """Return the box of each tensor that this rank holds; tensors of the same shape and placements share one object."""
     known: dict[object, _LocalBox] = {}
     boxes = {}
     for name, tensor in tensors.items():
@@ -500,7 +500,7 @@ def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
 def gathered_write_requests(
     region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
 ) -> list[WriteRequest]:
-    """Gather a region's sources, and return write requests, in blocks, for an equal share of it; collective.
+    """Gather a region's sources, and return this rank's write requests, one per block, for an equal share; collective.
 
     Args:
         region: the region to write.
@@ -526,7 +526,7 @@ def gathered_write_requests(
 
 
 def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:
-    """Write the configuration files that ``from_pretrained`` reads; does nothing unless it is a transformers model."""
+    """Write the configuration files that ``from_pretrained`` reads; no-op if the model is not of transformers."""
     if not is_transformers_model(skeleton):
         return
     config = copy.deepcopy(skeleton.config)

@@ -1,11 +1,11 @@
 """Build the meta skeleton of a model: the same module tree with the original classes, unsharded, without values.
 
-Input: a model, sharded or not. Output: a copy of its module tree on the meta device, which library code may inspect
-and change.
+Input: a model, sharded or not. Output: a copy of its module tree on the meta device. Code of other libraries may
+inspect and change the copy.
 
 `fully_shard` renames the classes of modules and makes parameters DTensors. Code that depends on the class, names or
-shapes of a model (transformers' conversions, initialisation and saving) does not handle that. It gets the meta skeleton
-instead, and the model itself is not changed.
+shapes of a model (transformers' conversions, initialisation and saving) does not handle this. Such code gets the meta
+skeleton instead, and the model itself is not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp2_strategy.hf.library_internals import (
 )
 from fsdp2_strategy.model.state import ATTACHED
 
-# Not copied: they change what initialisation and generation do, or may refer to the original model.
+# These attributes are not copied: they change initialisation and generation, or may refer to the original model.
 _LEFT_OUT = (ATTACHED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
 
 
@@ -36,7 +36,10 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def keep_recorded_outputs(module: nn.Module) -> None:
-    """Register hooks so that transformers, which looks classes up by name, records a renamed module's hidden states."""
+    """Register hooks so that transformers records the hidden states of a module whose class was renamed.
+
+    transformers looks up by class name which outputs it can record.
+    """
     if recorded_outputs(original_class(module)) is not None:
         module.register_forward_pre_hook(_register_outputs, prepend=True)
         module.register_forward_hook(_unregister_outputs, always_call=True)
@@ -51,7 +54,7 @@ def _unregister_outputs(module: nn.Module, *_: object) -> None:
 
 
 def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
-    """Return a copy of the module tree with all parameters and buffers replaced, each once; not collective.
+    """Copy a module tree, and replace all parameters and buffers; tied tensors stay tied; not collective.
 
     Args:
         model: any module.
@@ -73,7 +76,7 @@ def meta_skeleton(model: nn.Module, replacement_of: Callable[[torch.Tensor], tor
 
 
 def copy_module_shell(module: nn.Module) -> nn.Module:
-    """Return a copy of one module without its parameters, buffers and children; other attributes are shared."""
+    """Copy one module without its parameters, buffers, children and hooks; share its other attributes."""
     cls = original_class(module)
     new = cls.__new__(cls)
     nn.Module.__init__(new)  # without hooks: those of the original refer to the original
@@ -83,13 +86,13 @@ def copy_module_shell(module: nn.Module) -> nn.Module:
     return new
 
 
-# Not nested: a recursive closure is a reference cycle, which would keep the replacements until garbage collection.
+# Not nested in `meta_skeleton`: a recursive closure is a reference cycle, which keeps tensors until garbage collection.
 def _copy_tree(
     module: nn.Module, tensor: Callable[[torch.Tensor | None], torch.Tensor | None], modules: dict[int, nn.Module]
 ) -> nn.Module:
     if id(module) not in modules:
         new = modules[id(module)] = copy_module_shell(module)
-        # Not by attribute: `Module.__setattr__` inspects each value, which would take longer than the rest of the copy.
+        # Not by `Module.__setattr__`: it inspects each value, which would take longer than the rest of the copy.
         new.__dict__ |= {
             "_parameters": {name: tensor(p) for name, p in module._parameters.items()},
             "_buffers": {name: tensor(b) for name, b in module._buffers.items()},
@@ -104,7 +107,7 @@ def _copy_tree(
 
 
 def _is_copy_tree(name: str, value: object, cls: type[nn.Module]) -> bool:
-    """Return whether to copy an attribute: a callable that shadows a method may be bound to the original."""
+    """Return whether to copy an attribute. Callables that shadow a method may be bound to the original: do not copy."""
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
 

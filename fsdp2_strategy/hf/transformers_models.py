@@ -18,13 +18,13 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def inner_model(root: nn.Module) -> nn.Module:
-    """Return the only transformers model within a wrapper; the module itself if there is none or several."""
+    """Return the only transformers model within a module; the module itself if it contains none or several."""
     models = list(outermost_models(root).values())
     return models[0] if len(models) == 1 else root
 
 
 def outermost_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """Return the outermost transformers models within a module by dotted name; the module itself if it is one."""
+    """Map dotted names to the outermost transformers models within a module, which may be the module itself."""
     if is_transformers_model(root):
         return {name: root}
     found: dict[str, nn.Module] = {}

@@ -131,7 +131,7 @@ def ranges_of(requests: Iterable[ReadRequest]) -> Iterator[tuple[Path, int, int]
 
 
 def _requested_pieces(requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadRequest, Piece]]:
-    """Yield each request with each part of a piece that lies in the request's box."""
+    """Yield the parts of all pieces that lie in the box of a request, each with its request."""
     for request in requests:
         for piece in request.region.pieces:
             part = piece.within(request.box)
@@ -172,7 +172,7 @@ class Reader:
         """Fill the tensors of all read requests.
 
         Raises:
-            CheckpointError: a file cannot be read; the message names the tensor and the file.
+            CheckpointError: a file cannot be read; the message names the file.
             DamageError: bytes do not match their checksum.
         """
         views: list[_View] = []
@@ -214,8 +214,8 @@ class Reader:
             stop = min(end, block.end if block else begin + sizes.BLOCK_BYTES)
             if (stop - view.begin) % itemsize:
                 raise DamageError(
-                    f"cannot check {entry.name}: a checksum ends at byte {stop} of {entry.path}, expected the end of "
-                    f"an element of {itemsize} bytes. The checksum manifests do not belong to this file."
+                    f"cannot check {entry.name}: a checksum block ends at byte {stop} of {entry.path}, expected the "
+                    f"end of an element of {itemsize} bytes. The checksum manifests do not belong to this file."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
             yield _Ranges(block, [_Range(entry, begin, part, view.dtype)])
@@ -258,7 +258,7 @@ class Reader:
             try:
                 self._files[path] = os.open(path, os.O_RDONLY)
             except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}. Complete the folder.") from error
+                raise CheckpointError(f"cannot read {path}: {error.strerror}. Check the folder.") from error
 
     @torch.no_grad()
     def _execute(self, read: _View | _Ranges) -> None:
@@ -276,7 +276,7 @@ class Reader:
             ) from error
 
     def _read_ranges(self, reads: _Ranges) -> None:
-        """Read directly into the targets, or through the scratch buffer for a cast, a device or a partial block."""
+        """Read directly into the targets, or through the scratch buffer for casts, other devices or partial blocks."""
         block = reads.block
         if reads.is_direct:
             self._read_checked(reads, block, [(read.begin, read.target) for read in reads.ranges])
@@ -301,7 +301,7 @@ class Reader:
                 self._checked.add((path, block.begin))
 
     def _read_view(self, read: _View, piece: Piece, target: torch.Tensor) -> None:
-        """Read a view, its strides descending, in parts that fit into the scratch buffer."""
+        """Read a view, whose strides must be descending, in parts that fit into the scratch buffer."""
         for part in _split_to_fit_scratch(piece, read.entry.dtype.itemsize):
             span = part.span
             scratch = self._buffer(span * read.entry.dtype.itemsize)
@@ -315,7 +315,7 @@ class Reader:
     def _read_checked(
         self, read: _View | _Ranges, block: Block | None, targets: Iterable[tuple[int, torch.Tensor]]
     ) -> None:
-        """Read bytes from each offset of the file into a tensor; verify them if they are those of a block."""
+        """Fill each target with the file's bytes from its offset; if a block is given, verify its checksum."""
         digest = None if block is None else xxhash.xxh3_64()
         for begin, target in targets:
             self._read_bytes(read.entry.path, begin, memory_of(target), digest)
@@ -376,7 +376,7 @@ def _rows(view: _View) -> Iterator[_View]:
 
 
 def _split_to_fit_scratch(piece: Piece, itemsize: int) -> Iterator[Piece]:
-    """Split a view, its strides descending, into parts that fit into the scratch buffer and have small gaps.
+    """Split a view with descending strides into parts that fit into the scratch buffer; skip gaps if that is cheaper.
 
     The ``start`` of each part is relative to the view.
     """

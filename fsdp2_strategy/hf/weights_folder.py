@@ -1,7 +1,7 @@
 """Find the files that contain a model's weights in a Hugging Face folder.
 
-Input: a folder, a file or an index. Output: a `WeightsSource`, which `load` reads: the files, and a meta skeleton of
-the model that they belong to.
+Input: a folder, a file or an index. Output: a `WeightsSource` for `load`: the files, and a meta skeleton of the model
+that they belong to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightsSource:
-    """The source of a model's values."""
+    """The origin of a model's values: files, and the model that they belong to."""
 
     model: nn.Module
     """Meta skeleton of the model that the files belong to; its tensors have the requested dtypes."""
@@ -45,7 +45,8 @@ class WeightsSource:
 
 
 _ORIGIN = Slot[tuple[WeightsSource, str]]("origin")
-"""Set on each module of a model that from_pretrained built on meta; deep copies keep it."""
+"""A module's origin, and its name in the origin's model. Set on modules that from_pretrained built on meta; deep copies
+keep it."""
 
 
 def remember_origin(model: nn.Module, origin: WeightsSource) -> None:
@@ -65,7 +66,7 @@ def open_folder(model: nn.Module, path: str | Path, *, has_model_names: bool = F
     Args:
         model: the model; if it has adapters, the files are those of the model without adapters.
         path: the folder, file or index.
-        has_model_names: whether the files use the model's own names, adapters included, and not Hugging Face names.
+        has_model_names: whether the files use the model's own names, including adapters, instead of Hugging Face names.
 
     Raises:
         CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
@@ -90,7 +91,7 @@ def open_folder(model: nn.Module, path: str | Path, *, has_model_names: bool = F
 
 
 def source_of_weights(skeleton: nn.Module) -> WeightsSource:
-    """Return an origin without files for a model's meta skeleton."""
+    """Return an origin for a model's meta skeleton, with its weight conversions but without files."""
     return WeightsSource(model=skeleton, files=(), conversions=_conversions(skeleton))
 
 
@@ -103,7 +104,7 @@ def _conversions(model: Any) -> list[Any] | None:
 
 
 def folder_of(model: nn.Module) -> Path | None:
-    """Return the local folder that a transformers model was built from; None if there is none."""
+    """Return the local folder from which a transformers model was built; None if there is no such folder."""
     if not is_transformers_model(model):
         return None
     origin = origin_of(model)
@@ -112,7 +113,7 @@ def folder_of(model: nn.Module) -> Path | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file name of every tensor in an index.
+    """Read an index, and return the file name of each tensor.
 
     Raises:
         CheckpointError: the file cannot be read or is not an index.
@@ -134,7 +135,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]]:
-    """Return the origin, without conversions if a header declares own names, and the location of each tensor.
+    """Return the origin and the location of each tensor; drop the conversions if a header is marked with own names.
 
     Raises:
         CheckpointError: a file is missing or invalid, or the index does not match the files.

@@ -1,11 +1,11 @@
 """Execute write requests: cast boxes of tensors and write them into files in parallel, with optional checksums.
 
-Input: write requests (`WriteRequest`): a tensor, and the box of a file's entry that it fills. Output: bytes in files,
-and their checksums. Independent of models.
+Input: write requests (`WriteRequest`): a tensor, and the box of a file's entry that the tensor fills. Output: bytes in
+files, and their checksums. Independent of models.
 
 [Note: write order] The kernel admits one writer at a time per file. Every rank writes to all files, because it holds a
 shard of every tensor. So each rank begins at a different file, and so does each thread of a rank. If there are fewer
-files than writers, some of them wait.
+files than writers, some writers wait.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class WriteRequest:
     box: Box
     tensor: torch.Tensor
     own_block: bool = False
-    """Whether it shares no block with others. An asynchronous save writes all of its requests in one call, a
-    synchronous save those of a gathered tensor in a call of their own; the blocks should be the same."""
+    """Whether its checksum blocks contain no bytes of other requests. Used for gathered tensors, which a synchronous
+    save writes in separate calls and an asynchronous save in one call. So both write the same checksum blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +70,14 @@ def write_all(
     Args:
         requests: the boxes to write.
         hashed: return checksums.
-        create: create missing files. If false, a missing file is an error: another rank created it in a folder that
-            this rank does not see.
+        create: create missing files. If false, a missing file is an error: this rank does not see the folder in which
+            another rank created the file.
 
     Returns:
-        For each file the checksums of the blocks written to it; empty lists unless ``hashed``.
+        For each file, the checksums of the blocks that were written; empty lists unless ``hashed``.
 
     Raises:
-        OSError: a file is missing or cannot be written; the error names it.
+        OSError: a file is missing or cannot be written; the error names the file.
     """
     runs = sorted(itertools.chain.from_iterable(map(_runs, requests)), key=lambda run: (run.path, run.offset))
     queues: dict[Path, deque[list[_Run]]] = {}
@@ -117,13 +117,13 @@ def force_to_disk(paths: Iterable[Path]) -> None:
 
 
 def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Path, deque[Any]]) -> None:
-    """Call ``work`` with files and their queues, in a few threads, until all are empty; see [Note: write order]."""
+    """Call ``work`` with files and their queues until all queues are empty, in threads; see [Note: write order]."""
     untaken = deque(queues)
     untaken.rotate(-(rank() * len(untaken) // world_size()))
     lock = threading.Lock()
 
     def next_file() -> Path:
-        """Return a file that no thread of this rank has taken; if there is none, the one with the longest queue."""
+        """Return a file that no thread of this rank has taken; if all are taken, the file with the longest queue."""
         with lock:
             return untaken.popleft() if untaken else max(queues, key=lambda path: len(queues[path]))
 
@@ -147,7 +147,7 @@ def _process_queues(work: Callable[[Path, deque[Any]], None], queues: Mapping[Pa
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file, and add its name to errors."""
+    """Open a file, and add its path to errors inside the block."""
     fd = os.open(path, flags, 0o666)
     try:
         yield fd
@@ -158,7 +158,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _runs(request: WriteRequest) -> Iterator[_Run]:
-    """Split a request into runs of at most one block."""
+    """Split a request into runs of at most ``BLOCK_BYTES``."""
     entry, tensor = request.entry, request.tensor
     if not tensor.numel():
         return
@@ -179,7 +179,7 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
 
 
 def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    """Group sorted runs: those of a group are adjacent in the file and fit into one block."""
+    """Group sorted runs; the runs of a group are adjacent in the file, and fit into one block."""
     group: list[_Run] = []
     for run in runs:
         if group:
@@ -195,7 +195,7 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 @torch.no_grad()
 def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
-    """Write adjacent runs: directly if large, on the CPU and without a cast, else through the scratch buffer."""
+    """Write adjacent runs: large CPU tensors that need no cast directly, other tensors through a scratch buffer."""
     digest = xxhash.xxh3_64() if hashed else None
     begin, filled = runs[0].offset, 0
     for run in runs:

@@ -1,9 +1,15 @@
 """LeRobot: read and write its v3 data sets, save checkpoints in its layout, and export its policies.
 
-`LeRobotDataset` returns samples by index; `ResumableLoader` decides their order. The modules: access to local and
-remote files (`dataset_source`), metadata (`metadata`), an episode's table rows (`rows`) and video frames (`video`),
-time windows (`windows`), fetching ahead (`prefetch`, `fetching`), and a writer (`generate`). These need the extra
-`vla`; `checkpoint_layout` and `policy_export` do not.
+`LeRobotDataset` returns samples by index; `ResumableLoader` decides their order. The main modules of this package:
+
+    dataset_source         local and remote files
+    metadata               features, tasks, statistics, and the files of each episode
+    rows, video            an episode's table rows and video frames
+    windows                time windows around a frame
+    prefetch, fetching     threads that fetch episodes before they are needed
+    generate               a writer of data sets
+
+These modules need the extra `vla`; `checkpoint_layout` and `policy_export` do not.
 """
 
 from __future__ import annotations

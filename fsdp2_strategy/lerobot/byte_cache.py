@@ -1,20 +1,23 @@
 """Cache fetched blocks of remote files on disk: one sparse local file per remote file, shared by processes and threads.
 
-Input: names, sizes, and blocks as they are fetched. Output: which blocks are cached, and their bytes.
+Input: paths of cached files, sizes of remote files, and fetched blocks. Output: the list of missing blocks, and bytes.
 
-[Note: cached files] A cached file has a header and the blocks of the remote file:
+[Note: cached files] A cached file contains a header and the blocks of the remote file:
 
-    byte 0                    valid byte: 1 once the size is written
+    byte 0                    valid byte: 1 after the size is written
     bytes 4 to 7              number of calls that freed blocks, little-endian
     bytes 8 to 15             size of the remote file, little-endian
     bytes 16 ...              one flag per block of 64 KiB: 1 if the block is cached
-    next page boundary ...    the content of the remote file, at the same offsets
+    next page boundary ...    the content of the remote file
 
-Five rules make it safe to share. A process locks the flags of the blocks that it fetches, so that no block is fetched
-twice. It writes the data before the flag, so that a crash in between is harmless. To drop a file, it unlinks and then
-truncates it: the disk space is free even if others have the file open, and these find no valid byte and create a new
-file. To free blocks, it clears their flags, then increments the number of calls, then frees the disk space. A reader
-uses the bytes that it copied only if bytes 0 to 7 are the same before and after the copy.
+Processes and threads share the file safely by five rules:
+
+1. To fetch blocks, lock their flags. No block is then fetched twice.
+2. Write the data before the flag. A crash between the two writes is then harmless.
+3. To drop the file, unlink it, then truncate it. Its disk space is free at once, even if other processes have it open.
+   These processes find no valid byte, and create a new file.
+4. To free blocks, clear their flags, then increment the number of calls in bytes 4 to 7, then free the disk space.
+5. To read, copy the bytes, and use them only if bytes 0 to 7 are the same before and after the copy.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class CacheFile:
 
         Args:
             path: the path of the cached file.
-            request_size: returns the size of the remote file; one process or thread calls it, while others wait.
+            request_size: returns the size of the remote file. One process or thread calls it; the others wait.
         """
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -63,7 +66,7 @@ class CacheFile:
                     if not _is_valid(fd) and os.fstat(fd).st_nlink:
                         _write(fd, request_size().to_bytes(8, "little"), _SIZE_OFFSET)
                         _write(fd, bytes([1]), 0)
-                    # `drop` unlinks, then truncates. If it unlinks after this check, `is_dropped` is true later.
+                    # If `drop` unlinks the file after this check, it also truncates it: `is_dropped` is true then.
                     if os.fstat(fd).st_nlink:
                         size = int.from_bytes(os.pread(fd, 8, _SIZE_OFFSET), "little")
                         if _is_valid(fd):
@@ -75,29 +78,29 @@ class CacheFile:
             os.close(fd)
 
     def is_dropped(self) -> bool:
-        """Return whether the file was dropped; call `open` again to read more."""
+        """Return whether the file was dropped; in that case, call `open` again to continue."""
         return not _is_valid(self._fd)
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the runs (first, end) of blocks in the range ``first`` to ``end`` (exclusive) that are not cached."""
+        """Return the runs (first, end) of uncached blocks from ``first`` to ``end`` (exclusive)."""
         flags = os.pread(self._fd, end - first, _FLAGS_OFFSET + first).ljust(end - first, b"\0")
         return [(first + run.start(), first + run.end()) for run in re.finditer(rb"\0+", flags)]
 
     @contextmanager
     def locked(self, first: int, end: int) -> Iterator[None]:
-        """Lock a range of blocks for fetching; wait until no other process or thread fetches them."""
+        """Lock a range of blocks for fetching; wait until no other process or thread has locked any of them."""
         with _locked(self._fd, _FLAGS_OFFSET + first, end - first):
             yield
 
     def write(self, start: int, data: bytes) -> None:
-        """Write whole blocks (the last may be short) from offset ``start`` on; a dropped file stays empty."""
+        """Write full blocks (the last may be shorter) from offset ``start`` on; a dropped file stays empty."""
         _write(self._fd, data, self._data_offset + start)
         _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_OFFSET + start // BLOCK_BYTES)
-        if self.is_dropped():  # so the data was written after `drop` freed the disk space
+        if self.is_dropped():  # `drop` truncated the file before this write
             os.ftruncate(self._fd, 0)
 
     def read_into(self, start: int, into: memoryview) -> bool:
-        """Copy bytes from offset ``start`` on; return False if some are not cached, or were freed meanwhile."""
+        """Copy bytes from offset ``start`` on; return False if some are not cached, or were freed during the copy."""
         before = os.pread(self._fd, _SIZE_OFFSET, 0)
         if self.missing(start // BLOCK_BYTES, blocks(start + len(into))):
             return False
@@ -136,7 +139,7 @@ def blocks(size: int) -> int:
 
 
 def drop(path: Path) -> None:
-    """Drop a cached file, if it exists: its disk space is free at once, even if processes have it open."""
+    """Unlink and truncate a cached file, if it exists; see [Note: cached files]."""
     with suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR)
         try:
@@ -159,9 +162,9 @@ def _write(fd: int, data: bytes, offset: int) -> None:
 
 @contextmanager
 def _locked(fd: int, start: int, length: int) -> Iterator[None]:
-    """Lock bytes of an open file; excludes threads and processes that have opened the file themselves."""
+    """Lock bytes of a file; excludes threads and processes that have opened the file separately."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     try:
         yield
-    finally:  # closing does not unlock if a forked child has it open
+    finally:  # closing the file would not unlock the bytes if a forked child also has it open
         fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))

@@ -1,4 +1,4 @@
-"""Name checkpoints as LeRobot does, and write the sidecar files of a policy's weights.
+"""Name checkpoints as LeRobot does, and write the sidecar files of a policy.
 
 Input: the trainer's configurations and processors. Output: files in ``pretrained_model/``, and values for
 ``training_state/training_step.json``. `checkpoint.paths` defines the paths of all other files.
@@ -24,31 +24,31 @@ TRAIN_CONFIG = "train_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LeRobotLayout:
-    """LeRobot's layout of a checkpoint: ``005000/{pretrained_model, training_state}``, and a link ``last``.
+    """LeRobot's layout of checkpoints: folders ``005000/{pretrained_model, training_state}``, and a link ``last``.
 
-    A robot loads ``pretrained_model/``. It contains the sidecar files of the fields below and one ``model.safetensors``
-    of any size, which all ranks write in parallel. For a PEFT model it contains the adapters instead, without the base
-    weights. ``training_state/`` contains the rest of the state that a run resumes from.
+    ``pretrained_model/`` is the folder that a robot loads. It contains one ``model.safetensors`` of any size, which all
+    ranks write in parallel, and the sidecar files that the fields below describe. For a PEFT model it contains the
+    adapters instead of the base weights. ``training_state/`` contains the rest of the state that a run resumes from.
 
     Raises:
         ConfigError: a number is less than 1, or an object cannot be saved.
     """
 
     total_steps: int
-    """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, at least six."""
+    """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, but at least six."""
     batch_size: int
-    """Samples per batch of one process, for ``training_step.json``."""
+    """Samples per batch of one process; saved in ``training_step.json``."""
     train_config: Any = None
     """Content of ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass."""
     preprocessor: Any = None
-    """An object whose ``save_pretrained`` writes its files."""
+    """An object with ``save_pretrained``, which writes its files; or None."""
     postprocessor: Any = None
-    """An object whose ``save_pretrained`` writes its files."""
+    """An object with ``save_pretrained``, which writes its files; or None."""
     gather_for_save_pretrained: bool = False
-    """Write ``pretrained_model/`` by the policy's own ``save_pretrained``, for policies that need it. Rank 0 gathers
-    the full parameters one by one in host memory and calls ``save_pretrained(folder, state_dict=...)`` of an unsharded
-    copy. This needs memory for the full model on rank 0, and disk space for the weights twice, because the run resumes
-    from other files, in ``training_state/model/``."""
+    """Write ``pretrained_model/`` with the policy's own ``save_pretrained``, for policies that need it. The full
+    parameters are gathered one by one into the host memory of rank 0. Rank 0 then calls
+    ``save_pretrained(folder, state_dict=...)`` of an unsharded copy. The weights are on disk twice, because the run
+    resumes from separate files in ``training_state/model/``."""
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "batch_size"):
@@ -69,7 +69,7 @@ def check_sidecars(train_config: Any, preprocessor: Any, postprocessor: Any) -> 
     """Check that the objects for a policy's sidecar files can be saved.
 
     Raises:
-        ConfigError: an object has no ``save_pretrained``; ``train_config`` may also be a mapping or a dataclass.
+        ConfigError: an object has no ``save_pretrained``. Instead, ``train_config`` may be a mapping or a dataclass.
     """
     for name, value in (("preprocessor", preprocessor), ("postprocessor", postprocessor)):
         if value is not None and not hasattr(value, "save_pretrained"):
@@ -87,10 +87,10 @@ def check_sidecars(train_config: Any, preprocessor: Any, postprocessor: Any) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicySidecars:
-    """The objects that are saved as sidecar files of a policy's weights."""
+    """The objects that are saved as sidecar files of a policy."""
 
     config: Any
-    """A copy of the policy's own configuration. None for a transformers model, or without ``save_pretrained``."""
+    """A copy of the policy's configuration; None for a transformers model, or if it has no ``save_pretrained``."""
     train_config: Any
     preprocessor: Any
     postprocessor: Any
@@ -101,9 +101,9 @@ class PolicySidecars:
 
         Args:
             policy: the policy without adapters.
-            train_config: as in `LeRobotLayout`.
-            preprocessor: prepares the policy's inputs; as in `LeRobotLayout`.
-            postprocessor: converts the policy's outputs to actions; as in `LeRobotLayout`.
+            train_config: see `LeRobotLayout`.
+            preprocessor: prepares the policy's inputs; see `LeRobotLayout`.
+            postprocessor: converts the policy's outputs to actions; see `LeRobotLayout`.
 
         Raises:
             ConfigError: an object cannot be saved.
@@ -122,7 +122,7 @@ class PolicySidecars:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the sidecar files; called on one rank."""
+        """Write the sidecar files to a folder; call it on one rank only."""
         for item in (self.config, self.train_config, self.preprocessor, self.postprocessor):
             if hasattr(item, "save_pretrained"):
                 item.save_pretrained(folder)

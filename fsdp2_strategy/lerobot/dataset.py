@@ -1,11 +1,11 @@
-"""Return the samples of LeRobot v3 data sets by index: numbers, time windows, and images that are decoded on access.
+"""Return the samples of LeRobot v3 data sets by index: numbers, time windows, and images decoded on access.
 
 Input: a folder or remote root in LeRobot's format. Output: samples for `ResumableLoader`, which decides their order.
 
-[Note: processes] The constructor reads only metadata. The loader calls `hold` in the trainer's process with
-the episodes of the next samples. Threads of that process extract the rows of these episodes and, if the root is remote,
-fetch the bytes of their videos. Workers decode the frames of the samples that they are asked for. Without a call of
-`hold`, the process that asks for a sample extracts and fetches its data itself.
+[Note: processes] The constructor reads only metadata. In the trainer's process, the loader calls `hold` with the
+episodes of the next samples. Threads of this process extract the rows of these episodes. If the root is remote, they
+also fetch the bytes of the videos. Workers decode the frames of the requested samples. Without a call of `hold`, the
+process that reads a sample extracts and fetches its data itself.
 """
 
 from __future__ import annotations
@@ -46,36 +46,37 @@ _PREFIX = "fsdp2-lerobot-"
 
 
 class LeRobotDataset(Dataset[Sample]):
-    """A LeRobot v3 data set that returns samples by index; not collective.
+    """A map-style data set of LeRobot's v3 format; not collective.
 
-    A sample is a dict for one frame: each feature under its name and in its dtype, camera images as (C, H, W), and the
-    text of its ``"task"``. A feature in ``delta_timestamps`` has an additional first dimension for the frames of its
-    window, and ``"<feature>_is_pad"`` (bool) marks those that are padding.
+    A sample is a dict with the values of one frame. It contains each feature under its name and in its dtype; camera
+    images have the shape (C, H, W). ``"task"`` is the text of the task. Features in ``delta_timestamps`` have an
+    additional first dimension: the frames of the window. ``"<feature>_is_pad"`` (bool) is True for padding.
 
     Args:
         root: a folder, or a URL that fsspec supports (``https://…``, ``s3://…``, ``hf://datasets/owner/name``).
-        episodes: the episodes to use, in this order; by default all.
+        episodes: indices of the episodes to use, in this order; by default all.
         delta_timestamps: seconds relative to the sample's frame, by feature: ``{"action": [0.0, 0.1, 0.2]}``. Steps
             outside the episode repeat its first or last frame and count as padding.
-        tolerance_s: maximum deviation, in seconds, of a step from a frame and of a video's time stamp from its frame.
-        pool: episodes whose rows a process keeps mapped; pass the same value as to the loader.
-        decoder_cache: videos that a process keeps open; by default ``pool``, at most 128.
-        on_corrupt: ``"raise"``, or ``"skip"`` to return zeros, with the right indices, for a sample that cannot be
-            read. With ``"skip"``, every sample has ``"sample_mask"`` (bool), which is False for skipped samples.
-            `counts` contains their number.
+        tolerance_s: maximum difference in seconds between a step of ``delta_timestamps`` and the nearest frame, and
+            between the time of a frame and the nearest time stamp in its video.
+        pool: maximum number of episodes whose rows a process keeps mapped; pass the same value to the loader.
+        decoder_cache: maximum number of videos that a process keeps open; by default ``pool``, but at most 128.
+        on_corrupt: ``"raise"`` raises for a sample whose files are corrupt; ``"skip"`` returns zeros with the sample's
+            indices. With ``"skip"``, every sample has ``"sample_mask"`` (bool), which is False for skipped samples, and
+            `counts` contains the number of skipped samples.
         video_dtype: dtype of all camera images: float32 (0 to 1) or uint8 (0 to 255).
-        image_transforms: applied to the images of each feature, (C, H, W) or (T, C, H, W).
-        cache_dir: folder for fetched bytes and extracted rows, which are deleted with this object; by default the
-            system's folder for temporary files.
-        disk_bytes: stop fetching ahead while the cache takes more disk space than this. By default there is no limit;
-            the cache contains the episodes of two pools.
-        tries: maximum number of attempts per request to a remote root, with growing pauses.
-        timeout_seconds: time limit of one request.
+        image_transforms: function that is called with the images of each feature, (C, H, W) or (T, C, H, W).
+        cache_dir: folder for fetched bytes and extracted rows; by default the system's folder for temporary files. Both
+            are deleted with this object.
+        disk_bytes: disk space of the cache above which no further episodes are fetched ahead. By default there is no
+            limit, and the cache contains up to about 2 x ``pool`` episodes.
+        tries: maximum number of attempts per request to a remote root; the pauses between attempts grow.
+        timeout_seconds: time limit of one attempt.
         storage_options: options of fsspec's file system: headers, credentials, ...
 
     Raises:
-        DataError: the root contains no such data set, or an argument does not fit it.
-        CorruptDataError: its metadata cannot be parsed.
+        DataError: the root contains no LeRobot v3 data set, or an argument is invalid.
+        CorruptDataError: the metadata cannot be parsed, or is inconsistent.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LeRobotDataset(Dataset[Sample]):
         """The data set's metadata; ``metadata.stats`` are the statistics for normalisation."""
         self._episodes = _check_episodes(episodes, metadata.total_episodes)
         self.episode_lengths: npt.NDArray[np.int64] = metadata.lengths[self._episodes]
-        """Number of frames of each used episode."""
+        """Number of frames of each episode in use."""
         self._begins = np.concatenate([[0], np.cumsum(self.episode_lengths)])
         self._offsets = offsets_of(delta_timestamps or {}, metadata.features, metadata.fps, tolerance_s)
         self._tolerance_s, self._on_corrupt = tolerance_s, on_corrupt
@@ -124,15 +125,16 @@ class LeRobotDataset(Dataset[Sample]):
         self._begin_process()
 
     def __len__(self) -> int:
-        """Return the number of frames in the used episodes."""
+        """Return the number of frames of all episodes in use."""
         return int(self._begins[-1])
 
     def __getitem__(self, i: int) -> Sample:
-        """Return a sample.
+        """Return the sample of a frame.
 
         Raises:
-            CorruptDataError: a file of the sample cannot be parsed or decoded; only with ``on_corrupt="raise"``.
+            CorruptDataError: with ``on_corrupt="raise"``, a file of the sample cannot be parsed or decoded.
             DataError: a file of the sample cannot be read or fetched.
+            IndexError: there is no such frame.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
@@ -155,14 +157,14 @@ class LeRobotDataset(Dataset[Sample]):
         return self._counts.total()
 
     def hold(self, now: Sequence[int], soon: Sequence[int]) -> None:
-        """Start to fetch episodes, and release all others; called by `ResumableLoader`.
+        """Start to fetch episodes, and release all others; `ResumableLoader` calls it.
 
         Args:
-            now: the present episodes, as positions in the list of used episodes.
-            soon: the episodes after them, likewise.
+            now: the episodes of the samples in flight, as positions in the list of episodes in use.
+            soon: the episodes of the samples after these, likewise.
 
         Raises:
-            DataError: an earlier call's present episodes took more than ``disk_bytes``.
+            DataError: the episodes in ``now`` of an earlier call needed more than ``disk_bytes``.
         """
         self._prefetcher.hold(self._episodes[list(now)].tolist(), self._episodes[list(soon)].tolist())
 
@@ -233,7 +235,7 @@ class LeRobotDataset(Dataset[Sample]):
         return pictures if self._transform is None else self._transform(pictures)
 
     def _blank(self, episode: int, frame: int) -> Sample:
-        """Return zeros and padding in place of a sample that cannot be read, with the indices of that sample."""
+        """Return zeros with the indices of a frame whose files are corrupt; windows are marked as padding."""
         sample: Sample = {"task": ""}
         for key, feature in self.metadata.features.items():
             steps = (len(self._offsets[key]),) if key in self._offsets else ()
@@ -258,7 +260,7 @@ class LeRobotDataset(Dataset[Sample]):
 
 
 class _Folder:
-    """A temporary folder, deleted with this object; the constructor also deletes those of killed processes."""
+    """A temporary folder, deleted with this object; the constructor deletes the folders that killed processes left."""
 
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
         parent = Path(parent if parent is not None else tempfile.gettempdir())
@@ -270,7 +272,7 @@ class _Folder:
         self._remove: Callable[[], object] | None = weakref.finalize(self, _remove, self.path, os.getpid(), lock)
 
     def remove(self) -> None:
-        """Delete the folder, unless this object is a copy in a worker."""
+        """Delete the folder, unless this object is a worker's copy."""
         if self._remove is not None:
             self._remove()
 
@@ -279,21 +281,21 @@ class _Folder:
 
 
 def _create_locked_folder(parent: Path) -> tuple[Path, IO[str]]:
-    """Return a new folder and its lock file; forked workers inherit the lock."""
+    """Create a folder, and lock a file in it; forked workers inherit the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = (path / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock.fileno()).st_nlink:  # 0: another process deleted it before it was locked
+        if os.fstat(lock.fileno()).st_nlink:  # 0: another process deleted the file before this one locked it
             return path, lock
         lock.close()
 
 
 def used_bytes(folder: Path) -> int:
-    """Return the size of all files below a folder, in bytes."""
+    """Return the disk space of all files below a folder, in bytes."""
     total = 0
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # deleted in the meantime
+        with suppress(FileNotFoundError):  # another process deleted it
             total += path.stat().st_blocks * 512
     return total
 
@@ -311,7 +313,7 @@ def _delete_if_abandoned(old: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     except OSError:
-        return  # in use, or just being created
+        return  # in use, or another process is just creating it
 
 
 def _check_episodes(episodes: Sequence[int] | None, total: int) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Open the files of a data set in a local folder, or below a remote root through a cache of byte ranges on disk.
+"""Open the files of a data set: in a local folder, or below a remote root with a cache of byte ranges on disk.
 
 Input: a root, and paths relative to it. Output: seekable binary files.
 """
@@ -27,12 +27,12 @@ _REQUEST_BLOCKS = (8 << 20) // BLOCK_BYTES
 def open_source(
     root: str | os.PathLike[str], cache_dir: str | os.PathLike[str], **options: Any
 ) -> LocalFiles | RemoteFiles:
-    """Return the files below a root: `RemoteFiles` if it is a URL, else `LocalFiles`.
+    """Return `RemoteFiles` if the root is a URL, else `LocalFiles`.
 
     Args:
         root: a folder, or a URL that fsspec supports.
-        cache_dir: as for `RemoteFiles`.
-        **options: as for `RemoteFiles`.
+        cache_dir: see `RemoteFiles`; ignored for a local folder.
+        **options: see `RemoteFiles`; ignored for a local folder.
     """
     return RemoteFiles(str(root), cache_dir, **options) if "://" in str(root) else LocalFiles(root)
 
@@ -57,7 +57,7 @@ class LocalFiles:
             return self.local(path).open("rb", buffering=0)
 
     def read(self, path: str) -> bytes:
-        """Return the whole content of a file; raises as `open` does."""
+        """Return the content of a file; raises a DataError as `open` does."""
         with self._data_errors(path):
             return self.local(path).read_bytes()
 
@@ -66,16 +66,16 @@ class LocalFiles:
         return self.local(path).is_file()
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes; raises as `open` does."""
+        """Return the size of a file in bytes; raises a DataError as `open` does."""
         with self._data_errors(path):
             return self.local(path).stat().st_size
 
     def location(self, path: str) -> str:
-        """Return the path of a file, for messages."""
+        """Return the path of a file, for error messages."""
         return str(self.local(path))
 
     def local(self, path: str) -> Path:
-        """Return the path of a file, for readers that open files by path."""
+        """Return the path of a file, for libraries that open files by path."""
         return self.root / path
 
     def free(self, path: str, begin: int, end: int, keep: Iterable[tuple[int, int]] = ()) -> None:
@@ -96,15 +96,15 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files below a remote root, cached on disk as they are read; see [Note: cached files] in `byte_cache`.
+    """The files below a remote root; bytes that are read are cached on disk. See [Note: cached files] in `byte_cache`.
 
     The threads of a process, its forked children, and the processes that unpickle the object share one cache. The
     remote files must not change while the object is in use.
 
     Args:
-        url: as for `RemoteRoot`.
-        cache_dir: folder on a local disk for the fetched bytes, which only this object uses. The caller deletes it.
-        **options: as for `RemoteRoot`.
+        url: see `RemoteRoot`.
+        cache_dir: folder on a local disk for the fetched bytes; nothing else may use it. The caller deletes the folder.
+        **options: see `RemoteRoot`.
 
     Raises:
         DataError: no installed package supports the scheme, or the cache cannot be created.
@@ -121,12 +121,12 @@ class RemoteFiles:
         """Open a file for reading; each read fetches the bytes that are not cached.
 
         Raises:
-            DataError: the file is missing, or cannot be fetched or cached; reads raise this too.
+            DataError: the file is missing, or cannot be fetched or cached. Reads raise the same error.
         """
         return _RemoteFile(self, path, self._open_cached(path))
 
     def read(self, path: str) -> bytes:
-        """Return the whole content of a file, without caching it; raises as `open` does."""
+        """Return the content of a file without caching it; raises a DataError as `open` does."""
         return self._remote.read(path)
 
     def exists(self, path: str) -> bool:
@@ -134,25 +134,25 @@ class RemoteFiles:
         return self._remote.exists(path)
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes; raises as `open` does."""
+        """Return the size of a file in bytes; raises a DataError as `open` does."""
         with self._open_cached(path) as cached:
             return cached.size
 
     def location(self, path: str) -> str:
-        """Return the URL of a file, for messages."""
+        """Return the URL of a file, for error messages."""
         return self._remote.location(path)
 
     def local(self, path: str) -> None:
         """Return None: a remote file has no local path."""
 
     def fetch(self, path: str, begin: int, end: int) -> None:
-        """Fetch the blocks of a byte range that are not cached, ahead of reads; several threads may call it at once.
+        """Fetch the blocks of a byte range that are not cached; thread-safe.
 
-        If the file is dropped during the call, the rest is not fetched.
+        If the file is dropped during the call, the remaining blocks are not fetched.
 
         Args:
             path: the file.
-            begin: first byte.
+            begin: first byte of the range.
             end: end of the range (exclusive); may be beyond the end of the file.
 
         Raises:
@@ -170,9 +170,9 @@ class RemoteFiles:
 
         Args:
             path: the file.
-            begin: as in `fetch`.
-            end: as in `fetch`.
-            keep: ranges whose blocks stay in the cache.
+            begin: first byte of the range.
+            end: end of the range (exclusive); may be beyond the end of the file.
+            keep: byte ranges whose blocks stay in the cache.
         """
         if not self._supports_ranges:
             return
@@ -183,7 +183,7 @@ class RemoteFiles:
                 cached.free(first, next(block for block in itertools.count(first) if block not in freed))
 
     def drop(self, path: str) -> None:
-        """Delete the cached file, and free its disk space at once; later reads fetch it again."""
+        """Delete the cached file, and free its disk space at once; later reads fetch the bytes again."""
         drop(self._cached_path(path))
 
     def _cached_path(self, path: str) -> Path:
@@ -194,7 +194,7 @@ class RemoteFiles:
             return CacheFile.open(self._cached_path(path), lambda: self._remote.size(path))
 
     def _fetch_blocks(self, path: str, cached: CacheFile, first: int, end: int) -> None:
-        """Fetch the blocks that are not cached; wait for those that other threads or processes are fetching."""
+        """Fetch the blocks that are not cached; wait for blocks that other threads or processes are fetching."""
         if not self._supports_ranges:
             first, end = 0, blocks(cached.size)
         for run in cached.missing(first, end):
@@ -263,7 +263,7 @@ class _RemoteFile(io.RawIOBase):
 
 @contextmanager
 def cache_errors(location: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an OSError of the local disk to a `DataError` that names the remote file and the local folder."""
+    """Convert an OSError of the local disk to a `DataError` that names the data and the local folder."""
     try:
         yield
     except OSError as error:

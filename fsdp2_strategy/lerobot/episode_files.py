@@ -1,7 +1,7 @@
 """Write episodes to numbered files, several per file.
 
-Input: one episode after the other, as table rows or as video. Output: files ``chunk-000/file-000`` and so on, and the
-location of each episode in them. An episode is never split over two files.
+Input: episodes, as table rows or as video. Output: files ``chunk-000/file-000``, ``chunk-000/file-001`` and so on, and
+the location of each episode. An episode is never split over two files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _Episode_contra = TypeVar("_Episode_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class Location:
-    """The location of an episode."""
+    """The location of an episode: the indices of its chunk and file, and its start in the file."""
 
     chunk: int
     file: int
     start: int
-    """Number of rows or frames before it in the file."""
+    """Number of rows or frames before the episode in the file."""
 
 
 class File(Protocol[_Episode_contra]):
@@ -37,22 +37,22 @@ class File(Protocol[_Episode_contra]):
         """Estimate the size of the file in bytes with one more episode."""
 
     def append(self, episode: _Episode_contra) -> int:
-        """Append an episode; return the number of rows or frames before it."""
+        """Append an episode; return the number of rows or frames before it in the file."""
 
     def close(self) -> None:
         """Finish the file."""
 
 
 class RollingWriter(Generic[_Episode]):
-    """Write episodes to files; start a new file if the last is full, and a new chunk folder if the last is full.
+    """Write episodes to numbered files; start a new file or chunk folder when the current one is full.
 
     Args:
         folder: the folder that contains the chunk folders.
         suffix: suffix of the file names.
-        begin: opens a new file at a path.
-        chunks_size: number of files per chunk.
+        begin: function that opens a new file at a path.
+        chunks_size: maximum number of files per chunk folder.
         max_episodes: maximum number of episodes per file; None for no limit.
-        max_bytes: start a new file before one is expected to reach this size.
+        max_bytes: estimated size at which a new file is started.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RollingWriter(Generic[_Episode]):
         return Location(*divmod(self._n_files - 1, self._chunks_size), start)
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the current file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -104,12 +104,12 @@ class RowsFile:
         self._writer = pq.ParquetWriter(path, schema, compression="snappy", use_dictionary=True)
 
     def bytes_with(self, episode: pa.Table) -> float:
-        """Estimate the size in bytes from the rows written so far."""
+        """Estimate the size of the file in bytes with one more episode, from the mean size of its rows so far."""
         size = self._path.stat().st_size
         return size + size / self._rows * len(episode)
 
     def append(self, episode: pa.Table) -> int:
-        """Write the rows; return the number of rows before them."""
+        """Write an episode's rows; return the number of rows before them in the file."""
         start = self._rows
         self._writer.write_table(episode)
         self._rows += len(episode)
@@ -121,7 +121,7 @@ class RowsFile:
 
 
 class EpisodesFile:
-    """A parquet file with a metadata row per episode, written on close; rows contain their chunk and file index."""
+    """A parquet file with one metadata row per episode; `close` writes it. Each row contains the file's indices."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._bytes = path, 0
@@ -132,11 +132,11 @@ class EpisodesFile:
         self._location = {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
 
     def bytes_with(self, episode: dict[str, Any]) -> float:
-        """Estimate the size by the size in memory, because no row is written yet."""
+        """Estimate the size of the file by the size of its rows in memory, because no row is written before `close`."""
         return self._bytes + _table_bytes(episode)
 
     def append(self, episode: dict[str, Any]) -> int:
-        """Keep the row; return the number of rows before it."""
+        """Store the row in memory; return the number of rows before it in the file."""
         self._rows.append(episode | self._location)
         self._bytes += _table_bytes(episode)
         return len(self._rows) - 1
@@ -147,7 +147,7 @@ class EpisodesFile:
 
 
 def write_tasks(path: Path, tasks: list[str]) -> None:
-    """Write the tasks as pandas writes a data frame that has them as its index."""
+    """Write the tasks to a parquet file in the format of a pandas data frame with the tasks as its index."""
 
     def described(name: str | None, pandas_type: str, numpy_type: str) -> dict[str, Any]:
         kind: dict[str, Any] = {"name": name, "field_name": name, "pandas_type": pandas_type, "numpy_type": numpy_type}

@@ -1,7 +1,6 @@
-"""Check the features of a data set and their values, and convert them to table columns.
+"""Check the features of a data set to be written and their values, and convert the values to table columns.
 
-Input: features as a caller or ``meta/info.json`` describes them, and their values. Output: checked features and values,
-a schema, and columns.
+Input: a caller's features and their values. Output: checked features and values, a schema, and columns.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
     """Return a feature in the form of ``meta/info.json``.
 
     Raises:
-        DataError: its name is reserved or contains "/", or its dtype or shape is not supported.
+        DataError: its name is empty, reserved or contains "/", or its dtype or shape is not supported.
     """
     dtype, shape = feature.get("dtype"), [int(n) for n in feature.get("shape", ())]
     cannot = f"cannot write a data set: feature {name!r}"
@@ -55,8 +54,8 @@ def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
         is_image = len(shape) == 3 and 3 in (shape[0], shape[-1]) and min(shape) > 0
         if not is_image or (dtype == "video" and any(n % 2 for n in size_of(shape))):
             raise DataError(
-                f"{cannot} has shape {tuple(shape)}, expected (height, width, 3) or (3, height, width), even for "
-                "videos. Crop or scale it."
+                f"{cannot} has shape {tuple(shape)}, expected (height, width, 3) or (3, height, width), for videos "
+                "with an even height and width. Crop or scale it."
             )
     elif len(shape) != 1 or shape[0] < 1 or (dtype == "string" and shape != [1]):
         raise DataError(f"{cannot} has shape {tuple(shape)}, expected (n,), for strings (1,). Flatten it.")
@@ -89,7 +88,7 @@ def checked_values(name: str, feature: Feature, value: Any) -> Any:
 
 
 def size_of(shape: list[int]) -> tuple[int, int]:
-    """Return the height and width of images of a shape."""
+    """Return (height, width) of images with this shape, channels first or last."""
     height, width = shape[:2] if shape[-1] == 3 else shape[1:]
     return height, width
 

@@ -1,6 +1,6 @@
 """Fetch the data of episodes: their rows and, if the root is remote, the byte ranges of their videos.
 
-Input: episode indices. Output: files in the cache; each is deleted when the last episode that needs it is released.
+Input: episode indices. Output: files in the cache. A file is deleted when the last episode that needs it is released.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fsdp2_strategy.lerobot.rows import EpisodeRows
 from fsdp2_strategy.lerobot.video import open_container
 
 Range = tuple[int, int]
-"""First byte and end (exclusive)."""
+"""The first byte and the end (exclusive) of a byte range."""
 
 _EMPTY: Range = (0, 0)
 
 
 @dataclass(frozen=True)
 class _Packets:
-    """Times and byte offsets of the packets of a video, in decoding order."""
+    """Time stamps and byte offsets of a video's packets, in decoding order."""
 
     seconds: npt.NDArray[np.float64]
     begins: npt.NDArray[np.int64]
@@ -34,12 +34,12 @@ class _Packets:
 
 
 class EpisodeFetcher:
-    """Fetch and release episodes; several threads may call the methods at the same time.
+    """Fetch and release episodes; thread-safe.
 
     Args:
         source: the source of the files.
         metadata: metadata of the data set.
-        rows: extracts the rows.
+        rows: object that extracts the rows.
     """
 
     def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
@@ -50,14 +50,14 @@ class EpisodeFetcher:
         self._lock = threading.Lock()
 
     def announce(self, episodes: Iterable[int]) -> None:
-        """Set the episodes that will be fetched, so that `fetch` extracts the rows of one data file together."""
+        """Set the episodes that will be fetched, so that `fetch` can extract all those of one data file together."""
         announced: dict[str, set[int]] = {}
         for episode in episodes:
             announced.setdefault(self._metadata.data_path(episode), set()).add(episode)
         self._announced = announced
 
     def fetch(self, episode: int) -> None:
-        """Fetch the rows and videos of an episode.
+        """Fetch the rows of an episode and, if the root is remote, its videos.
 
         Raises:
             DataError: a file cannot be read, fetched or cached.
@@ -100,7 +100,7 @@ class EpisodeFetcher:
         return [self._metadata.video(key, episode) for key in self._metadata.video_keys]
 
     def _range_of(self, span: Span) -> Range:
-        """Return the byte range of an episode's packets, from the key frame at or before its first frame on."""
+        """Return the byte range of an episode's packets, from the last key frame at or before its first frame."""
         packets = self._packets_of(span.path)
         if not len(packets.seconds):  # the file has no index
             return 0, self._source.size(span.path)

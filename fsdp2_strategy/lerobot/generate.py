@@ -1,13 +1,13 @@
 """Write data sets in LeRobot's format v3.0, with pyarrow and PyAV only.
 
-Input: features, and the frames of one episode after the other. Output: a folder that LeRobot's own reader can open:
+Input: features, and the frames of each episode. Output: a folder that LeRobot's own reader can open:
 
     meta/info.json, meta/stats.json, meta/tasks.parquet
     meta/episodes/chunk-000/file-000.parquet       one row per episode
     data/chunk-000/file-000.parquet                several episodes, one row group per episode
     videos/{camera}/chunk-000/file-000.mp4         several episodes
 
-``meta/info.json``, which every reader needs, is written last, so that an incomplete folder cannot be read.
+Every reader needs ``meta/info.json``. It is written last, so that an incomplete folder cannot be read.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.
 class DatasetWriter:
     """Write a data set, episode by episode.
 
-    The folder is a valid data set only after ``close`` or the end of the ``with`` block. If an exception leaves the
-    block, the folder stays incomplete.
+    The folder is a valid data set only after ``close`` or the end of the ``with`` block. If the block ends with an
+    exception, the folder stays incomplete.
 
     Args:
-        root: a folder that does not exist or is empty.
+        root: path of a new or empty folder.
         fps: frames per second, an integer.
-        features: by name, each with ``dtype`` (float32, float64, int32, int64, uint8, bool, string, or for cameras
-            video or image), ``shape`` ((n,); for cameras (height, width, 3) or (3, height, width)) and optionally
-            ``names``.
+        features: the features by name, each with ``dtype``, ``shape`` and optionally ``names``. A camera has the dtype
+            video or image, and the shape (height, width, 3) or (3, height, width). All other features have the dtype
+            float32, float64, int32, int64, uint8, bool or string, and the shape (n,).
         robot_type: value of ``robot_type`` in ``meta/info.json``.
         codec: video codec.
-        gop: key-frame interval of an episode, in frames.
+        gop: interval of key frames within an episode, in frames.
         b_frames: maximum number of consecutive B-frames.
-        crf: quality of the videos; None for the codec's default.
-        episodes_per_data_file: maximum number of episodes per file; None for as many as the size allows.
-        episodes_per_video_file: likewise.
-        episodes_per_metadata_file: likewise.
-        data_files_size_in_mb: start a new file before one is expected to reach this size (MiB).
-        video_files_size_in_mb: likewise.
-        chunks_size: number of files per chunk folder.
+        crf: constant rate factor of the videos (lower is better quality); None for the codec's default.
+        episodes_per_data_file: maximum number of episodes per data file; None for no limit.
+        episodes_per_video_file: maximum number of episodes per video file; None for no limit.
+        episodes_per_metadata_file: maximum number of episodes per file in ``meta/episodes``; None for no limit.
+        data_files_size_in_mb: estimated size in MiB at which a new data or metadata file is started.
+        video_files_size_in_mb: estimated size in MiB at which a new video file is started.
+        chunks_size: maximum number of files per chunk folder.
 
     Raises:
         DataError: an argument is invalid, or the folder is not empty.
@@ -150,13 +150,13 @@ class DatasetWriter:
         """Write one episode.
 
         Args:
-            frames: the values of each feature, (T, *shape), in exactly its dtype; images are uint8. For the shape
-                (1,), values of shape (T,) are accepted too.
-            task: the task in words, of the episode or of each frame.
+            frames: the values of each feature, of shape (T, *shape) and in exactly its dtype; images are uint8. For
+                features of shape (1,), values of shape (T,) are also accepted.
+            task: the text of the task, for the episode or for each frame.
 
         Raises:
-            DataError: the writer is closed, or a feature is missing, unknown, or of another shape or dtype. Nothing of
-                the episode is written then.
+            DataError: the writer is closed, the encoder rejects the images, or a feature is missing, unknown, or of
+                another shape or dtype. In these cases, no part of the episode is written.
         """
         if self._is_closed or self._is_broken:
             state = "has written an episode only in part" if self._is_broken else "is closed"
@@ -195,7 +195,7 @@ class DatasetWriter:
         """Close all files and write the metadata; further calls do nothing.
 
         Raises:
-            DataError: there is no episode, or an episode is incomplete.
+            DataError: no episode was added, or an episode is incomplete.
         """
         if self._is_closed:
             return
@@ -239,7 +239,7 @@ class DatasetWriter:
         }
 
     def _write(self, values: dict[str, Any], videos: dict[str, EncodedEpisode], length: int) -> dict[str, Any]:
-        """Write rows and videos; return their locations as columns of the episode's metadata row."""
+        """Write an episode's rows and videos; return their locations as columns of the episode's metadata row."""
         arrays = [column(values[field.name], field.type) for field in self._schema]
         rows = self._data.append(pa.Table.from_arrays(arrays, schema=self._schema))
         row: dict[str, Any] = {
@@ -259,7 +259,7 @@ class DatasetWriter:
         return row
 
     def _checked(self, frames: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the checked values of all features, images with their channels last."""
+        """Check the values of all features, and return them; images have their channels last."""
         expected = [name for name in self._features if name not in STANDARD_COLUMNS]
         for name in frames:
             if name not in expected:

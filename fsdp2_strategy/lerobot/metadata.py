@@ -1,7 +1,7 @@
-"""Read the metadata of a LeRobot v3 data set: features, episodes, tasks, statistics, and the files of each episode.
+"""Read the metadata of a LeRobot v3 data set: features, tasks, statistics, and the files of each episode.
 
-Input: a source's `meta/info.json`, `meta/stats.json`, `meta/tasks.parquet` and, from `meta/episodes/*/*.parquet`, only
-the columns that locate episodes. Output: `Metadata`. Format: LeRobot's documentation of v3.0.
+Input: the files `meta/info.json`, `meta/stats.json` and `meta/tasks.parquet` of a source, and the columns of
+`meta/episodes/*/*.parquet` that locate episodes. Output: `Metadata`. The format is documented by LeRobot (v3.0).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Metadata:
 
     fps: float
     features: Mapping[str, Mapping[str, Any]]
-    """By feature name: dtype, shape, names."""
+    """The dtype, shape and names of each feature."""
     stats: Mapping[str, Mapping[str, torch.Tensor]]
-    """By feature name: mean, std, min, max and further statistics of the whole data set, in float32."""
+    """The mean, std, min, max and further statistics of each feature over the data set, in float32; may be empty."""
     tasks: tuple[str, ...]
     info: Mapping[str, Any]
     """The content of `meta/info.json`."""
@@ -58,8 +58,8 @@ class Metadata:
         """Read a data set's metadata.
 
         Raises:
-            DataError: it does not exist, has another version, or describes features that are not supported.
-            CorruptDataError: it cannot be parsed, or is inconsistent.
+            DataError: the data set does not exist, is not of version 3, has no episodes, or has depth maps.
+            CorruptDataError: the metadata cannot be parsed, or is inconsistent.
         """
         info = _json(source, "meta/info.json")
         version = str(info.get("codebase_version"))
@@ -100,7 +100,7 @@ class Metadata:
 
     @property
     def total_frames(self) -> int:
-        """Number of frames of all episodes together."""
+        """Total number of frames of all episodes."""
         return int(self.lengths.sum())
 
     @property
@@ -115,7 +115,7 @@ class Metadata:
 
     @cached_property
     def image_keys(self) -> tuple[str, ...]:
-        """Names of the features that are single images in the data files."""
+        """Names of the features that are stored as single images in the data files."""
         return tuple(key for key, feature in self.features.items() if feature["dtype"] == "image")
 
     @cached_property
@@ -139,7 +139,7 @@ class Metadata:
         return int(self._columns["dataset_from_index"][episode])
 
     def first_row(self, episode: int) -> int:
-        """Return the first row of an episode in its file, if the file contains its episodes in ascending order."""
+        """Return the first row of an episode in its data file; assumes that episodes are in ascending order there."""
         return self.first_index(episode) - self._file_begins[self.data_path(episode)]
 
     @cached_property
@@ -169,7 +169,7 @@ def _stats(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _tasks(source: Source) -> tuple[str, ...]:
-    """Return the task texts in the order of ``task_index``; their column, a pandas index, can have any name."""
+    """Return the task texts in the order of ``task_index``; their column is a pandas index and can have any name."""
     path = "meta/tasks.parquet"
     table = read_parquet(source, path)
     texts = [name for name in table.column_names if name != "task_index"]
@@ -181,9 +181,9 @@ def _tasks(source: Source) -> tuple[str, ...]:
 
 
 def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -> dict[str, Column]:
-    """Return columns of the episodes' files, in the order of episodes.
+    """Return columns of all files in `meta/episodes`, in the order of episodes.
 
-    The files are found by their consecutive numbers, because a remote root cannot always be listed.
+    The files are found by their consecutive numbers, because some remote roots cannot be listed.
     """
     tables: list[pa.Table] = []
     rows = 0
@@ -215,9 +215,9 @@ def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -
 
 
 def read_parquet(source: Source, path: str, columns: list[str] | None = None) -> pa.Table:
-    """Return columns of a parquet file, and drop the file from the cache.
+    """Read columns of a parquet file, and drop the file from the cache.
 
-    pyarrow's threads are not used: a thread that still uses a Python file when the interpreter exits aborts the process
+    pyarrow's threads are disabled: if a thread still uses a Python file when the interpreter exits, the process aborts
     (https://github.com/apache/arrow/issues/34314).
 
     Raises:
@@ -233,7 +233,7 @@ def read_parquet(source: Source, path: str, columns: list[str] | None = None) ->
 
 @contextmanager
 def parsing(source: Source, path: str) -> Iterator[None]:
-    """Convert pyarrow's errors inside the block to errors that name the file.
+    """Convert errors of pyarrow and the operating system inside the block to errors that name the file.
 
     Raises:
         CorruptDataError: the file cannot be parsed.
@@ -250,7 +250,7 @@ def parsing(source: Source, path: str) -> Iterator[None]:
 
 
 def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptDataError:
-    """Return the error for a file with invalid content."""
+    """Build the error for a file with invalid content."""
     return CorruptDataError(
         f"cannot read {source.location(path)}: {found}, expected {expected}. Download the file again, "
         'or exclude its samples by on_corrupt="skip", or its episodes by episodes=.',

@@ -1,8 +1,8 @@
-"""Write mp4 files that contain several episodes one after the other.
+"""Write mp4 files that contain several consecutive episodes.
 
-Input: the frames of episodes. Output: files with one video stream, whose time stamps are multiples of 1/fps.
+Input: the frames of each episode. Output: files with one video stream. Its time stamps are multiples of 1/fps.
 
-Each episode is encoded separately, so that it starts with a key frame, and its packets are appended to the file.
+Each episode is encoded separately, so that it starts with a key frame. Its packets are then appended to the file.
 Encoders use one thread, so that equal frames give equal bytes. The index is at the start of the file (faststart).
 """
 
@@ -38,11 +38,11 @@ class Encoding:
     fps: int
     codec: Codec = "libx264"
     gop: int = 2
-    """Key-frame interval of an episode, in frames."""
+    """Interval of key frames within an episode, in frames."""
     b_frames: int = 0
-    """Maximum number of consecutive B-frames; for libsvtav1, any positive number only enables them."""
+    """Maximum number of consecutive B-frames. For libsvtav1, any positive number enables B-frames without a limit."""
     crf: int | None = None
-    """Constant rate factor: lower is better; None for the default of the codec."""
+    """Constant rate factor (lower is better quality); None for the codec's default."""
 
     def __post_init__(self) -> None:
         for name, least in (("fps", 1), ("gop", 1), ("b_frames", 0)):
@@ -60,22 +60,22 @@ class Encoding:
 
     @property
     def delay(self) -> int:
-        """Maximum number of frames that are decoded before the first one is shown."""
+        """Maximum number of frames that must be decoded before the first one can be shown."""
         return 2 if self.codec == "libx264" and self.b_frames else 0
 
     def options(self) -> dict[str, str]:
         """Return the codec's options."""
         common = {"g": str(self.gop), "crf": str(self.quality), "preset": _PRESET[self.codec]}
         if self.codec == "libx264":
-            # sc_threshold=0 allows key frames only at multiples of gop. With B-frames, mbtree makes the bytes differ
-            # from run to run.
+            # sc_threshold=0 allows key frames only at multiples of gop. mbtree=0 makes the bytes reproducible: with
+            # B-frames, mbtree makes them differ from run to run.
             fixed = {"sc_threshold": "0", "mbtree": "0", "threads": "1"}
             return common | fixed | {"bf": str(self.b_frames)}
         order = 2 if self.b_frames else 1
         return common | {"svtav1-params": f"pred-struct={order}:lp=1"}
 
     def info(self, height: int, width: int) -> dict[str, Any]:
-        """Return the entry about a camera's videos in ``meta/info.json``."""
+        """Return the description of a camera's videos for ``meta/info.json``."""
         return {
             "video.height": height,
             "video.width": width,
@@ -100,10 +100,10 @@ class EncodedEpisode:
 
 
 def encode(frames: NDArray[np.uint8], encoding: Encoding) -> EncodedEpisode:
-    """Encode the frames (T, height, width, 3) of one episode.
+    """Encode the frames of one episode, of shape (T, height, width, 3).
 
     Raises:
-        DataError: the encoder rejects the frames or options.
+        DataError: the encoder rejects the size of the frames, or its options.
     """
     height, width = frames.shape[1:3]
     memory = io.BytesIO()
@@ -136,7 +136,7 @@ class VideoFile:
         return self._bytes + len(episode.mp4)
 
     def append(self, episode: EncodedEpisode) -> int:
-        """Append an episode; return the number of frames before it."""
+        """Append an episode; return the number of frames before it in the file."""
         start = self._frames
         with av.open(io.BytesIO(episode.mp4), "r") as source:
             stream = source.streams.video[0]
@@ -146,7 +146,7 @@ class VideoFile:
             # A frame lasts a whole number of ticks: the muxer chooses a tick rate that is a multiple of fps.
             ticks = int(1 / (tick * self._encoding.fps))
             for i, packet in enumerate(packet for packet in source.demux(stream) if packet.size):
-                # Very short episodes have a smaller delay; use the same one for all, so that dts keeps increasing.
+                # Very short episodes have a smaller delay. Use the same delay for all, so that dts always increases.
                 packet.dts = (start + i - self._encoding.delay) * ticks
                 packet.pts = cast(int, packet.pts) + start * ticks
                 packet.stream = self._container.streams.video[0]
@@ -160,7 +160,7 @@ class VideoFile:
 
 
 def encode_png(images: NDArray[np.uint8]) -> list[bytes]:
-    """Encode images (T, height, width, 3) as one PNG each."""
+    """Encode each of the images, of shape (T, height, width, 3), as a PNG file."""
     encoder = av.CodecContext.create("png", "w")
     assert isinstance(encoder, av.VideoCodecContext)
     encoder.height, encoder.width, encoder.pix_fmt = *images.shape[1:3], "rgb24"

@@ -35,25 +35,25 @@ def save_policy(
     train_config: Any = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a policy as one ``model.safetensors``, or its adapters, with sidecar files; collective.
+    """Write a policy as one ``model.safetensors``, with sidecar files; collective.
 
-    Each rank writes its own byte ranges. Of a PEFT model only the adapters are written, which
-    ``PeftModel.from_pretrained`` loads, and the configuration of the base model.
+    Each rank writes its own byte ranges. For a PEFT model, write only the adapters, which ``PeftModel.from_pretrained``
+    loads, and the configuration of the base model.
 
     Args:
         policy: a policy, sharded or not, or a wrapper of one.
-        output_dir: a folder that every rank can access. Files of an earlier export are replaced. Adapters cannot be
-            written into a folder with full weights, or the other way round, because a robot would load both.
+        output_dir: a folder that every rank can access. Files of an earlier export are replaced. Adapters and full
+            weights need separate folders, because a robot would load both.
         preprocessor: an object with ``save_pretrained``, or None.
         postprocessor: an object with ``save_pretrained``, or None.
         train_config: content of ``train_config.json``: an object with ``save_pretrained``, a mapping, a dataclass, or
             None.
-        dtype: dtype of the floating-point parameters in the files; by default that of the shards, which is fp32 (the
-            master weights) after mixed-precision training.
+        dtype: dtype of the floating-point parameters in the files; by default the dtype of the shards. After
+            mixed-precision training, this is fp32, the dtype of the master weights.
 
     Raises:
-        CheckpointError: on every rank: an object cannot be saved, the folder contains an export of the other kind, or
-            for the reasons of `save_model`.
+        CheckpointError: on every rank: an object cannot be saved, the folder contains adapters and the policy has none
+            (or the reverse), or for the reasons of `save_model`.
     """
     folder, adapted = Path(output_dir), has_adapters(policy)
     with all_or_none("export a policy", CheckpointError):

@@ -1,7 +1,7 @@
-"""Fetch episodes on threads before workers need them, and release them when none of their samples is needed any more.
+"""Fetch episodes on threads before workers need them, and release episodes that are no longer needed.
 
-Input: the present and the next episodes of the order, from the loader. Output: calls that fetch and release episodes;
-an episode is never released while a thread fetches it.
+Input: the current and the next episodes, from the loader. Output: calls that fetch and release episodes. An episode is
+never released while a thread fetches it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PAUSE_SECONDS = 5.0
 
 
 class EpisodePrefetcher:
-    """Fetch episodes on threads, and release them; see `hold`.
+    """Threads that fetch episodes; `hold` sets the episodes to fetch, and releases the others.
 
     Args:
-        announce: called with all present and next episodes, before they are fetched.
-        fetch: fetches an episode; called on threads. Its errors are not raised here, because the worker that reads the
-            episode raises them.
-        release: releases an episode.
-        used_bytes: returns the disk space that is used.
+        announce: function that is called with all current and next episodes before they are fetched.
+        fetch: function that fetches an episode; threads call it. Its errors are not raised here, because the worker
+            that reads the episode raises them.
+        release: function that releases an episode.
+        used_bytes: function that returns the disk space in use.
         max_bytes: disk space above which the next episodes are not fetched; None for no limit.
     """
 
@@ -44,7 +44,7 @@ class EpisodePrefetcher:
         self._now: list[int] = []
         self._soon: list[int] = []
         self._started: set[int] = set()
-        """Episodes that were fetched, or are being fetched, and are not released."""
+        """Episodes that threads have fetched or are fetching, and that are not released."""
         self._in_progress: set[int] = set()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -52,17 +52,21 @@ class EpisodePrefetcher:
         self._error: DataError | None = None
 
     def hold(self, now: list[int], soon: list[int]) -> None:
-        """Release all other episodes, and start to fetch these, the present ones first; does not wait for the threads.
+        """Release all other episodes, and start to fetch these; does not wait for the threads.
+
+        Args:
+            now: the current episodes, which are fetched first.
+            soon: the next episodes.
 
         Raises:
-            DataError: the present episodes of an earlier call took more disk space than allowed.
+            DataError: the current episodes of an earlier call needed more disk space than allowed.
         """
         if self._error is not None:
             raise self._error
         if self._is_open and (now, soon) == (self._now, self._soon):
             return
         with self._changed:
-            before = self._started.union(self._now, self._soon)  # workers may have fetched those that no thread did
+            before = self._started.union(self._now, self._soon)  # also those that only workers fetched
             self._now, self._soon = now, soon
             self._announce([*now, *soon])
             for episode in before.difference(now, soon) - self._in_progress:
@@ -76,8 +80,8 @@ class EpisodePrefetcher:
     def pause(self) -> None:
         """End the threads after their current fetches; the next `hold` starts new ones.
 
-        The call waits only a few seconds, so that an error of the trainer is not delayed. A thread that needs longer,
-        because it waits for a server, ends later.
+        The call waits for the threads for a few seconds only, so that errors of the trainer are not delayed. A thread
+        that waits longer for a server ends later.
         """
         with self._changed:
             self._is_open = False
@@ -87,7 +91,7 @@ class EpisodePrefetcher:
             self._threads.pop().join(max(0.0, until - time.monotonic()))
 
     def end_with(self, owner: object) -> None:
-        """End the threads when an object is garbage-collected or the interpreter exits, before Python is torn down."""
+        """End the threads when ``owner`` is garbage-collected or the interpreter exits."""
         weakref.finalize(owner, _end, self, os.getpid())
 
     def _run(self) -> None:
@@ -95,7 +99,7 @@ class EpisodePrefetcher:
             try:
                 self._fetch(episode)
             except CorruptDataError:
-                pass  # the worker that reads the episode reports it
+                pass  # the worker that reads the episode raises or logs it
             except Exception as error:  # noqa: BLE001  the worker that reads the episode raises it
                 if self._is_open:
                     logger.warning("cannot fetch episode %d ahead of time: %s", episode, error)
@@ -109,7 +113,7 @@ class EpisodePrefetcher:
         self._started.discard(episode)
         try:
             self._release(episode)
-        except DataError as error:  # its files are deleted with the folder
+        except DataError as error:  # the files are deleted later, with the folder
             logger.warning("cannot delete the cached data of episode %d: %s", episode, error)
 
     def _next(self) -> int | None:

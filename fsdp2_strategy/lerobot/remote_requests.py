@@ -1,4 +1,4 @@
-"""Send requests to a remote root, with retries and time limits; safe in forked children.
+"""Send requests to a remote root, with retries and time limits; fork-safe.
 
 Input: a URL that fsspec supports, and paths below it. Output: sizes and bytes, or an error that names the file.
 """
@@ -25,15 +25,16 @@ _T = TypeVar("_T")
 class RemoteRoot:
     """A remote root.
 
-    Requests raise a DataError at once if the file is missing, or after the last attempt if all attempts failed.
+    A request raises a DataError at once if the file is missing. Other failures are retried, and raise a DataError after
+    the last attempt.
 
     Args:
         url: the root, with a scheme that fsspec supports: http://, https://, s3://, hf://, file://, ...
         tries: maximum number of attempts per request.
-        timeout_seconds: time limit of one request, which fetches at most 8 MiB if the server supports ranges. File
-            systems of fsspec that are not asynchronous (such as hf://) use their own time limits.
-        backoff_seconds: pause before the second attempt. It doubles with each attempt up to 30 seconds, and is then
-            multiplied by a random factor between 0.5 and 1.5.
+        timeout_seconds: time limit of one attempt, which fetches up to 8 MiB or a whole file. File systems of fsspec
+            that are not asynchronous (such as hf://) use their own time limits.
+        backoff_seconds: pause before the second attempt. The pause doubles with each attempt, up to 30 seconds. Each
+            pause is multiplied by a random factor between 0.5 and 1.5.
         storage_options: options of fsspec's file system: headers, credentials, ...
 
     Raises:
@@ -62,7 +63,7 @@ class RemoteRoot:
                 "scheme, or pass a local folder."
             ) from error
         self._connection: tuple[int, Any, str] | None = None
-        """The process that made it, fsspec's file system, and the root's path in it."""
+        """The id of the process that opened the connection, fsspec's file system, and the root's path in it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_connection": None}
@@ -72,7 +73,7 @@ class RemoteRoot:
         return f"{self.url}/{path}"
 
     def exists(self, path: str) -> bool:
-        """Return whether the file exists; raises only if the requests fail."""
+        """Return whether the file exists; raises a DataError if all attempts fail."""
         try:
             self._ask(path, "its size", lambda: self._call("info", path))
         except DataError as error:
@@ -92,7 +93,7 @@ class RemoteRoot:
         return int(size)
 
     def read(self, path: str) -> bytes:
-        """Return the whole content of a file."""
+        """Return the content of a file."""
         return bytes(self._ask(path, "the whole file", lambda: self._call("cat_file", path)))
 
     def range(self, path: str, start: int, end: int, size: int) -> bytes:
@@ -110,7 +111,7 @@ class RemoteRoot:
         last: BaseException | None = None
         for tried in range(self.tries):
             if tried:
-                # A seeded generator would repeat its values after a resume and in forked children.
+                # Not a seeded generator: its values would be the same in all forked children and after each resume.
                 jitter = random.SystemRandom().uniform(0.5, 1.5)
                 time.sleep(min(self.backoff_seconds * 2 ** (tried - 1), _LONGEST_PAUSE_SECONDS) * jitter)
             try:
@@ -138,19 +139,19 @@ class RemoteRoot:
             method, timeout = getattr(files, f"_{name}"), self.timeout_seconds
             return sync(files.loop, method, f"{root}/{path}", timeout=timeout, **arguments)
         if name == "cat_file" and type(files).cat_file is fsspec.AbstractFileSystem.cat_file:
-            arguments["cache_type"] = "none"  # this method opens the file, which reads ahead by default
+            arguments["cache_type"] = "none"  # this method opens the file, and open files read ahead by default
         return getattr(files, name)(f"{root}/{path}", **arguments)
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether an error means a missing file; fsspec raises FileNotFoundError for other HTTP failures too."""
+    """Return whether the file is missing; fsspec raises FileNotFoundError for other HTTP failures too."""
     if not isinstance(error, FileNotFoundError):
         return False
     cause = error.__cause__
     return not isinstance(cause, aiohttp.ClientError | TimeoutError) or getattr(cause, "status", None) in {404, 410}
 
 
-# A forked child must neither use its parent's connections nor free them: their finalizers would remove the parent's
-# connections from the event loop that both processes share. fsspec's cache keeps file systems alive, but a child clears
-# it. This list keeps them alive in the child too.
+# A forked child must not use its parent's connections. It must not free them either, because their finalizers would
+# remove them from the event loop that parent and child share. fsspec's cache keeps file systems alive, but a child
+# clears this cache. The list below keeps them alive in the child too.
 _connections: list[object] = []

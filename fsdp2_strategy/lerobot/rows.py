@@ -1,10 +1,10 @@
 """Extract the table rows of each episode from the data files once, and share them with all processes of a rank.
 
-Input: parquet files that contain several episodes each. Output: one memory-mapped Arrow file per episode, as columns.
+Input: parquet files that contain several episodes each. Output: a memory-mapped Arrow file per episode, and arrays.
 
-[Note: shared rows] A row group may contain one episode or a thousand. The first process that needs rows of it decodes
+[Note: shared rows] A row group may contain one episode or a thousand. The first process that needs its rows decodes
 it once, for all episodes that are requested together, and writes one file per episode. The other processes map these
-files. So a rank has the rows of a pool in memory only once, for any number of workers, and the kernel can evict them.
+files. So a rank has the rows of an episode in memory only once, for any number of workers; the kernel can evict them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
 
 Rows = Mapping[str, Any]
-"""By feature name: an array with one row per frame of the episode; strings are a list, images an Arrow array."""
+"""Rows of an episode by feature: an array of shape (T, ...), a list of strings, or an Arrow column of images."""
 
 
 class EpisodeRows:
@@ -72,7 +72,7 @@ class EpisodeRows:
         return rows
 
     def extract(self, episodes: Iterable[int]) -> None:
-        """Write the files of those episodes that have none; see [Note: shared rows].
+        """Write a file for each of the episodes that has none; see [Note: shared rows].
 
         Raises:
             CorruptDataError: a data file cannot be parsed, or does not contain the expected episodes.
@@ -89,7 +89,7 @@ class EpisodeRows:
                     self._extract_from(path, missing)
 
     def delete(self, episode: int) -> None:
-        """Delete the file of an episode; a process that has it mapped keeps it until it maps another one."""
+        """Delete the file of an episode; a process that has mapped it keeps the rows until it maps another episode."""
         self._path(episode).unlink(missing_ok=True)
 
     def _map(self, episode: int) -> pa.Table:
@@ -100,7 +100,7 @@ class EpisodeRows:
 
     def _extract_from(self, path: str, episodes: Sequence[int]) -> None:
         with self._source.open(path) as opened, parsing(self._source, path):
-            file = pq.ParquetFile(opened, pre_buffer=False)  # without threads, as `read_parquet`
+            file = pq.ParquetFile(opened, pre_buffer=False)  # no threads: see `read_parquet`
             present = set(file.schema_arrow.names)
             if lacking := [key for key in self._columns if key not in present]:
                 raise corrupt(self._source, path, f"it lacks {', '.join(lacking)}", "the features of meta/info.json")
@@ -109,13 +109,13 @@ class EpisodeRows:
                 numbers = file.read(["episode_index"], use_threads=False)["episode_index"].to_numpy()
                 missing = self._write_episodes(file, {e: int(np.argmax(numbers == e)) for e in missing})
             footer_bytes = file.metadata.serialized_size
-        self._source.free(path, 0, self._source.size(path) - footer_bytes)  # the row groups are not read again
+        self._source.free(path, 0, self._source.size(path) - footer_bytes)  # later episodes need the footer again
         if missing:
             found = f"it lacks the rows of the episodes {', '.join(map(str, missing[:5]))}"
             raise corrupt(self._source, path, found, "those that meta/episodes lists")
 
     def _write_episodes(self, file: pq.ParquetFile, first_rows: Mapping[int, int]) -> list[int]:
-        """Write the files of episodes that start at the given rows; return those that do not start there."""
+        """Write the file of each episode, given its first row; return the episodes whose rows are not there."""
         ends = {episode: first + int(self._metadata.lengths[episode]) for episode, first in first_rows.items()}
         pieces: dict[int, list[pa.Table]] = {episode: [] for episode in first_rows}
         missing = list(first_rows)
@@ -139,7 +139,7 @@ class EpisodeRows:
         if len(is_right) != self._metadata.lengths[episode] or not is_right.all():
             return False
         unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
-        with cache_errors(f"the rows of episode {episode}", self._folder):  # else the error names the data file
+        with cache_errors(f"the rows of episode {episode}", self._folder):  # else `parsing` names the data file
             try:
                 with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table.combine_chunks())
@@ -164,7 +164,7 @@ class EpisodeRows:
 
 
 def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
-    """Convert a column to an array of shape (T,) or (T, *shape), or strings to a list; return images unchanged.
+    """Convert numbers to an array of shape (T,) or (T, *shape), and strings to a list; return images unchanged.
 
     Raises:
         ValueError: the column has another shape, or values are missing.
@@ -172,7 +172,7 @@ def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
     """
     if feature["dtype"] == "image":
         return column
-    values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # copies even a single chunk
+    values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # the latter copies even one chunk
     if isinstance(values, pa.ChunkedArray):
         values = pa.concat_arrays(values.chunks)
     if isinstance(values, pa.ExtensionArray):

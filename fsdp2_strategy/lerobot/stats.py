@@ -1,11 +1,12 @@
-"""Compute the statistics of features for ``meta/stats.json`` and the tables of episodes.
+"""Compute the statistics of features for ``meta/stats.json`` and ``meta/episodes``.
 
-Input: the values of an episode, or the statistics of several episodes. Output: minimum, maximum, mean, standard
-deviation, count and five quantiles by name, as arrays of the feature's shape; for images (3, 1, 1) in [0, 1].
+Input: the values of an episode, or the statistics of several episodes. Output: the minimum, maximum, mean, standard
+deviation, count and five quantiles by name. They are arrays of the feature's shape; for images, of shape (3, 1, 1) and
+in [0, 1]. The count has shape (1,).
 
-As in LeRobot, the statistics of a data set are aggregated from those of its episodes. Its quantiles are the means of
-the episodes' quantiles, weighted by count. An episode's statistics are exact for numbers. For images they are computed
-on a sample of the frames and, if images are large, of the pixels.
+As in LeRobot, the statistics of a data set are aggregated from those of its episodes. The quantiles of a data set are
+the means of its episodes' quantiles, weighted by count. The statistics of an episode are exact for numbers. For images,
+they are computed on a sample of the frames and, if the images are large, of the pixels.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
 def feature_stats(values: NDArray[Any]) -> Stats:
-    """Return the statistics of an episode's numbers, (T,) or (T, n); booleans count as 0 or 1."""
+    """Return the statistics of an episode's numbers, of shape (T,) or (T, n); booleans are treated as 0 or 1."""
     return _by_row(values.reshape(len(values), -1).T, count=len(values))
 
 
 def image_stats(images: NDArray[np.uint8]) -> Stats:
-    """Return the statistics of an episode's images (T, height, width, 3), per channel."""
+    """Return the statistics of an episode's images, of shape (T, height, width, 3), per channel."""
     length, height, width, channels = images.shape
     n = max(min(length, 100), min(int(length**0.75), 10_000))
     every = int(max(height, width) / 150) if max(height, width) >= 300 else 1
@@ -37,7 +38,7 @@ def image_stats(images: NDArray[np.uint8]) -> Stats:
 
 
 def aggregate(episodes: Sequence[Stats]) -> Stats:
-    """Return the statistics of a feature over several episodes."""
+    """Aggregate the statistics of a feature over several episodes."""
     counts = np.concatenate([stats["count"] for stats in episodes])
 
     def mean(values: NDArray[Any]) -> NDArray[Any]:

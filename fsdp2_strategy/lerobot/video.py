@@ -2,13 +2,13 @@
 
 Input: a file that contains several episodes, and times in seconds. Output: images, uint8 of shape (T, C, H, W).
 
-[Note: decoding] To decode a frame, all frames since the last key frame must be decoded. Those are not converted to RGB.
-The frames of one request are decoded in one pass in ascending order. A decoder uses one thread, because with several it
-decodes frames ahead that nobody asked for. Parallelism comes from the workers.
+[Note: decoding] To decode a frame, all frames since the key frame before it must be decoded; only requested frames are
+converted to RGB. The frames of one request are decoded in one pass in ascending order. A decoder uses one thread,
+because several threads would decode frames ahead that are not needed. Parallelism comes from the loader's workers.
 
 [Note: planes] A sample needs channels first, (C, H, W). FFmpeg can convert to planar RGB directly; packed RGB with a
-transpose afterwards costs twice as much. For the formats in `_PLANAR`, a width that is a multiple of 16 and an even
-height, which nearly all videos have, both give equal values. For other frames they may not, so packed RGB is used.
+transpose afterwards costs twice as much. Both give equal values if the format is in `_PLANAR`, the width is a multiple
+of 16 and the height is even, as in nearly all videos. Otherwise the values may differ, so packed RGB is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp2_strategy.lerobot.metadata import corrupt
 from fsdp2_strategy.lerobot.worker_counters import Counts
 
 _PLANAR = {"yuv420p", "yuvj420p"}
-_BUFFER_BYTES = 1 << 15  # small: data after an episode that is read ahead is fetched for nothing
+_BUFFER_BYTES = 1 << 15  # small, to fetch few bytes beyond the end of an episode
 _KEYS_BACK = 4
 # Raise an error for corrupt data. FFmpeg would conceal it in the image by default.
 _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
@@ -51,7 +51,7 @@ class Decoders:
         self._process = os.getpid()
 
     def frames(self, path: str, seconds: Sequence[float], tolerance_s: float) -> torch.Tensor:
-        """Return the frames at times, uint8 of shape (T, C, H, W).
+        """Return the frames at the given times, uint8 of shape (T, C, H, W).
 
         Raises:
             CorruptDataError: the file cannot be decoded, or has no frame within the tolerance of a time.
@@ -64,7 +64,7 @@ class Decoders:
         except (av.FFmpegError, IndexError) as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
-        except BaseException:  # the decoder cannot continue from there
+        except BaseException:  # the decoder cannot continue after an error
             self.close(path)
             raise
         self._counts.add(frames_decoded=decoder.decoded - before, frames_converted=len(pictures))
@@ -79,7 +79,7 @@ class Decoders:
                 decoder.close()
 
     def _opened(self, path: str) -> _Decoder:
-        if self._process != os.getpid():  # a fork shares the file offset with its parent
+        if self._process != os.getpid():  # a forked process shares file offsets with its parent
             self._open, self._process = OrderedDict(), os.getpid()
         if path in self._open:
             self._open.move_to_end(path)
@@ -97,7 +97,7 @@ class _Decoder:
         self._source, self._path = source, path
         self.decoded = 0
         local, opened = source.local(path), source.open(path)
-        if local is not None:  # FFmpeg opens it by name and reads it without Python
+        if local is not None:  # FFmpeg reads it without Python; `open` has checked that it exists
             opened.close()
         self._file = None if local is not None else opened
         self._container = open_container(opened if local is None else str(local))
@@ -113,7 +113,7 @@ class _Decoder:
         self._last: av.VideoFrame | None = None
 
     def frames_at(self, seconds: Sequence[float], tolerance_s: float) -> dict[float, torch.Tensor]:
-        """Return the frames at times in ascending order."""
+        """Return the frames at the given times, which must be in ascending order."""
         return {second: _channels_first(self._frame(second, tolerance_s), self._reformatter) for second in seconds}
 
     def close(self) -> None:
@@ -126,18 +126,18 @@ class _Decoder:
         target = round(second / self._time_base)
         frame = self._nearest(target)
         if frame is None or abs(_pts(frame) - target) > max(tolerance_s / self._time_base, 0.5):
-            found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "it has none"
-            raise corrupt(self._source, self._path, found, f"a frame at {second:f} seconds within {tolerance_s:g}")
+            found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "no frame"
+            raise corrupt(self._source, self._path, found, f"a frame within {tolerance_s:g} of {second:f} seconds")
         if frame.is_corrupt:
             raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is corrupt", "a valid frame")
         return frame
 
     def _nearest(self, target: int) -> av.VideoFrame | None:
-        """Return the frame that is nearest to a time stamp; decode on, or seek if necessary."""
+        """Return the frame that is nearest to a time stamp; continue decoding, or seek if necessary."""
         if self._last is None or not self._can_decode_on(_pts(self._last), target):
             self._seek(target)
         before, frame = None, self._last
-        while frame is not None and _pts(frame) < target - 1:  # 1 tick: written time stamps are rounded
+        while frame is not None and _pts(frame) < target - 1:  # 1 tick: time stamps in files are rounded
             before, frame = frame, self._next()
         self._last = frame
         if frame is None or (before is not None and target - _pts(before) < _pts(frame) - target):
@@ -147,8 +147,8 @@ class _Decoder:
     def _seek(self, target: int) -> None:
         """Seek to a key frame from which decoding reaches a time stamp, and decode the first frame.
 
-        Frames shown before a key frame may refer to frames before it, which the index does not record. If the first
-        decoded frame is after the time stamp, try earlier key frames.
+        In an open GOP, frames that are displayed before a key frame are stored after it and refer to earlier ones; the
+        index does not record this. If the first decoded frame is after the time stamp, try earlier key frames.
         """
         start = target
         for _ in range(_KEYS_BACK):
@@ -166,7 +166,7 @@ class _Decoder:
         return frame
 
     def _can_decode_on(self, at: int, target: int) -> bool:
-        """Return whether to decode on from ``at``: ``target`` is not before it, and no key frame is in between."""
+        """Return whether to continue decoding from ``at``: ``target`` is not earlier, and no key frame is between."""
         if target <= at:
             return target == at
         key = self._index.search_timestamp(target, backward=True)
@@ -188,7 +188,7 @@ def picture(content: bytes) -> torch.Tensor:
 
 
 def open_container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputContainer:
-    """Open a video for reading, with a small buffer."""
+    """Open a video or an image for reading, with a small buffer."""
     return av.open(file, "r", buffer_size=_BUFFER_BYTES)
 
 
@@ -197,7 +197,7 @@ def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torc
     if frame.format.name not in _PLANAR or frame.width % 16 or frame.height % 2:
         pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers, but not in their type stubs
+    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers; the type stubs omit this
     green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
     pixels = np.empty((3, frame.height, frame.width), np.uint8)
     pixels[0], pixels[1], pixels[2] = (colour[:, : frame.width] for colour in (red, green, blue))

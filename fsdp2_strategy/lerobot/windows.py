@@ -1,6 +1,6 @@
 """Convert time windows around a frame to rows of its episode, with padding at the ends of the episode.
 
-Input: seconds relative to a frame, for each feature with a window. Output: rows of the episode, and a mask of those
+Input: for each feature with a window, seconds relative to a frame. Output: rows of the episode, and a mask of the rows
 that are padding.
 """
 
@@ -19,16 +19,16 @@ Offsets = npt.NDArray[np.int64]
 def offsets_of(
     delta_timestamps: Mapping[str, Sequence[float]], features: Iterable[str], fps: float, tolerance_s: float
 ) -> dict[str, Offsets]:
-    """Convert the steps of each feature from seconds to frames.
+    """Convert the steps of each window from seconds to numbers of frames.
 
     Args:
-        delta_timestamps: seconds relative to the sample's frame, by feature.
-        features: the features of the data set.
+        delta_timestamps: the steps of each feature's window, in seconds relative to the sample's frame.
+        features: names of the features of the data set.
         fps: frames per second.
-        tolerance_s: maximum deviation of a step from a frame, in seconds.
+        tolerance_s: maximum difference in seconds between a step and the nearest frame.
 
     Raises:
-        DataError: a feature does not exist, or a step is not a whole number of frames.
+        DataError: a feature does not exist, a window has no steps, or a step is not a whole number of frames.
     """
     found = {}
     for key, seconds in delta_timestamps.items():
@@ -50,7 +50,7 @@ def offsets_of(
 
 
 def window(frame: int, offsets: Offsets, length: int) -> tuple[Offsets, npt.NDArray[np.bool_]]:
-    """Return the rows of a window, clamped to the ``length`` frames of the episode, and a mask of clamped rows."""
+    """Return the rows of a window, clamped to an episode of ``length`` frames, and a mask of the clamped rows."""
     rows = frame + offsets
     clamped = np.clip(rows, 0, length - 1)
     return clamped, rows != clamped

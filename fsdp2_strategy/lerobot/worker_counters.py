@@ -1,6 +1,6 @@
 """Count samples and decoded frames over all processes of a rank.
 
-Input: increments by name, in any process that uses the data set. Output: their sums, in any of these processes.
+Input: increments by name, from each process that uses the data set. Output: the sums, in any of these processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Counts:
         self._own = np.zeros(len(NAMES), dtype=np.int64)
 
     def add(self, **numbers: int) -> None:
-        """Add numbers to the counters of this process."""
+        """Add numbers to this process's counters; the names are those in `NAMES`."""
         if self._process != os.getpid():
             self._open()
         for name, number in numbers.items():
@@ -38,12 +38,12 @@ class Counts:
         total = np.zeros(len(NAMES), dtype=np.int64)
         for path in self._folder.glob("counts-*"):
             found = np.fromfile(path, dtype=np.int64, count=len(NAMES))
-            total[: len(found)] += found  # a file that is just being created is empty
+            total[: len(found)] += found  # a file that another process is just creating may be empty
         return dict(zip(NAMES, total.tolist(), strict=True))
 
     def _open(self) -> None:
         with (self._folder / f"counts-{os.getpid()}").open("a+b") as file:
-            file.write(bytes(len(NAMES) * 8))  # allocated now: SIGBUS if a mapped hole meets a full disk
+            file.write(bytes(len(NAMES) * 8))  # allocates: on a full disk, a write to a mapped hole raises SIGBUS
             file.flush()
             self._own = np.frombuffer(mmap.mmap(file.fileno(), len(NAMES) * 8), dtype=np.int64)
         self._process = os.getpid()

@@ -1,6 +1,6 @@
-"""Mark models and optimizers that a failed load left inconsistent: unusable until a load succeeds.
+"""Mark models and optimizers that a failed load left inconsistent as unusable, until a load succeeds.
 
-Input: a model or an optimizer. Output: the same object, for which a forward pass, a step and a save raise.
+Input: a model or an optimizer. Output: the same object; its forward pass or step raises, and so does a save.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.model.state import Slot, model_state
 
 _FAILED_LOAD = Slot[tuple[str, Any]]("failed load")
-"""The error of the failed load, and the handle of the hook that raises."""
+"""The error text of the failed load, and the handle of the hook that raises."""
 
 
 def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
-    """Register a hook that raises before a model's forward pass or an optimizer's step; not collective."""
+    """Register a hook that raises at a model's forward pass or an optimizer's step; not collective."""
     mark_usable(subject)
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -34,7 +34,7 @@ def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
 
 
 def mark_usable(subject: nn.Module | Optimizer) -> None:
-    """Remove the mark, if any; not collective."""
+    """Remove the hook that `mark_unusable` registered, if any; not collective."""
     if mark := model_state(subject).pop(_FAILED_LOAD):
         mark[1].remove()
 
@@ -43,7 +43,7 @@ def check_usable(subject: nn.Module | Optimizer) -> None:
     """Raise if a model or optimizer is marked as unusable; not collective.
 
     Raises:
-        CheckpointError: a load failed and left inconsistent values.
+        CheckpointError: the last load failed and left inconsistent values.
     """
     if mark := model_state(subject).get(_FAILED_LOAD):
         raise CheckpointError(_message(subject, mark[0]))

@@ -1,12 +1,12 @@
-"""Fingerprints of tensors: short hashes to compare values across any number of ranks, without a gather.
+"""Compute fingerprints of tensors: short hashes that do not depend on the number of ranks, and need no all-gather.
 
-Input: tensors, sharded or not. Output: a `Fingerprint` for each.
+Input: tensors, sharded or not. Output: a `Fingerprint` of each tensor.
 
 [Note: fingerprint] The bits of each element are read as an integer and multiplied by a weight, which depends on the
-element's position in the full tensor. All products are summed modulo 2^64, so the result does not depend on the
-sharding. The weight of a position is the product of two weights: one for the offset in its block of elements, one for
-the index of the block. Another run may store frozen tensors in another dtype. To compare with those, a second sum is
-computed over the elements rounded to bfloat16.
+element's position in the full tensor. The products are summed modulo 2^64. So the sum does not depend on the sharding.
+The weight of a position is the product of two weights: one for the index of its block of elements, and one for the
+offset in that block. Another run may store the same frozen tensor in another dtype. To compare such tensors, a second
+sum is computed over the elements rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp2_strategy.model.shards import shard_ranges
 from fsdp2_strategy.model.state import Slot, model_state
 
 _INITIAL_SUMS = Slot[dict[str, torch.Tensor]]("initial sums of the frozen parameters")
-"""Local sums of frozen parameters by name, from when the model was sharded and loaded."""
+"""`local_sums` of frozen parameters by name, stored after the model was sharded and loaded."""
 
 # Odd 64-bit hash constants as signed integers: 2^64 / golden ratio, and a multiplier of splitmix64.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -42,15 +42,15 @@ class Fingerprint:
 
     dtype: str
     exact: str
-    """Sum over the elements as stored, as 16 hexadecimal digits."""
+    """Weighted sum over the elements as stored, as 16 hexadecimal digits."""
     as_bfloat16: str
-    """Sum over the elements rounded to bfloat16; equal to ``exact`` for bfloat16 and non-floating dtypes."""
+    """Weighted sum over the elements rounded to bfloat16; equal to ``exact`` for bfloat16 and non-floating dtypes."""
 
     def matches(self, other: Fingerprint) -> bool | None:
-        """Return whether two tensors hold the same values, up to rounding to bfloat16 if their dtypes differ.
+        """Return whether two tensors have the same values; if their dtypes differ, compare them rounded to bfloat16.
 
-        Return None if the dtypes differ and one is float16: float16 and bfloat16 round one fp32 value differently, so
-        neither can be derived from the other.
+        Return None, for unknown, if the dtypes differ and one is float16. A value that was rounded to float16 may round
+        to another bfloat16 value than the original does.
         """
         if self.dtype == other.dtype:
             return self.exact == other.exact
@@ -72,7 +72,7 @@ def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None)
 
 
 def store_initial_sums(model: nn.Module) -> None:
-    """Store the sums of the frozen parameters of a partly frozen model, unless one is on meta; not collective."""
+    """Store `local_sums` of a partly frozen model's frozen parameters, unless any is on meta; not collective."""
     parameters = named_parameters(model)
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     if 0 < len(frozen) < len(parameters) and not any(p.is_meta for p in frozen.values()):
@@ -82,7 +82,7 @@ def store_initial_sums(model: nn.Module) -> None:
 def changed_since_initial(model: nn.Module, names: Iterable[str], local: torch.Tensor) -> list[str]:
     """Return which of the named tensors have changed on any rank since `store_initial_sums`; collective.
 
-    ``local`` holds their present `local_sums`. Tensors without a stored sum count as changed.
+    ``local`` contains the current `local_sums` of these tensors. A tensor without stored sums counts as changed.
     """
     before = model_state(model).get(_INITIAL_SUMS) or {}
     names = list(names)
@@ -94,7 +94,7 @@ def changed_since_initial(model: nn.Module, names: Iterable[str], local: torch.T
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> dict[str, Fingerprint]:
-    """Return the fingerprints of tensors from their `local_sums`, which are all-reduced in place; collective."""
+    """All-reduce `local_sums` in place, and return the fingerprints of their tensors; collective."""
     if local.numel():
         dist.all_reduce(local, group=group_in_use())
     digits = [[f"{value % (1 << 64):016x}" for value in pair] for pair in local.tolist()]
@@ -102,7 +102,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor], local: torch.Tensor) -> di
 
 
 def _is_first_replica(tensor: torch.Tensor) -> bool:
-    """Return whether this rank adds its elements; of several replicas only the first does."""
+    """Return whether this rank holds the first replica of its elements; only that replica is summed."""
     if not isinstance(tensor, DTensor):
         return is_rank_0()
     mesh = tensor.device_mesh
@@ -111,7 +111,7 @@ def _is_first_replica(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
-    """Return the two sums of one tensor over this rank's elements."""
+    """Return the two weighted sums of one tensor over this rank's elements."""
     values = values_of(tensor)
     totals = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not values.numel() or not _is_first_replica(tensor):
@@ -128,7 +128,7 @@ def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(integers: torch.Tensor, first: int, offset_weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of integers from position ``first`` on: a part of one block, or whole blocks."""
+    """Return the weighted sum of integers at position ``first`` and after: part of one block, or whole blocks."""
     size = len(offset_weights)
     block, offset = divmod(first, size)
     if offset or len(integers) % size:
@@ -146,7 +146,7 @@ def _weights(numbers: torch.Tensor) -> torch.Tensor:
 def _runs(
     values: torch.Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the runs of a shard that are contiguous in the full tensor, flat, each with its offset there."""
+    """Yield the runs of a shard that are contiguous in the full tensor: offset in the full tensor, and flat values."""
     split_dim = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = sum(offset * stride for (offset, _), stride in zip(box, strides, strict=True))
@@ -155,7 +155,7 @@ def _runs(
 
 
 def _split_at_blocks(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split a range of positions at block boundaries into partial blocks and groups of whole blocks."""
+    """Split a range of positions at block boundaries; yield parts of a block, and groups of whole blocks."""
     while begin < end:
         full_blocks = 0 if begin % size else min((end - begin) // size, sizes.FINGERPRINT_BLOCKS)
         cut = begin + full_blocks * size if full_blocks else min(end, begin + size - begin % size)
@@ -164,7 +164,7 @@ def _split_at_blocks(begin: int, end: int, size: int) -> Iterator[tuple[int, int
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floating-point values, or integer values, as a new int64 tensor."""
+    """Return a new int64 tensor with the bits of floating-point values, or with the integer values."""
     if values.is_floating_point():
         values = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
     return values.to(torch.int64, copy=True)

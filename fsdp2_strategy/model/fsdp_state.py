@@ -1,4 +1,4 @@
-"""FSDP2's state of a model: iterate over the parameter groups of its units, reshard them, reset them.
+"""Iterate over the ``FSDPParamGroup`` objects of a model's units, reshard units, and reset units.
 
 Input: a model, sharded by `shard_model` or not. Output: the model with its sharded parameters registered.
 """
@@ -23,12 +23,12 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model, or the one in a wrapper, was sharded by ``shard_model``; not collective."""
+    """Return whether a model, or the model in a wrapper, was sharded by ``shard_model``; not collective."""
     return isinstance(unwrap_model(model), FSDPModule)
 
 
 def has_unsharded_parameters(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` is outside all sharded modules; not collective."""
+    """Return whether any parameter of ``model`` belongs to no unit; not collective."""
     if isinstance(model, FSDPModule):
         return False
     own = next(model.parameters(recurse=False), None)
@@ -43,11 +43,11 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the unsharded parameters that a forward pass left, and register the sharded ones; not collective.
+    """Free unsharded parameters that a forward pass has left, and register the sharded parameters; not collective.
 
-    FSDP2 keeps the root unsharded after a forward pass, because a backward pass usually follows. If none follows
-    (evaluation, generation), an optimizer or a checkpoint would find unsharded parameters in the modules, and the next
-    forward pass would use values from before the optimizer step. The same holds for a prefetched unit that did not run.
+    FSDP2 keeps the root unit unsharded after a forward pass, because a backward pass usually follows. In evaluation and
+    generation none follows. Then an optimizer or a checkpoint would find unsharded parameters in the modules, and after
+    an optimizer step the next forward pass would use old values. The same holds for a prefetched unit that did not run.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -57,10 +57,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_units(model: nn.Module) -> None:
-    """Reshard all units and mark them idle, also after a forward or backward pass that raised; not collective.
+    """Reshard all units and mark them idle, even if a forward or backward pass raised; not collective.
 
-    After a pass that raised, FSDP2 still has units in their forward state: they would stay unsharded, and FSDP2 would
-    treat the next forward pass as a part of the failed one.
+    After a pass that raised, FSDP2 still has units in their forward state. Without a reset, they stay unsharded, and
+    FSDP2 treats the next forward pass as a part of the failed pass.
     """
     for record in parameter_groups(model):
         reset_record(record)

@@ -1,4 +1,4 @@
-"""Gradients: clear all that FSDP2 keeps, and average those of parameters that are not sharded.
+"""Clear all gradients of a model, and average the gradients of parameters that are not sharded.
 
 Input: a model or a parameter. Output: the model without gradients; the parameter with an all-reduce hook.
 """
@@ -20,10 +20,10 @@ from fsdp2_strategy.model.fsdp_state import parameter_groups
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """Clear all gradients, also those that FSDP2 keeps between micro-batches; not collective.
+    """Clear all gradients, including gradients that FSDP2 keeps between micro-batches; not collective.
 
-    `zero_grad` does not clear them: accumulation without communication keeps unsharded gradients in ``FSDPParam``, and
-    a deferred all-reduce keeps reduce-scattered gradients in ``FSDPParamGroup``.
+    FSDP2 keeps gradients that ``zero_grad`` does not clear. Accumulation without communication keeps unsharded
+    gradients in ``FSDPParam``. A deferred all-reduce keeps reduce-scattered gradients in ``FSDPParamGroup``.
     """
     for parameter in model.parameters():
         parameter.grad = None
@@ -38,12 +38,12 @@ def clear_gradients(model: nn.Module) -> None:
 def average_gradient(parameter: nn.Parameter) -> None:
     """Register a hook that averages the gradient of an unsharded parameter over the ranks; not collective.
 
-    The ranks are those of the group in use at this call. Each backward pass adds an averaged gradient, so accumulation
-    needs no extra step. A parameter that is not floating-point gets no hook.
+    The hook all-reduces over the group in use at the time of this call. Each backward pass adds an averaged gradient,
+    so accumulation needs no extra step. A parameter that is not floating-point gets no hook.
     """
     if not parameter.is_floating_point():
         return
-    group = group_in_use()  # autograd may run the hook on a thread without it
+    group = group_in_use()  # autograd may run the hook on a thread that has no group in use
 
     def average(grad: torch.Tensor) -> torch.Tensor:
         total = grad.clone()
@@ -52,4 +52,4 @@ def average_gradient(parameter: nn.Parameter) -> None:
 
     trained = parameter.requires_grad
     parameter.requires_grad_(True).register_hook(average)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(trained)  # a frozen parameter may be trained later
+    parameter.requires_grad_(trained)  # frozen parameters get a hook too: they may be trained later

@@ -1,7 +1,7 @@
-"""Registry of the optimizers that keep fp32 master weights.
+"""Register the optimizers that keep fp32 master weights, and find the master weights of a model.
 
-Input: such optimizers, registered at construction. Output: the master weights of a model, which can also be refreshed
-after new weights were loaded into the model.
+Input: optimizers that register at construction. Output: the master weights of a model. They can be refreshed after new
+weights were loaded into the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _optimizers: WeakSet[Optimizer] = WeakSet()
 
 
 def register_masters(optimizer: Optimizer) -> None:
-    """Register an optimizer for `masters_of` and `refresh_masters_of`, by a weak reference."""
+    """Register an optimizer, by a weak reference, so that `masters_of` and `refresh_masters_of` find it."""
     _optimizers.add(optimizer)
 
 

@@ -1,6 +1,6 @@
-"""Allocate memory for models that were built on the meta device, and track which tensors are uninitialised.
+"""Allocate memory for models that were built on the meta device, and record which tensors are uninitialised.
 
-Input: a model with parameters or buffers on meta. Output: the model on a device; a record of uninitialised tensors.
+Input: a model with parameters or buffers on meta. Output: the model on a device; whether a tensor is uninitialised.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.model.placeholders import is_computed, is_offloaded_tensor
 
 _uninitialised: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
-"""Tensors that were allocated but not filled yet; keyed by identity, not by value."""
+"""Tensors that are allocated but not filled yet; keys are compared by identity."""
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate all parameters and buffers that are on the meta device, without values; not collective.
 
-    Tied tensors stay tied. The new tensors count as uninitialised until `mark_initialised`. Of sharded parameters only
-    this rank's shards are allocated, in host memory under ``CPUOffloadPolicy``; FSDP2 pads and pins them.
+    Tied tensors stay tied. The new tensors count as uninitialised until `mark_initialised`. For sharded parameters,
+    only this rank's shards are allocated; with ``CPUOffloadPolicy``, in host memory. FSDP2 pads and pins the shards.
     """
     sharded = is_sharded(model)
     offloaded = {
@@ -62,7 +62,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is uninitialised: on meta and not a placeholder, or allocated but not filled."""
+    """Return whether a tensor is uninitialised: on meta without being a placeholder, or allocated but not filled."""
     if tensor.is_meta and not is_offloaded_tensor(tensor) and not is_computed(tensor):
         return True
     return tensor in _uninitialised

@@ -1,7 +1,7 @@
-"""Names of parameters and buffers, and the patterns that select them.
+"""Return the names of parameters and buffers, and match names with patterns.
 
 A pattern with ``*``, ``?`` or ``[`` is a shell-style pattern for the full dotted name. Any other pattern matches each
-name that contains it (``"norm"`` matches ``model.norm.weight``).
+name that contains the pattern: ``"norm"`` matches ``model.norm.weight``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def clean(name: str) -> str:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by `clean` name, in module order; a tied one only under its first name."""
+    """Return the parameters by `clean` name, in module order; a tied parameter only under its first name."""
     return {clean(name): parameter for name, parameter in model.named_parameters()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers by `clean` name, in module order; a shared one only under its first name."""
+    """Return the persistent buffers by `clean` name, in module order; a shared buffer only under its first name."""
     found = {}
     seen = set()
     for prefix, module in model.named_modules():

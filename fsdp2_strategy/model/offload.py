@@ -1,11 +1,12 @@
 """Offload models and optimizers to host memory, and reload them unchanged.
 
-Input: a sharded model, or an optimizer over one. Output: the same object, with its large tensors replaced by
-placeholders ([Note: offloaded values] in `placeholders`), or reloaded to the device with bitwise equal values.
+Input: a sharded model, or the optimizer of a sharded model. Output: the same object. `offload` replaces its tensors by
+placeholders ([Note: offloaded values] in `placeholders`). `reload` puts bitwise equal values on the device again.
 
-Values are copied into large host buffers, which are pinned if there is an accelerator and are reused by the next
-offload. Copies are queued on a separate stream. `offload` waits for them. `reload` does not: later kernels wait for
-them on the device. Tensors of one element (Adam's ``step``) are not moved. Gradients are moved with their parameters.
+Values are copied into large host buffers. If there is an accelerator, the buffers are pinned, and the next offload
+reuses them. Copies are queued on a separate stream. `offload` waits until they are complete. `reload` returns at once,
+and later kernels wait for the copies on the device. Gradients are moved with their parameters. Tensors of one element
+(Adam's ``step``) are not moved.
 """
 
 from __future__ import annotations
@@ -51,43 +52,43 @@ _ALIGNMENT = 512
 
 @dataclass(eq=False)
 class _Item:
-    """One tensor to offload, and the functions that register a replacement for it."""
+    """A tensor to offload or reload, and the functions that register another tensor in its place."""
 
     tensor: torch.Tensor
-    """The placeholder while the values are offloaded."""
+    """The tensor that is registered now; while the values are offloaded, the placeholder."""
     setters: list[Callable[[torch.Tensor], None]]
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes from the tensor's first element to its last, both included."""
+        """Number of bytes of the tensor's storage from its first element to its last."""
         elements = 1 + sum((n - 1) * s for n, s in zip(self.tensor.size(), self.tensor.stride(), strict=True))
         return elements * self.tensor.element_size()
 
     def replace(self, tensor: torch.Tensor) -> None:
-        """Register another tensor in place of the present one."""
+        """Register ``tensor`` in place of the current one."""
         self.tensor = tensor
         for setter in self.setters:
             setter(tensor)
 
 
 _BUFFERS = Slot[list[torch.Tensor]]("host buffers of offloaded values")
-"""Set on the ``FSDPParamGroup`` of an offloaded unit, or on an offloaded optimizer. The placeholders are not stored,
-because some may be replaced before the reload."""
+"""Set on the ``FSDPParamGroup`` of an offloaded unit, or on an offloaded optimizer. The placeholders are not stored
+here, because other code may replace some of them before the reload."""
 
 
 def offload(subject: nn.Module | Optimizer) -> None:
     """Move a sharded model's parameters and gradients, or an optimizer's state, to host memory; not collective.
 
-    Until `reload`, a forward pass or a step raises OffloadError; saving, loading and exporting use the host memory.
-    Tensors that are already offloaded are left where they are. Buffers, parameters that are not sharded, and tensors of
-    one element stay on the device.
+    Until `reload`, a forward pass or a step raises OffloadError. Saving, loading and exporting use the host memory
+    directly. Units and optimizers that are already offloaded are skipped. Buffers, parameters that are not sharded, and
+    tensors of one element stay on the device.
 
     Args:
-        subject: a prepared model or its wrapper, or an optimizer over one.
+        subject: a prepared model or its wrapper, or the optimizer of a prepared model.
 
     Raises:
-        OffloadError: FSDP2 keeps gradients of a micro-batch that are not reduced yet; or the host is out of memory. In
-            both cases nothing is offloaded by this call.
+        OffloadError: the model has gradients that FSDP2 has not reduced yet, or the host is out of memory. In both
+            cases this call offloads nothing.
     """
     owners = [owner for owner in _owners(subject) if not _is_offloaded(owner)]
     if isinstance(subject, nn.Module) and owners:
@@ -107,12 +108,12 @@ def offload(subject: nn.Module | Optimizer) -> None:
 
 
 def reload(subject: nn.Module | Optimizer) -> None:
-    """Copy offloaded tensors back to the device; not collective. Tensors on the device are left as they are."""
+    """Copy offloaded tensors back to the device; not collective. Other tensors are not changed."""
     was_offloaded = is_offloaded(subject)
     _reload(_owners(subject))
     _unguard_steps()
     if was_offloaded and isinstance(subject, nn.Module):
-        reset_units(unwrap_model(subject))  # a forward pass that raised left FSDP2 in the middle of it
+        reset_units(unwrap_model(subject))  # a forward pass that raised left units in their forward state
 
 
 def is_offloaded(subject: nn.Module | Optimizer) -> bool:
@@ -124,7 +125,7 @@ def check_resident(subject: nn.Module | Optimizer, action: str) -> None:
     """Raise if any tensor of the model or optimizer is offloaded; not collective.
 
     Raises:
-        OffloadError: it is offloaded. ``action`` begins the error text.
+        OffloadError: a tensor is offloaded. The error begins with "cannot" and ``action``.
     """
     if is_offloaded(subject):
         call = "maybe_load_optimizer" if isinstance(subject, Optimizer) else "reload_model"
@@ -150,10 +151,10 @@ def _is_offloaded(owner: Any) -> bool:
 
 
 def _offload_one(owner: Any) -> None:
-    """Offload a unit or an optimizer; if a copy fails, it is unchanged."""
+    """Offload one unit or one optimizer; if a copy fails, its tensors are unchanged."""
     is_unit = not isinstance(owner, Optimizer)
     for parameter in parameters_of(owner) if is_unit else ():
-        reset_sharded_parameter(parameter)  # the module's parameter may have been replaced since the last pass
+        reset_sharded_parameter(parameter)  # the module's parameter may have been replaced since the last forward pass
     buffers: list[torch.Tensor] = []
     copied: list[tuple[_Item, torch.Tensor]] = []
     with CopyQueue() as queue:
@@ -173,7 +174,7 @@ def _offload_one(owner: Any) -> None:
 
 
 def _reload(owners: Sequence[Any]) -> None:
-    """Reload those of the given units or optimizers that are offloaded."""
+    """Reload the given units or optimizers; skip those that are not offloaded."""
     with CopyQueue() as queue:
         for owner in owners:
             if (buffers := model_state(owner).get(_BUFFERS)) is None:
@@ -182,7 +183,7 @@ def _reload(owners: Sequence[Any]) -> None:
             for item in _items(owner):
                 if is_offloaded_tensor(item.tensor):
                     items_in[storage_address(values_of(item.tensor))].append(item)
-            while buffers:  # one by one: if device memory runs out, the other buffers stay valid
+            while buffers:  # one by one: if device memory runs out, the remaining buffers stay valid
                 for item in items_in[storage_address(buffers[-1])]:
                     like = item.tensor
                     new = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=current_device())
@@ -208,7 +209,7 @@ def _unit_items(record: Any) -> Iterator[_Item]:
 
 
 def _state_items(optimizer: Optimizer) -> Iterable[_Item]:
-    """Return an optimizer's tensors; a tensor that is registered several times is one item."""
+    """Return one item per tensor of an optimizer's state, also if the tensor is registered under several keys."""
     items: dict[int, _Item] = {}
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -232,7 +233,7 @@ def _check_between_steps(group: Any) -> None:
 
 
 def _refuse_gather(record: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Raise at every all-gather of an offloaded unit: in forward, generate, unshard and backward."""
+    """Raise instead of any all-gather of an offloaded unit: in forward, generate, unshard and backward."""
     names = [name_of(parameter) for parameter in parameters_of(record)]
     raise OffloadError(
         f"cannot compute with this model: {names[0] if names else 'a unit'} is in host memory, expected it on the "
@@ -241,11 +242,11 @@ def _refuse_gather(record: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 _step_guard: list[Any] = []
-"""At most one handle of a step hook on all optimizers: added by an offload, removed when no tensor is offloaded."""
+"""The handle of the step hook on all optimizers; empty while no tensor is offloaded."""
 
 
 def _guard_steps() -> None:
-    """Register a hook on all optimizers that raises before a step of offloaded parameters or state."""
+    """Register a hook on all optimizers that raises before a step if its parameters or state are offloaded."""
     if not _step_guard:
         _step_guard.append(register_optimizer_step_pre_hook(_refuse_step))
 
@@ -256,7 +257,7 @@ def _unguard_steps() -> None:
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    """Raise if an optimizer or its parameters are offloaded; on meta tensors a step would silently do nothing."""
+    """Raise if an optimizer's state or parameters are offloaded: on meta tensors, a step would silently do nothing."""
     check_resident(optimizer, "step")
     if any(is_offloaded_tensor(p) for group in optimizer.param_groups for p in group["params"]):
         raise OffloadError(
@@ -266,7 +267,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _pack(items: Iterable[_Item]) -> Iterator[tuple[list[tuple[_Item, int]], int]]:
-    """Pack items into host buffers; yield for each buffer its items with byte offsets, and its size in bytes."""
+    """Assign items to host buffers; for each buffer, yield its items with byte offsets, and its size in bytes."""
     members: list[tuple[_Item, int]] = []
     end = 0
     for item in items:
@@ -289,7 +290,7 @@ class _HostBuffers:
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least ``nbytes`` bytes."""
         pinned = torch.cuda.is_available()
-        size = 1 << (nbytes - 1).bit_length() if pinned else nbytes  # torch rounds pinned memory up like this
+        size = 1 << (nbytes - 1).bit_length() if pinned else nbytes  # torch rounds pinned memory up to powers of two
         if self._free[size]:
             buffer, copied = self._free[size].pop()
             copied.synchronize()
@@ -297,7 +298,7 @@ class _HostBuffers:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def release(self, buffer: torch.Tensor, copied: Any) -> None:
-        """Return a pinned buffer to the pool; it can be reused once the event ``copied`` has completed."""
+        """Return a buffer to the pool if it is pinned; its next user waits for the event ``copied``."""
         if torch.cuda.is_available():
             self._free[buffer.numel()].append((buffer, copied))
 
@@ -317,7 +318,8 @@ _host_buffers = _HostBuffers()
 class CopyQueue:
     """Copy tensors between host and device, on a separate stream if there is an accelerator.
 
-    At the end of the ``with`` block, the host waits if values were copied to it; else only the current stream waits.
+    At the end of the ``with`` block, the host waits for the copies if any was to host memory. Otherwise only the
+    current stream waits.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""Meta tensors as placeholders for values that are offloaded to host memory, or computed on demand.
+"""Create meta tensors as placeholders for values that are offloaded to host memory, or computed on demand.
 
-Input: values in host memory, or a function that computes them. Output: placeholders, and the values of any tensor.
+Input: values in host memory, or a function that computes values. Output: placeholders, and the values of any tensor.
 
 [Note: offloaded values] `offload` copies values to host memory and replaces their tensors by meta tensors, so that no
-code can read freed device memory. `values_of` returns the host values of such a placeholder: saving and loading use
-host memory directly, without device memory.
+code can read freed device memory. `values_of` returns the values in host memory of such a placeholder, so saving and
+loading need no device memory.
 
-A placeholder made by `computed` has no stored values: `values_of` computes them (weights with merged adapters).
+A placeholder from `computed` has no stored values; each call of `values_of` computes them. Merging adapters uses this.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _offloaded: dict[int, torch.Tensor] = {}
 
 
 def placeholder_for(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor like ``like`` as a placeholder for values in host memory; see [Note: offloaded values].
+    """Create a meta tensor as the placeholder for values in host memory; see [Note: offloaded values].
 
     Args:
-        values: all elements of the storage, as a 1-d tensor.
-        like: the tensor that is replaced; it gives size, stride and dtype.
+        values: the values in the order in which ``like`` stores them, as a 1-d tensor.
+        like: the tensor to replace, with the size, stride and dtype of the placeholder.
     """
     meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
     key = storage_address(meta)
@@ -44,7 +44,7 @@ _computed: dict[int, Callable[[], torch.Tensor]] = {}
 
 
 def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Parameter:
-    """Return a meta parameter like ``like`` whose values are computed at each call of `values_of`.
+    """Create a meta parameter whose values are computed at each call of `values_of`.
 
     Args:
         compute: returns this rank's shard; must not be collective.
@@ -60,12 +60,12 @@ def computed(compute: Callable[[], torch.Tensor], like: torch.Tensor) -> nn.Para
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a placeholder made by `computed`; not collective."""
+    """Return whether a tensor is a placeholder from `computed`; not collective."""
     return bool(_computed) and storage_address(local_of(tensor)) in _computed
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor: on its device, in host memory if offloaded, or computed; not collective."""
+    """Return this rank's shard of a tensor: its values on its device, in host memory, or computed; not collective."""
     local = local_of(tensor)
     if local.is_meta and (values := _offloaded.get(storage_address(local))) is not None:
         offset = values.storage_offset() + local.storage_offset()
@@ -87,7 +87,7 @@ def any_offloaded() -> bool:
 
 
 def full_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor, also of a placeholder; collective if the tensor is sharded."""
+    """Gather the full tensor, also from placeholders; collective if the tensor is a DTensor."""
     if not isinstance(tensor, DTensor):
         return values_of(tensor)
     if not local_of(tensor).is_meta:

@@ -1,6 +1,7 @@
 """Run collectives on the process group of a model's mesh, for a block of code or a function.
 
-Input: a model, a mesh or tensors. Output: their process group as the group in use; see [Note: group in use].
+Input: a model, a mesh or tensors. Output: their process group as the group in use; see [Note: group in use] in
+`process_group`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
     """Run this block's collectives on the ranks of a mesh, or of the mesh of a model or tensors.
 
-    The group in use is kept if it has the same ranks, or if no tensor is sharded. Else, for a mesh with several axes,
-    the first call is collective over the mesh, because it creates a process group.
+    The group in use does not change if it has the same ranks, or if no tensor is sharded. Otherwise, the first call for
+    a mesh with several axes creates a process group, which is collective over the mesh.
     """
     mesh = subject if isinstance(subject, DeviceMesh) else _mesh_of(subject)
     group = group_in_use()
@@ -46,7 +47,7 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
 
 
 def on_model_ranks(function: F) -> F:
-    """Decorate a function, whose first parameter is ``model``, to run within `on_ranks_of` that model."""
+    """Decorate a function whose first parameter is ``model``: run it within `on_ranks_of` that model."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,11 +58,11 @@ def on_model_ranks(function: F) -> F:
 
 
 def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
-    """Return the mesh of a model or of tensors, the largest if there are several; None if no tensor is sharded."""
+    """Return the largest mesh of a model or of tensors; None if no tensor is sharded."""
     meshes: dict[int, DeviceMesh] = {}
     if isinstance(subject, nn.Module):
         root = unwrap_model(subject)
-        for record in parameter_groups(root):  # has the mesh also while parameters are unsharded
+        for record in parameter_groups(root):  # these have the mesh even while parameters are unsharded
             meshes[id(mesh_of(record))] = mesh_of(record)
         subject = () if meshes else root.parameters()
     for tensor in subject:

@@ -1,6 +1,6 @@
-"""Shards: the index range of this rank's shard, and DTensors built from local shards.
+"""Compute the index range of this rank's shard, and build DTensors from local shards.
 
-Input: DTensors, or plain tensors, which are replicated on all ranks. Output: index ranges; DTensors.
+Input: DTensors, or plain tensors, which count as replicated on all ranks. Output: index ranges; DTensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2_strategy.errors import ShardError
 
 
 def sharded_like(source: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded like ``source``, from this rank's shard on any device; not collective."""
+    """Build a tensor that is sharded like ``source`` from this rank's shard, on the shard's device; not collective."""
     return dtensor_like(source, local) if isinstance(source, DTensor) else local
 
 
@@ -24,7 +24,7 @@ def shard_ranges(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Return the offset and length of this rank's shard in each dimension of the full tensor; not collective.
 
     Raises:
-        ShardError: a placement is neither a shard nor a replica.
+        ShardError: a placement is neither Shard nor Replicate.
     """
     box = [(0, length) for length in tensor.shape]
     if isinstance(tensor, DTensor):
@@ -44,7 +44,7 @@ def shard_ranges(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def shard_size_of(tensor: torch.Tensor) -> int:
-    """Return the number of ranks that a tensor is sharded over; 1 if it is not a DTensor; not collective."""
+    """Return the number of ranks over which a tensor is sharded; 1 for a plain tensor; not collective."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

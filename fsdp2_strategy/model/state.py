@@ -1,11 +1,10 @@
-"""Per-model data of this package: one `ModelState` per model, with slots that other modules register.
+"""Store data of this package per model, optimizer or unit: a `ModelState` for each, with slots that other files define.
 
 Input: a model, an optimizer, or the ``FSDPParamGroup`` of a unit. Output: its `ModelState`.
 
-[Note: per-model state] A module of this package that stores data per model defines a `Slot` at its top, with a name and
-a type. The table of states has weak keys. So a value must not reference its model, not even through a submodule, a
-bound method or a hook: the model would never be freed. Data that deep copies of a module must keep is stored on it with
-`attach`.
+[Note: per-model state] A Python file that stores data per model defines a `Slot` at its top, with a name and a type.
+States are kept in a WeakKeyDictionary. So a value must not reference its model, not even through a submodule, a bound
+method or a hook: the model would never be freed. Use `attach` for data that deep copies of an ``nn.Module`` must keep.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class ModelState:
         return value
 
     def setdefault(self, slot: Slot[T], default: T) -> T:
-        """Return the value of a slot; if it is not set, set it to ``default``."""
+        """Return the value of a slot; if it is not set, set it to ``default`` first."""
         value: T = self._values.setdefault(slot, default)
         return value
 
@@ -79,7 +78,7 @@ def model_state(subject: object) -> ModelState:
 
 
 ATTACHED = "_fsdp2_strategy_carried"
-"""Name of the module attribute that holds carried values."""
+"""Name of the module attribute that holds attached values."""
 
 
 def attach(module: nn.Module, slot: Slot[T], value: T) -> None:

@@ -1,7 +1,8 @@
-"""Hooks around FSDP2's own methods of a unit, such as its all-gather; all features run in one declared order.
+"""Register hooks around FSDP2's methods of a unit, such as the all-gather; the hooks run in one declared order.
 
 Input: the ``FSDPParamGroup`` of a unit ([Note: FSDP2's objects] in `torch_internals`), a call, a feature and its hook.
-Output: the group, whose method runs the hooks of all features in `ORDER`, around FSDP2's own method.
+Output: the same ``FSDPParamGroup``. The method of the call now runs the hooks of all features around FSDP2's method, in
+the order of `ORDER`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from fsdp2_strategy.distributed.torch_internals import UNIT_CALLS, original_call
 from fsdp2_strategy.model.state import Slot, model_state
 
 Around = Callable[..., Any]
-"""A hook. Its arguments: the ``FSDPParamGroup``, the next function of the chain, and the arguments of the call."""
+"""A hook. It receives the ``FSDPParamGroup``, the next function of the chain, and the arguments of the call."""
 
 ORDER: dict[str, tuple[str, ...]] = {
-    # An offloaded unit raises before the divergence check waits for other ranks.
+    # Run the offload hook first: it must raise before the divergence check waits for other ranks.
     "gather": ("offload", "divergence"),
-    # First add zero gradients for parameters that only other ranks used: the other hooks check what is to be reduced.
+    # Run "unequal gradients" first: it adds zero gradients for parameters that only other ranks used, and the other
+    # hooks check the gradients to reduce.
     "reduce": ("unequal gradients", "units that never ran", "divergence"),
-    # Master weights in the optimizer need fp32 gradients, so their hook runs around the other one and overrides it.
+    # Master weights in the optimizer need fp32 gradients, so their hook is outermost and overrides the other hook.
     "choose gradient dtypes": ("masters in the optimizer", "units that are frozen at first"),
     "record forward order": ("replicated encoder",),
 }
-"""The features that may hook each call of a unit, outermost first."""
+"""Call -> the features that may register a hook on this call, outermost first."""
 
 _HOOKS = Slot[dict[str, dict[str, Around]]]("hooks on the calls of a unit")
-"""Hooks by call and feature. A hook must not reference its ``FSDPParamGroup``: it receives it as an argument."""
+"""Hooks by call and feature. A hook must not store its ``FSDPParamGroup``, which it receives as an argument."""
 
 
 def register_hook(record: Any, call: str, feature: str, around: Around) -> None:
@@ -37,8 +39,8 @@ def register_hook(record: Any, call: str, feature: str, around: Around) -> None:
     Args:
         record: the ``FSDPParamGroup`` of the unit.
         call: a key of `ORDER`.
-        feature: a feature that `ORDER` lists for the call; its earlier hook is replaced.
-        around: the hook; it calls ``proceed(*arguments)`` to run the rest of the chain, or skips it.
+        feature: a feature that `ORDER` lists for the call. An earlier hook of the feature is replaced.
+        around: the hook; it may call ``proceed(*arguments)``, which runs the rest of the chain.
 
     Raises:
         KeyError: `ORDER` does not list the feature for the call.

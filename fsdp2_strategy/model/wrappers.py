@@ -1,4 +1,4 @@
-"""Actor wrappers: decide whether the wrapper or its inner model is the root of sharding.
+"""Decide for an actor wrapper whether the wrapper or its inner model is the root module of sharding.
 
 Input: a model or its wrapper. Output: the module that is passed to `shard_model`.
 """
@@ -18,8 +18,9 @@ _WRAPPER = Slot[ref[nn.Module]]("wrapper")
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the root module of sharding for a model or its wrapper; not collective.
 
-    A wrapper has a true ``is_actor`` and an inner model ``.model``. If it has no parameters or buffers of its own, the
-    inner model is the root. Else (a value head) the wrapper is; once it is sharded, the inner model maps to it, too.
+    A wrapper is a module whose ``is_actor`` is true and whose inner model is ``.model``. If the wrapper has parameters
+    or buffers outside the inner model, such as a value head, the wrapper is the root. Otherwise the inner model is the
+    root. After a wrapper was sharded as the root, this function also returns the wrapper for the inner model.
     """
     reference = model_state(model).get(_WRAPPER)
     if reference is not None and (wrapper := reference()) is not None:
@@ -34,7 +35,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def register_wrapper(root: nn.Module) -> None:
-    """Map the inner model of a sharded wrapper to the wrapper; not collective."""
+    """Make `unwrap_model` map the inner model of a sharded wrapper to the wrapper; not collective."""
     inner = getattr(root, "model", None)
     if getattr(root, "is_actor", False) and isinstance(inner, nn.Module):
         model_state(inner).set(_WRAPPER, ref(root))

@@ -1,7 +1,7 @@
-"""Exponential moving averages of a sharded model's parameters: each rank averages its shards, in fp32.
+"""Compute exponential moving averages of a sharded model's parameters: each rank averages its shards in fp32.
 
-Input: a sharded model, at construction and after optimizer steps. Output: averages, sharded like the parameters, that
-can replace the parameters for an evaluation or an export.
+Input: a sharded model, at construction and after each optimizer step. Output: averages, sharded like the parameters.
+They can replace the parameters for an evaluation or an export.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from fsdp2_strategy.model.wrappers import unwrap_model
 class EMA:
     """Average the parameters of a model: average = decay x average + (1 - decay) x parameter.
 
-    If an optimizer keeps fp32 master weights, those are averaged in place of the half-precision parameters.
+    If an optimizer keeps fp32 master weights, the master weights are averaged, not the half-precision parameters.
 
     Args:
         model: a prepared model, or its wrapper; the averages are initialised with its parameters.
         decay: weight of the old average, in [0, 1].
-        names: names of the parameters to average; by default those that are trainable at construction.
-        device: device of the averages; by default that of the parameters. "cpu" keeps them off the accelerator.
+        names: names of the parameters to average; by default all that are trainable at construction. Parameters that
+            are not floating-point are left out.
+        device: device of the averages; by default the device of the parameters. "cpu" saves device memory.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class EMA:
     def update(self, model: nn.Module, decay: float | None = None) -> None:
         """Update the averages with the model's current parameters.
 
-        Not collective if the model is sharded like the averages. Else collective: parameters are gathered one by one.
+        Not collective if the model is sharded like the averages. Otherwise collective: parameters are gathered one by
+        one.
 
         Args:
-            model: the model that is averaged, or one with the same parameter names and shapes.
+            model: the averaged model, or a model with the same parameter names and shapes.
             decay: overrides the decay given at construction.
 
         Raises:
@@ -79,9 +81,13 @@ class EMA:
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Use the averages as the model's parameters inside a ``with`` block, then restore the parameters exactly.
+        """Copy the averages into the model's parameters for a ``with`` block, then restore the parameters bitwise.
 
-        Not collective if the model is sharded like the averages. Evaluate and export inside the block; do not step.
+        Not collective if the model is sharded like the averages. In the block you can evaluate and export the model,
+        but must not step its optimizer.
+
+        Raises:
+            ShardError: the model lacks an averaged parameter, or has it in another shape.
         """
         root = unwrap_model(model)
         reshard(root)
@@ -97,9 +103,9 @@ class EMA:
                     values_of(parameter).copy_(own[name])
 
     def copy_to(self, model: nn.Module) -> None:
-        """Copy the averages into a model's parameters, in the parameters' dtype; collective if shards differ.
+        """Copy the averages into a model's parameters, and then the parameters into their fp32 master weights, if any.
 
-        Master weights in optimizers are then refreshed from the parameters.
+        Not collective if the model is sharded like the averages.
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
@@ -117,7 +123,7 @@ class EMA:
             values_of(parameters[name]).copy_(_local_values_for(parameters[name], average))
 
     def _check_parameters(self, root: nn.Module) -> None:
-        """Raise ShardError unless a model has all averaged parameters, in the shapes of the averages."""
+        """Raise ShardError if a model lacks an averaged parameter, or has it in another shape."""
         parameters = named_parameters(root)
         for name, average in self.averages.items():
             shape = list(parameters[name].shape) if name in parameters else None
@@ -130,7 +136,7 @@ class EMA:
 
 
 def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters by name, with fp32 master weights in place of those that have them."""
+    """Return by name the fp32 master weights of a model's parameters, or the parameter itself if it has none."""
     masters = masters_of(root)
     return {name: masters.get(id(p), p) for name, p in named_parameters(root).items()}
 

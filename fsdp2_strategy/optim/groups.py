@@ -1,4 +1,4 @@
-"""Parameter groups and optimizers over sharded parameters.
+"""Build optimizers over sharded parameters, with parameter groups.
 
 Input: a sharded model and hyper-parameters. Output: a torch optimizer with named groups. All parameters of a group have
 the same learning rate, weight decay, dtype and mesh.
@@ -49,31 +49,34 @@ def build_optimizer(
 ) -> Optimizer:
     """Build an optimizer over the trainable parameters of ``model``; not collective.
 
-    Omitted arguments keep the defaults of ``optimizer_cls``. Unless ``fused`` or ``foreach`` is given, Adam and AdamW
-    use their fused kernel if it supports the devices and dtypes; other classes use ``foreach`` if they have it.
+    Omitted arguments keep the defaults of ``optimizer_cls``. If neither ``fused`` nor ``foreach`` is given, Adam and
+    AdamW use their fused kernel where it supports the devices and dtypes. Otherwise ``foreach`` is used if
+    ``optimizer_cls`` has it.
 
     Args:
         model: a sharded model, or any module.
         lr: learning rate.
         betas: Adam's decay rates.
-        eps: Adam's denominator term.
+        eps: term that Adam adds to the denominator.
         weight_decay: weight decay of all parameters that ``no_decay`` does not exempt.
-        no_decay: name patterns of parameters without weight decay. None exempts 1-d parameters, parameters of
-            normalisation modules, and parameters named bias; () exempts no parameter.
+        no_decay: name patterns of parameters without weight decay. None exempts parameters with at most one dimension,
+            parameters of normalisation modules, and biases (``bias``, ``*_bias``). () exempts no parameter.
         optimizer_cls: a torch optimizer class.
-        param_groups: groups with their own settings: mappings with "params" (name patterns or parameters of the
-            model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. If a group sets
-            "weight_decay", it applies to all parameters of the group. All other parameters form the default groups.
+        param_groups: groups with their own settings. Each is a mapping with "params" (name patterns or parameters of
+            the model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. A group's
+            "weight_decay" applies to all its parameters, also to those that ``no_decay`` exempts. Trainable parameters
+            that are in none of these groups form the default groups.
         masters: keep fp32 master weights of half-precision parameters in the optimizer (`FSDPadaptOptimizer`).
         **kwargs: further options of ``optimizer_cls``.
 
     Returns:
-        The optimizer. Each group has a "name": the given one, with the suffix "_no_decay" for its exempt parameters,
-        or "decay" / "no_decay" if none was given.
+        The optimizer. Each group has a "name": the given name, or "decay". Exempt parameters form a group of their own,
+        named "<given name>_no_decay", or "no_decay".
 
     Raises:
-        OptimizerError: no parameter is trainable, a group matches no parameter or holds one of another model, two
-            groups share a parameter, the class does not support shards, or only some parameters have fp32 masters.
+        OptimizerError: no parameter is trainable; a group matches no parameter, or contains a parameter of another
+            model; two groups share a parameter; the class does not support sharded parameters; or, without
+            ``masters``, only some of the parameters are in half precision.
     """
     model = unwrap_model(model)
     reshard(model)  # after a forward pass without backward, the root unit still has unsharded parameters
@@ -96,15 +99,15 @@ def build_optimizer(
 
 
 def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.Module) -> None:
-    """Replace the parameters of an optimizer by the sharded ones of the same model; not collective.
+    """Replace an optimizer's unsharded parameters by the sharded parameters of the same model; not collective.
 
     Args:
         optimizer: an optimizer without state, created before the model was sharded.
-        names: names of the parameters before sharding, by their ``id``.
+        names: names of the unsharded parameters, by the ``id`` of the parameter.
         model: the same model, sharded.
 
     Raises:
-        OptimizerError: the optimizer already has state, or holds parameters of another model.
+        OptimizerError: the optimizer contains parameters of another model; or it has state for unsharded parameters.
     """
     now = named_parameters(unwrap_model(model))
     own = {id(parameter) for parameter in now.values()}
@@ -123,7 +126,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
 def _resolve_groups(
     trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Resolve the user's groups to parameter names, and add a group for the remaining parameters."""
+    """Replace patterns and parameters in the given groups by names, and add a group for the remaining parameters."""
     name_of = {id(p): name for name, p in trainable.items()}
     taken: dict[str, int] = {}
     groups = []
@@ -155,7 +158,7 @@ def _resolve_groups(
 
 
 def _split_group(group: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
-    """Split a group by weight decay, dtype and mesh, because a fused or foreach kernel needs uniform parameters."""
+    """Split a group by weight decay, dtype and mesh, because fused and foreach kernels need the same dtype and mesh."""
     split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
     for name in group["params"]:
         parameter = trainable[name]
@@ -196,7 +199,7 @@ def _construct(
             f"cannot build an optimizer: {optimizer_cls.__name__} does not support sharded parameters, expected one "
             "that does. Use AdamW, Adam, SGD, Adagrad or RMSprop."
         )
-    # Of torch's fused kernels, only Adam's supports DTensors.
+    # Adam's is the only fused kernel of torch that supports DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
 

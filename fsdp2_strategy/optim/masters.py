@@ -1,11 +1,11 @@
-"""fp32 master weights in the optimizer: the model has only bf16 parameters, and small updates still accumulate.
+"""Keep fp32 master weights in the optimizer, so that small updates of half-precision parameters are not lost.
 
-Input: a torch optimizer, or parameters and optimizer options. Output: an optimizer over the same parameters that
-steps fp32 copies of them and rounds the result into the parameters.
+Input: a torch optimizer, or parameters and optimizer options. Output: an optimizer over the same parameters. Its step
+updates fp32 copies of the parameters, and rounds the copies into the parameters.
 
 The master weights are optimizer state (``state[parameter]["master"]``), so they are saved, sharded, offloaded and
-loaded with Adam's moments. With fp32 gradients (`shard_model` with ``masters_in_optimizer``) the weights in the forward
-pass are bitwise equal to those of a model that stores its master weights itself.
+loaded together with Adam's moments. If gradients are fp32 (`shard_model` with ``masters_in_optimizer``), the weights in
+the forward pass are bitwise equal to those of a model whose sharded parameters are the fp32 master weights.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fsdp2_strategy.model.shards import sharded_like
 class FSDPadaptOptimizer(Optimizer):
     """Step fp32 master weights of half-precision parameters with any torch optimizer.
 
-    fp32 parameters are stepped directly. The hyper-parameters are those of this optimizer's ``param_groups``, which
-    learning-rate schedules change.
+    Parameters in fp32 are stepped directly. Each step uses the hyper-parameters in this object's ``param_groups``, so
+    build learning-rate schedules over this object.
 
     Args:
-        optimizer: an optimizer over the model's parameters, whose groups, options and state are moved to this one; or
-            parameters (or groups of them), for which ``optimizer_cls`` constructs an optimizer.
+        optimizer: an optimizer over the model's parameters, whose groups and state move to this object; or parameters,
+            or groups of parameters, for which ``optimizer_cls`` constructs an optimizer.
         optimizer_cls: a torch optimizer class.
         **kwargs: options of ``optimizer_cls``.
 
@@ -63,7 +63,7 @@ class FSDPadaptOptimizer(Optimizer):
         register_masters(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, and create its fp32 master weights; not collective."""
+        """Add a parameter group, and create the fp32 master weights of its parameters; not collective."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if _is_half(parameter):
@@ -76,10 +76,10 @@ class FSDPadaptOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step the master weights, and round them into the parameters; not collective if the inner step is not.
+        """Step the master weights, and round them into the parameters; collective only if the inner step is.
 
         Args:
-            closure: re-evaluates the model and returns the loss; called once, before the step.
+            closure: evaluates the model and returns the loss; called once, before the step.
         """
         loss = None
         if closure is not None:
@@ -100,11 +100,11 @@ class FSDPadaptOptimizer(Optimizer):
         return loss
 
     def _move_to_inner(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Move a parameter's gradient and state to the inner optimizer, and return the tensor that is stepped."""
+        """Pass a parameter's gradient and state to the inner optimizer, and return the tensor to step."""
         state = self.state[parameter]
         master: torch.Tensor = state.get(MASTER, parameter)
         if _is_half(parameter):
-            if not isinstance(master, nn.Parameter) or master is parameter:  # a load replaced or dropped it
+            if not isinstance(master, nn.Parameter) or master is parameter:  # replaced or removed by a load
                 master = state[MASTER] = _master_of(master)
             master.grad = None if parameter.grad is None else _fp32(parameter.grad)
         self.inner.state[master] = {key: value for key, value in state.items() if key != MASTER}

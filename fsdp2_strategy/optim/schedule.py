@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name.
+"""Build learning-rate schedules by name.
 
 Input: an optimizer and the length of the run. Output: a torch scheduler that is stepped once per optimizer step.
 """
@@ -14,7 +14,7 @@ from transformers import SchedulerType, get_scheduler
 
 from fsdp2_strategy.errors import OptimizerError, did_you_mean
 
-# Names that VLA trainers use -> transformers' name and options.
+# Schedule names of VLA trainers -> the schedule's name and options in transformers.
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-warmup+cosine-decay": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
     "warmup_cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
@@ -37,24 +37,26 @@ def build_scheduler(
     warmup_ratio: float | None = None,
     **scheduler_specific_kwargs: Any,
 ) -> LRScheduler:
-    """Build a learning-rate schedule by transformers' name for it; not collective.
+    """Build a learning-rate schedule by its name in transformers or in VLA trainers; not collective.
 
     Args:
-        optimizer: any torch optimizer; each group follows the schedule from its own learning rate.
-        name: transformers' name ("cosine", "linear", "constant_with_warmup", …), or one that VLA trainers use:
-            "linear-warmup+cosine-decay" (to a tenth of the peak), "linear-warmup+constant", "backbone-freeze-warmup"
-            (groups whose name begins with "backbone" have learning rate 0 for ``llm_freeze_step`` steps; all other
-            learning rates are constant).
-        num_training_steps: optimizer steps of the whole run, if the schedule depends on it.
-        num_warmup_steps: steps of the linear warm-up from 0.
-        warmup_ratio: warm-up as a fraction of the run: int(num_training_steps * warmup_ratio) steps.
+        optimizer: any torch optimizer; the schedule scales the learning rate of each group.
+        name: a name in transformers ("cosine", "linear", "constant_with_warmup", …), or a name in VLA trainers:
+            "linear-warmup+cosine-decay" or "warmup_cosine" (decay to a tenth of the peak), "linear-warmup+constant" or
+            "warmup_constant", or "backbone-freeze-warmup". The last one is constant, except that groups whose name
+            begins with "backbone" have learning rate 0 for the first ``llm_freeze_step`` steps.
+        num_training_steps: number of optimizer steps of the run; needed only if the schedule depends on it.
+        num_warmup_steps: number of steps of the linear warm-up from 0.
+        warmup_ratio: an alternative to ``num_warmup_steps``: the warm-up has int(num_training_steps * warmup_ratio)
+            steps.
         **scheduler_specific_kwargs: further options of the schedule, as in transformers.
 
     Returns:
         A scheduler to step once per optimizer step.
 
     Raises:
-        OptimizerError: the name is unknown, an option is missing or invalid, or both warm-ups are given.
+        OptimizerError: the name is unknown; an option is missing or invalid; or both num_warmup_steps and
+            warmup_ratio are given.
     """
     check_schedule_name(name)
     if warmup_ratio is not None:
@@ -99,12 +101,12 @@ def check_schedule_name(name: str) -> None:
 def get_constant_schedule_with_freeze_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """Build a schedule with learning rate 0 for the first steps, then constant; not collective.
+    """Build a schedule whose learning rate is 0 for the first steps, then constant; not collective.
 
     Args:
         optimizer: any torch optimizer.
         num_warmup_steps: number of optimizer steps with learning rate 0.
-        last_epoch: number of steps already taken, minus 1.
+        last_epoch: number of steps already taken, minus 1, as in torch.
     """
     return LambdaLR(optimizer, partial(_zero_before, num_warmup_steps), last_epoch)
 

@@ -5,7 +5,7 @@ Input: a loss, a sharded model and its optimizer. Output: gradients, then a `Ste
 [Note: gradient scale] FSDP2 averages gradients over the ranks. `backward` divides the loss by the number of
 micro-batches, so the gradient is the mean over ranks and micro-batches, with equal weights. With
 ``num_items_in_batch`` = N, the loss is a sum over items, and the gradient must be that of the global sum divided by N.
-So the loss is multiplied by ranks / N, and FSDP2's average cancels the factor ranks.
+So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepResult:
 class LossScale:
     """Dynamic loss scale, which keeps float16 gradients from underflowing.
 
-    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after each other step.
+    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after any other step.
     """
 
     value: float = 2.0**16
@@ -87,7 +87,7 @@ class Accumulation:
     checked_optimizer: ref[Optimizer] | None = None
     """The optimizer that last passed `_check_parameters`."""
     last_sync: bool | None = None
-    """The ``is_last`` of the last `set_gradient_sync`; None before the first (FSDP2's default equals True)."""
+    """``is_last`` in the last call of `set_gradient_sync`; None before the first call, which is equivalent to True."""
 
 
 _ACCUMULATION = Slot[Accumulation]("accumulation")
@@ -197,10 +197,10 @@ def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tens
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
-    """Set what each unit communicates in the next backward pass; not collective."""
+    """Set which collectives each unit runs in the next backward pass; not collective."""
     root = unwrap_model(model)
     if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
-        mode = "every"  # FSDP2 sums deferred gradients in one flat buffer, so their parameters must not vary
+        mode = "every"  # FSDP2 sums deferred gradients in a flat buffer, so all passes need the same parameters
     for unit in root.modules():
         if isinstance(unit, FSDPModule) and mode == "last":
             unit.set_requires_gradient_sync(is_last, recurse=False)

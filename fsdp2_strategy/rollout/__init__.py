@@ -1,7 +1,7 @@
 """Stream weights from a sharded model to an inference engine, and generate with the engine.
 
-`stream` and `bucket` gather the weights. `engine` contains the protocol of an engine, the engine that uses
-transformers, and `Rollout`, which the strategy calls. `remote` contains the engine that runs in another process.
+`stream` and `bucket` gather the weights. `engine` contains the protocol of an engine, an engine that uses transformers,
+and `Rollout`, which the strategy calls. `remote` connects the trainer to an engine in another process.
 """
 
 from fsdp2_strategy.rollout.engine import ENGINES, Rollout, RolloutEngine, TransformersEngine

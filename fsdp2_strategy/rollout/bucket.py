@@ -1,13 +1,13 @@
-"""Gather sharded tensors into full tensors: many small tensors, or a large one, in one collective.
+"""Gather sharded tensors into full tensors: many small tensors, or one large tensor, in one collective.
 
-Input: parts, which are tensors as this rank holds them. Output: buckets, which gather the shards of all ranks into one
-flat buffer, and return full tensors from it.
+Input: this rank's shards, as parts. Output: full tensors, from buckets that gather the shards of all ranks.
 
-[Note: buckets] The buffer has one row of bytes per rank. A row contains the rank's shards one after another, cast, and
-padded to the same length on all ranks. Each rank writes its row, and the collective fills in the others. FSDP2 splits a
-dimension into chunks of equal length, except for the last ones. So the padded chunks of a tensor, in rank order, are
-the tensor followed by padding. If a bucket contains one tensor, which is split along its first dimension, the full
-tensor is a view of the buffer. It is copied only if rows are padded for alignment.
+[Note: buckets] A bucket's buffer has one row of bytes per rank. A row contains the rank's shards one after another,
+cast and padded to the same length on all ranks. Each rank writes its own row, and the collective fills in the other
+rows. FSDP2 splits a dimension into chunks of equal length, except for the last chunks. So the padded chunks of a
+tensor, in rank order, are the tensor followed by padding. If a bucket contains only one tensor, and the tensor is split
+along its first dimension, the full tensor is a view of the buffer; it is copied if its row is padded for alignment. In
+a bucket with several sharded tensors, each full tensor is copied.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class Route:
     """How the values of a tensor are sent to every rank."""
 
     group: Any = None
-    """The ranks that hold its shards; None if every rank has the full tensor, or DTensor gathers it."""
+    """The group of the ranks that hold the shards; None if no collective on shards is needed, or DTensor runs it."""
     dim: int = 0
-    """The dimension that is split."""
+    """The dimension of the tensor that is split."""
     from_rank_0_of: Any = None
-    """The group whose rank 0 broadcasts its values, if the values of ranks may differ; otherwise None."""
+    """The group whose rank 0 broadcasts the values, if values may differ between ranks; otherwise None."""
     is_gathered_alone: bool = False
-    """DTensor gathers it, for example because it is sharded along several axes of its mesh."""
+    """Whether DTensor gathers the tensor, for example because it is sharded along several axes of its mesh."""
 
     @cached_property
     def ranks(self) -> int:
-        """Number of rows in the buffer."""
+        """Number of ranks that write a row of the buffer."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @cached_property
     def key(self) -> tuple[int, int]:
-        """Tensors can share a bucket if their keys are equal."""
+        """The route's process groups, by ``id``; tensors with equal keys can share a bucket."""
         return id(self.group), id(self.from_rank_0_of)
 
 
 def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -> dict[str, Route]:
-    """Return how the values of tensors are sent to every rank.
+    """Return the route of each tensor: how its values are sent to every rank.
 
     Args:
         tensors: tensors as this rank holds them, by name.
         differing: the ``id`` of each tensor whose values may differ between ranks (statistics of a batch norm).
     """
-    route_by_layout: dict[object, Route] = {}  # most tensors share a few layouts, and asking torch is slow
+    route_by_layout: dict[object, Route] = {}  # tensors share a few layouts, and `_route_of` is slow
     routes = {}
     for name, tensor in tensors.items():
         differs = id(tensor) in differing
@@ -93,7 +93,7 @@ class Part:
 
     @cached_property
     def padded(self) -> list[int]:
-        """The shape of the longest shard; the shards of all ranks are padded to it."""
+        """The shape of the longest shard, to which the shards of all ranks are padded."""
         shape = list(self.tensor.shape)
         if self.route.group is not None:
             shape[self.route.dim] = -(-shape[self.route.dim] // self.route.ranks)
@@ -101,11 +101,11 @@ class Part:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row that it fills; not 0 for an empty tensor, because torch cannot view rows without bytes."""
+        """Number of bytes of the part's slice of a row; at least 1 element, because torch cannot view empty rows."""
         return -(-max(1, prod(self.padded)) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def write(self, row: torch.Tensor) -> None:
-        """Write this rank's shard into its slice of the row; collective if ``is_gathered_alone``."""
+        """Write this rank's shard into the part's slice of a row; collective if ``is_gathered_alone``."""
         local = full_tensor_of(self.tensor) if self.route.is_gathered_alone else values_of(self.tensor)
         target = self._values_in(row)
         if local.device != target.device:  # cast first: fewer bytes are copied to the device
@@ -115,7 +115,7 @@ class Part:
         target.copy_(local, non_blocking=True)
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor from its slice of all rows: contiguous, and a view if possible."""
+        """Return the full tensor from the part's slice of all rows: contiguous, and a view if possible."""
         chunks = self._values_in(rows)
         if self.route.group is None:
             return chunks[0]
@@ -129,7 +129,7 @@ class Part:
 
 
 class Bucket:
-    """Parts that are gathered in one collective; see [Note: buckets]."""
+    """Gather several parts in one collective; see [Note: buckets]."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Part] = {}
@@ -139,25 +139,25 @@ class Bucket:
         self._works: Sequence[dist.Work] = ()
 
     def add(self, name: str, part: Part) -> None:
-        """Add a part; its route must have the same key as those of the others."""
+        """Add a part, whose route must have the same key as the routes of the other parts."""
         self.parts[name] = part
         self._slices[name] = slice(self._row_bytes, self._row_bytes + part.row_bytes)
         self._row_bytes += part.row_bytes
 
     @property
     def route(self) -> Route:
-        """The route of its first part; those of the others have the same key."""
+        """The route of the first part; the routes of the other parts have the same key."""
         return next(iter(self.parts.values())).route
 
     @property
     def nbytes(self) -> int:
-        """Length of the buffer that it needs."""
+        """Size of the buffer in bytes."""
         return self._row_bytes * self.route.ranks
 
     def start(self) -> None:
-        """Allocate the buffer, write this rank's row, and start to gather the others; collective."""
+        """Allocate the buffer, write this rank's row, and start to gather the other rows; collective."""
         route = self.route
-        # A new buffer each time: tensors that the caller holds are views of the old ones.
+        # Do not reuse a buffer: the caller may hold tensors that are views of it.
         rows = torch.empty((route.ranks, self._row_bytes), dtype=torch.uint8, device=current_device())
         self._rows = rows
         own = 0 if route.group is None else dist.get_rank(route.group)
@@ -169,23 +169,23 @@ class Bucket:
             self._works = _gather(rows, own, route.group)
 
     def wait(self) -> None:
-        """Wait for all rows; on a CUDA device, only the current stream waits."""
+        """Wait until all rows are gathered; on a CUDA device, only the current stream waits."""
         for work in self._works:
             work.wait()
         self._works = ()
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        """Return the full tensor of a part, contiguous; it may be a view of the buffer."""
+        """Return the full tensor of a part: contiguous, possibly a view of the buffer."""
         assert self._rows is not None
         return self.parts[name].read(self._rows[:, self._slices[name]])
 
     def release(self) -> None:
-        """Release the buffer."""
+        """Drop the bucket's reference to its buffer; views that the caller holds stay valid."""
         self._rows = None
 
 
 def _gather(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
-    """Start to gather the other ranks' rows in place."""
+    """Start to gather the other ranks' rows in place; return the collectives to wait for."""
     if rows.is_cuda:
         # torch 2.13 renames the function.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -195,14 +195,14 @@ def _gather(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
 
 
 def may_start_early(buckets: Sequence[Bucket], bucket_bytes: int) -> bool:
-    """Return whether a bucket can be gathered while the caller may still hold a tensor of the last but one.
+    """Return whether any three consecutive buckets fit in the memory limit; the same on all ranks.
 
-    A loop holds the last tensor of a bucket, and so its buffer, until it has received the first tensor of the next one.
-    A bucket that is started before that is the third one in memory. All ranks get the same result.
+    A ``for`` loop holds the last tensor of a bucket, and so the buffer, until it receives the first tensor of the
+    second bucket. If the third bucket is started before that, three buffers are in memory.
 
     Args:
-        buckets: the buckets in their order.
-        bucket_bytes: the limit on memory is twice this, or twice the largest bucket.
+        buckets: the buckets in the order in which they are gathered.
+        bucket_bytes: half of the memory limit; the size of the largest bucket is used if larger.
     """
     nbytes = [bucket.nbytes for bucket in buckets]
     three = [sum(nbytes[i : i + 3]) for i in range(len(nbytes))]

@@ -1,15 +1,16 @@
 """The TCP connection between a trainer and an inference engine in another process: handshake, messages, heartbeats.
 
-Input: an address, or a rank of the default group; headers and tensors. Output: the same in the other process.
+Input: an address, or a rank of the default group; headers and tensors to send. Output: the headers and tensors that the
+other process sends.
 
-[Note: sessions] A trainer opens two connections to the server: one for requests and answers, one for heartbeats. The
-server serves one trainer at a time. Others wait in the queue of its listening socket until it accepts them, and give up
-after their time-out; the server skips those that have given up. Nothing is pickled: headers are JSON, tensors are their
-bytes. The sockets of a process that dies are closed, which the other end notices at once.
+[Note: sessions] A trainer opens two sockets to the server: one for requests and answers, one for heartbeats. The server
+serves one trainer at a time. Other trainers wait in the queue of the listening socket, and give up after their
+time-out. The server skips trainers that have given up. Nothing is pickled: a header is sent as JSON, a tensor as its
+bytes. If a process dies, the operating system closes its sockets, and the other process notices this at once.
 
-[Note: heartbeats] A thread at each end sends a byte every second, and expects one. If none arrives for the time-out of
-that end, the other process is stopped or its host is unreachable. The thread then shuts both connections down, which
-wakes all calls that wait on them. Requests and answers have no time-out of their own.
+[Note: heartbeats] At each end, a thread sends one byte every second to the other end. If an end receives no byte for
+its time-out, the other process counts as lost: it is stopped, or its host is unreachable. The thread then shuts both
+sockets down, which wakes all calls that wait on them. Requests and answers have no time-out of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _ID_BYTES = 16
 _ACCEPTED = b"fsdp2 engine v03"
 _REQUESTS, _HEARTBEATS = b"r", b"h"
 _OPEN_TO_ALL = b"fsdp2 trainer 03"
-"""The key of a server at an address. A server at a rank has a random key, which only the default group can read."""
+"""The key of every server at an address. A server for a rank has a random key, published in the default store."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -65,7 +66,8 @@ def peer_name(address: str | None, peer: int | None) -> str:
     """Check an address or a rank, and return its name for messages.
 
     Raises:
-        RolloutError: both address and peer are given, or neither is, or one is malformed.
+        RolloutError: both address and peer are given, or neither; the address is malformed; or ``peer`` is not another
+            rank of an initialised default group.
     """
     if (address is None) == (peer is None):
         raise RolloutError(
@@ -93,7 +95,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _own_hosts(store: Any) -> list[str]:
-    """Return names of this host for other ranks; first the address of the interface that reaches the store."""
+    """Return names under which other ranks reach this host, beginning with the address that routes to the store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
@@ -109,7 +111,7 @@ def _own_hosts(store: Any) -> list[str]:
 
 
 class Listener:
-    """The listening socket of a server, and the queue of trainers that wait; see [Note: sessions]."""
+    """The listening socket of a server, and the queue of waiting trainers; see [Note: sessions]."""
 
     def __init__(self, listening: socket.socket, key: bytes) -> None:
         self.key = key
@@ -119,7 +121,7 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port of the listening socket."""
         return int(self._socket.getsockname()[1])
 
     def accept(self, seconds: float) -> Connection:
@@ -138,7 +140,7 @@ class Listener:
             heartbeats.close()
 
     def _greet(self) -> None:
-        """Accept one connection; if it is the second one of a trainer, add the trainer to the queue."""
+        """Accept one socket; add the trainer to the queue once both of its sockets are accepted."""
         other, _ = self._socket.accept()
         other.settimeout(_HANDSHAKE_SECONDS)
         try:
@@ -153,20 +155,21 @@ class Listener:
         if len(both) == 2:
             self._waiting.append((both[_REQUESTS], both[_HEARTBEATS]))
             del self._halves[trainer]
-        elif len(self._halves) > _BACKLOG:  # the oldest one belongs to a trainer that died in between
+        elif len(self._halves) > _BACKLOG:  # the oldest: its trainer has probably died
             for half in self._halves.pop(next(iter(self._halves))).values():
                 half.close()
 
 
 _listeners: dict[str, Listener] = {}
-"""The listeners of this process, by name; kept, so that a restarted trainer finds the server at the same address."""
+"""The listeners of this process by `peer_name`; kept, so that a restarted trainer finds the same address."""
 
 
 def listen(address: str | None, peer: int | None) -> Listener:
-    """Return the listener of a server; a listener of an earlier session is reused.
+    """Return the listener for an address or a rank; reuse the listener of an earlier session.
 
     Raises:
-        RolloutError: the address is in use, or is not an address of this host; or the default group's store is gone.
+        RolloutError: the address or rank is invalid; the address is in use, or is not an address of this host; or the
+            store of the default group is unreachable.
     """
     where = peer_name(address, peer)
     if where not in _listeners:
@@ -213,10 +216,11 @@ def _entry(server: int, trainer: int | None) -> str:
 
 
 def connect(address: str | None, peer: int | None, seconds: float) -> Connection:
-    """Connect to a server; wait while it serves another trainer.
+    """Connect to a server, and wait at most ``seconds`` while it serves another trainer.
 
     Raises:
-        RolloutError: no server listens there, or it does not accept this trainer in time.
+        RolloutError: the address or rank is invalid, no server listens there, or the server does not accept this
+            trainer in time.
     """
     where = peer_name(address, peer)
     deadline = time.monotonic() + seconds
@@ -288,12 +292,13 @@ def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) ->
 
 
 class Connection:
-    """JSON headers and tensors between two processes; see [Note: sessions] and [Note: heartbeats].
+    """A connection that sends JSON headers and tensors; see [Note: sessions] and [Note: heartbeats].
 
     Args:
         requests: the connected socket for headers and tensors.
         heartbeats: the connected socket for heartbeats.
-        seconds: the connection is closed after this time without a heartbeat; at least two intervals of heartbeats.
+        seconds: time without a heartbeat after which the connection is closed; raised to two intervals of heartbeats
+            if shorter.
     """
 
     def __init__(self, requests: socket.socket, heartbeats: socket.socket, seconds: float) -> None:
@@ -309,15 +314,16 @@ class Connection:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, flush: bool = True) -> None:
-        """Send a header and tensors; the tensors can be changed afterwards.
+        """Send a header and tensors; the caller may change the tensors after the call.
 
         Args:
             header: JSON content.
             tensors: plain tensors; see `is_plain`.
-            flush: False if another message follows at once; small messages are then sent together.
+            flush: False if another message follows at once, so that small messages are sent together.
 
         Raises:
-            RolloutError: the header is too large; nothing has been sent.
+            RolloutError: the header is too large. Nothing has been sent.
+            ConnectionLostError: the connection is lost.
         """
         described = [(_dtype_name(tensor), list(tensor.shape)) for tensor in tensors]
         text = json.dumps({**header, "tensors": described} if described else header).encode()
@@ -334,7 +340,7 @@ class Connection:
                 self._output.flush()
 
     def receive(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Receive a header and its tensors, in host memory; wait for them without a time-out."""
+        """Wait for a header and its tensors without a time-out, and return them; the tensors are in host memory."""
         with protocol_errors(), self._connection_errors():
             [length] = struct.unpack("<q", self._read(8))
             if not 0 < length <= sizes.HEADER_BYTES:
@@ -355,12 +361,12 @@ class Connection:
         return tensor
 
     def close(self) -> None:
-        """Close the connection, which wakes all calls that wait at either end; can be repeated."""
+        """Close the connection, which wakes all waiting calls at both ends; idempotent."""
         self._closed.set()
         for each in (self._requests, self._heartbeats):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        with self._in_use:  # while a thread still uses the descriptor, its number must not be reused
+        with self._in_use:  # close only when no thread uses the descriptor: its number may be reused
             for stream in (self._output, self._input, self._requests):
                 with suppress(OSError):
                     stream.close()
@@ -396,7 +402,7 @@ class Connection:
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """Read during a handshake, exactly ``nbytes``: what follows belongs to the session."""
+    """Read exactly ``nbytes`` of a handshake, without a buffer, because later bytes belong to the session."""
     data = b""
     while len(data) < nbytes:
         received = connection.recv(nbytes - len(data))
@@ -408,7 +414,7 @@ def _read(connection: socket.socket, nbytes: int) -> bytes:
 
 @contextmanager
 def protocol_errors() -> Iterator[None]:
-    """Raise `ConnectionLostError` if the block cannot interpret a message of the other end."""
+    """Raise `ConnectionLostError` if the block cannot interpret a message from the other end."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -423,7 +429,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether dtype, shape and bytes describe a tensor: dense, not quantized, not a subclass."""
+    """Return whether a tensor can be sent as dtype, shape and bytes: dense, not on meta, not quantized, no subclass."""
     is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
@@ -432,7 +438,7 @@ def to_json(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
     """Return a value as JSON content; append its tensors to ``tensors``.
 
     Raises:
-        RolloutError: it contains a value of another type.
+        RolloutError: the value, or a value in it, has a type that cannot be sent.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -453,7 +459,7 @@ def to_json(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def from_json(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that was passed to `to_json`, with its tensors on the device of this process."""
+    """Return the value that was passed to `to_json`, with its tensors on this process's device."""
     if not isinstance(value, dict):
         return value
     [(kind, inner)] = value.items()

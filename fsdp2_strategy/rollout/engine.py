@@ -1,6 +1,7 @@
-"""The protocol of inference engines, an engine that uses transformers, and the engine of a trainer.
+"""The protocol of inference engines, an engine that uses transformers, and the `Rollout` that holds a trainer's engine.
 
-Input: weights under Hugging Face names, as `stream_weights` yields them. Output: an engine that generates with them.
+Input: weights under Hugging Face names, as `stream_weights` yields them. Output: an engine that generates with these
+weights.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class RolloutEngine(Protocol):
     """The interface of an inference engine, which may compute in this process or elsewhere.
 
     Three members are optional. ``weight_checksums() -> dict[str, str]`` returns checksums by Hugging Face name, as the
-    function `weight_checksums` computes them; it is needed to verify updates. ``is_asleep`` is needed if the engine can
-    go to sleep by itself. ``close`` is called when an engine that was built by name is no longer used.
+    function `weight_checksums` computes them; an update with ``verify`` calls it. ``is_asleep`` is needed if the engine
+    can go to sleep by itself. ``close()`` is called when an engine that was built by name is no longer used.
     """
 
     def update_weights(self, weights: Weights) -> object:
-        """Load all weights, given by Hugging Face name; a tensor does not change while it is held."""
+        """Load all weights from pairs of Hugging Face name and tensor; tensors that the engine keeps do not change."""
 
     def sleep(self) -> object:
         """Free the device memory; the loaded weights must be available again after `wake_up`."""
@@ -58,16 +59,16 @@ class RolloutEngine(Protocol):
 class TransformersEngine:
     """Generate with transformers, on this rank's own full copy of a sharded model; not collective.
 
-    The copy has no weights before the first `update_weights`. Ranks generate independently, so their sequences may
-    differ in number and length.
+    The copy has no weights before the first `update_weights`. Ranks generate independently, so the number and length of
+    their sequences may differ.
 
     Args:
-        model: the model, sharded or not, or its wrapper; also on the meta device. Its modules are copied as they are
-            now, without adapters: updates contain weights with merged adapters.
+        model: the model, sharded or not, or its wrapper; may be on the meta device. Its modules are copied without
+            adapters, because updates contain merged weights. Later changes to its modules do not affect the copy.
         dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards.
 
     Raises:
-        RolloutError: transformers cannot generate with the model.
+        RolloutError: transformers cannot generate with the model, or the stream of its weights lacks a parameter.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16) -> None:
@@ -97,11 +98,12 @@ class TransformersEngine:
         self._has_weights = False
 
     def update_weights(self, weights: Weights) -> None:
-        """Load all weights of the model, given by Hugging Face name.
+        """Load all weights of the model from pairs of Hugging Face name and tensor.
+
+        If this raises while the engine is awake, `generate` raises until an update succeeds.
 
         Raises:
-            RolloutError: the engine is asleep; or a weight is missing, unknown or has another shape. In the second case
-                `generate` raises until an update succeeds.
+            RolloutError: the engine is asleep; or a weight is missing, unknown, repeated or has another shape.
         """
         self._check_awake("update its weights")
         self._has_weights = False
@@ -125,10 +127,10 @@ class TransformersEngine:
         self.is_asleep = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as ``model.generate`` does, with the same arguments and result.
+        """Call ``model.generate`` on the copy, with the same arguments and result.
 
         Raises:
-            RolloutError: the engine is asleep, or does not have all weights.
+            RolloutError: the engine is asleep, or the last update of its weights is incomplete.
         """
         self._check_awake("generate")
         if not self._has_weights:
@@ -147,7 +149,7 @@ class TransformersEngine:
 
 
 def _compute_buffers(model: Any) -> None:
-    """Compute the values of a model's buffers with transformers, without changing its parameters."""
+    """Compute the values of a model's buffers with transformers' ``initialize_weights``; keep the parameters."""
     for parameter in model.parameters():
         mark_initialized(parameter)
     model.initialize_weights()
@@ -165,7 +167,7 @@ def _copy_configs(model: nn.Module) -> None:
 
 
 class _WeightLoader:
-    """Load weights under Hugging Face names into a full model, by the conversions that apply to files."""
+    """Load weights under Hugging Face names into an unsharded model, with the same conversions as from files."""
 
     def __init__(self, model: nn.Module) -> None:
         copied: Any = meta_skeleton(model)
@@ -193,12 +195,12 @@ class _WeightLoader:
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        """Write all weights into the model; raise if they are not exactly those that it needs."""
-        # Read in each update, because `sleep` and `wake_up` move the parameters to new memory.
+        """Write all weights into the model; raise if a weight is missing, unknown, repeated or has another shape."""
+        # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
         state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
         missing = dict.fromkeys(self._expected)
         pending = list(self._computed)
-        kept: dict[str, torch.Tensor] = {}  # inputs of pending computations
+        kept: dict[str, torch.Tensor] = {}  # received inputs of pending computations
         for name, given in weights:
             self._check(name, given, missing)
             del missing[name]
@@ -252,15 +254,15 @@ def _transformers_engine(_args: Any, actor: nn.Module | None, dtype: torch.dtype
 
 
 ENGINES: dict[str, Factory] = {"transformers": _transformers_engine}
-"""Functions that build an engine, by the engine's name. Add your own under the name that the trainer passes.
+"""Functions that build an engine, by name. To add an engine, set ``ENGINES[name]``; the trainer passes this name.
 
-Arguments: the trainer's arguments, the actor, and the dtype of the weights. A function runs on every rank, and returns
+A function receives the trainer's arguments, the actor, and the dtype of the weights. It runs on every rank, and returns
 None on ranks without an engine.
 """
 
 
 class Rollout:
-    """The engine of a trainer, and whether it sleeps."""
+    """Hold a trainer's engine: set it up, update its weights, put it to sleep and wake it."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.engine: RolloutEngine | None = None
@@ -325,20 +327,20 @@ class Rollout:
             sent.check_complete(self.engine)
 
     def sleep(self) -> None:
-        """Put the engine to sleep unless it sleeps already; not collective."""
+        """Put the engine to sleep, unless it is asleep; not collective."""
         if self.engine is not None and not self._is_asleep:
             self.engine.sleep()
             self._was_put_to_sleep = True
 
     def wake_up(self) -> None:
-        """Wake the engine if it sleeps; not collective."""
+        """Wake the engine if it is asleep; not collective."""
         if self.engine is not None and self._is_asleep:
             self.engine.wake_up()
             self._was_put_to_sleep = False
 
     @property
     def _is_asleep(self) -> bool:
-        """Whether the engine sleeps: its own ``is_asleep`` if it has one, otherwise what was last called here."""
+        """Whether the engine is asleep: its own ``is_asleep`` if it has one, else whether `sleep` was called last."""
         return bool(getattr(self.engine, "is_asleep", self._was_put_to_sleep))
 
 
@@ -351,7 +353,7 @@ def _check_engine(engine: object) -> None:
 
 
 class CountedStream:
-    """An iterator over a stream that counts the tensors that the engine took, and hashes them if ``hashed``."""
+    """Iterate over a stream of weights, and count the tensors that the engine takes; hash them if ``hashed``."""
 
     def __init__(self, stream: Iterable[tuple[str, torch.Tensor]], *, hashed: bool) -> None:
         self._stream = iter(stream)
@@ -376,10 +378,10 @@ class CountedStream:
             yield name, tensor
 
     def exhaust(self) -> None:
-        """Run through the tensors that the engine did not take, because the other ranks need the collectives.
+        """Iterate over the tensors that the engine did not take, so that this rank runs all collectives of the stream.
 
         Raises:
-            RolloutError: the stream itself failed, even if the engine caught the error.
+            Exception: the error of the stream, also if the engine caught it.
         """
         for _ in self._stream:
             self._left += 1
@@ -387,7 +389,7 @@ class CountedStream:
             raise self._failure
 
     def check_complete(self, engine: RolloutEngine) -> None:
-        """Raise if the engine did not take all tensors, or if its checksums differ from those that were sent."""
+        """Raise if the engine did not take all tensors; if ``hashed``, also if its checksums are wrong."""
         if self._left:
             raise RolloutError(
                 f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "

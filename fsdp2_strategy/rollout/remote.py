@@ -1,12 +1,13 @@
-"""Use an inference engine in another process: the trainer's class, and the function that serves the engine there.
+"""Use an inference engine in another process: `RemoteEngine` in the trainer, and `serve` in the engine's process.
 
-Input, on the trainer: weights and calls, as for any engine. Output: the results of the engine in the other process.
+Input, in the trainer: weights and method calls, as for any engine. Output: the results of the engine in the other
+process.
 
-A request is a header followed by tensors, and so is its answer. Neither has a time-out; see [Note: heartbeats] in
-`connection`.
+Requests and answers are headers followed by tensors. They have no time-out; see [Note: heartbeats] in `connection`.
 
-[Note: updates] An update is a request, one message per weight, and a message that ends it. After an error at one end,
-the other end still sends or receives the rest, so that the next request is read from its beginning.
+[Note: updates] An update is a request, one message per weight, and an end message. If the engine raises, the server
+still receives the remaining weights. If the trainer's stream raises, the end message contains the error. So both ends
+always reach the end message, and the server reads the next request from its beginning.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ _CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
 
 
 class RemoteEngine:
-    """The trainer's object for an engine that another process runs; not collective: one rank has it.
+    """Call an engine in another process; not collective: only one rank creates this object.
 
-    Each method calls the method of the same name on the engine there, and returns its result, with tensors on this
-    rank's device. Arguments and results are numbers, strings, None, tensors, and lists, tuples and mappings of them; a
-    mapping is received as a dict. Key-value caches that transformers returns are not sent.
+    Each method calls the method of the same name on the engine in the other process, and returns its result. Tensors in
+    the result are on this rank's device. Arguments and results are numbers, strings, None, tensors, and lists, tuples
+    and mappings of these; a mapping is received as a dict. If a result is a mapping, its key-value caches are left out.
 
     Args:
-        address: ``"host:port"`` at which the other process serves; use it if the two have no common process group.
-        peer: instead, the rank of the default group that serves.
-        timeout_seconds: time to connect, and time without a heartbeat after which the server counts as lost; calls may
-            take longer. If the server process dies, this is noticed at once.
+        address: ``"host:port"`` at which the other process serves; for processes without a common process group.
+        peer: the rank of the default group that serves; an alternative to ``address``.
+        timeout_seconds: time to connect, and time without a heartbeat after which the server counts as lost. Calls may
+            take longer. The death of the server process is noticed at once.
 
     Raises:
-        RolloutError: no server accepts the connection. Methods raise it if the connection is lost, if the engine there
-            fails, or if an argument has another type; after the last two, methods can be called again.
+        RolloutError: no server accepts the connection. Methods raise RolloutError if the connection is lost, if the
+            engine fails, or if an argument has another type. After the latter two, methods can be called again.
     """
 
     def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
@@ -68,16 +69,16 @@ class RemoteEngine:
         self._turn = threading.Lock()
         self._lost: str | None = None
         self._sleeps = False
-        # Runs in `close`, or when this object is garbage collected, or when the program ends.
+        # Called by `close`, when this object is garbage collected, or at exit.
         self._finalizer = finalize(self, _disconnect, self._connection, self._turn)
 
     def close(self) -> None:
-        """Close the connection, so that the server can accept another trainer; from any thread; can be repeated."""
+        """Close the connection, so that the server can accept another trainer; thread-safe and idempotent."""
         self._lost = self._lost or "it was closed"
         self._finalizer()
 
     def update_weights(self, weights: Weights) -> None:
-        """Send all weights to the engine, by Hugging Face name; see [Note: updates]."""
+        """Send all weights to the engine under their Hugging Face names; see [Note: updates]."""
         action = "update weights"
         failure: Exception | None = None
         with self._request(action):
@@ -88,7 +89,7 @@ class RemoteEngine:
                     self._connection.send({"weight": name}, [tensor], flush=False)
             except ConnectionLostError:
                 raise
-            except Exception as error:  # noqa: BLE001  raised below, after the server has received it
+            except Exception as error:  # noqa: BLE001  raised below, after the server was told
                 failure = error
             self._connection.send({"end": None if failure is None else error_text(failure)})
             with suppress(RolloutError) if failure else nullcontext():
@@ -102,7 +103,7 @@ class RemoteEngine:
         return checksums
 
     def sleep(self) -> None:
-        """Put the engine to sleep: it frees its device memory."""
+        """Put the engine to sleep, which frees its device memory."""
         self._ask("sleep")
         self._sleeps = True
 
@@ -113,12 +114,12 @@ class RemoteEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps: its own ``is_asleep`` if it has one, otherwise what was last called here."""
+        """Whether the engine is asleep: its own ``is_asleep`` if it has one, else whether `sleep` was called last."""
         state = self._ask("is_asleep")
         return self._sleeps if state is None else bool(state)
 
     def generate(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the engine there, with the same arguments and result."""
+        """Call the engine's ``generate`` with the same arguments, and return its result."""
         return self._ask("generate", *args, **kwargs)
 
     def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ class RemoteEngine:
 
     @contextmanager
     def _request(self, action: str) -> Iterator[None]:
-        """Run one request and its answer, one thread at a time; an error other than `RolloutError` ends the session."""
+        """Hold the connection for one request and its answer; errors other than `RolloutError` close the connection."""
         with self._turn:
             try:
                 if self._lost is not None:
@@ -148,7 +149,7 @@ class RemoteEngine:
                 raise
             except BaseException as failure:
                 self._lost = self._lost or str(failure) or type(failure).__name__
-                self._connection.close()  # the server would take later messages for the rest of this one
+                self._connection.close()  # the server would read later messages as the rest of this request
                 self._finalizer.detach()
                 if not isinstance(failure, ConnectionLostError):
                     raise
@@ -163,20 +164,20 @@ def serve(
 ) -> None:
     """Serve an engine to a trainer in another process, until the trainer disconnects; not collective.
 
-    It waits for a trainer without a time-out. To serve trainers that are restarted, call it in a loop::
+    Wait for a trainer without a time-out. To serve a trainer that is restarted, call this function in a loop::
 
         while True:
             serve(engine, "0.0.0.0:29600")
 
-    The engine receives weights in host memory, and arguments on the device of this process. All who can connect to the
-    address can use the engine, so serve in a private network only.
+    The engine receives weights in host memory, and arguments on the device of this process. Anyone who can connect to
+    the address can use the engine, so serve in a private network only.
 
     Args:
         engine: any `RolloutEngine`.
-        address: ``"host:port"`` to serve at; this process keeps the port until it ends.
-        peer: instead, the rank of the default group that uses the engine.
-        timeout_seconds: time without a heartbeat after which the trainer counts as lost; calls, and the time between
-            them, may be longer.
+        address: ``"host:port"`` to serve at; the port stays in use until this process ends.
+        peer: the rank of the default group that uses the engine; an alternative to ``address``.
+        timeout_seconds: time without a heartbeat after which the trainer counts as lost. Calls, and the time between
+            calls, may be longer.
 
     Raises:
         RolloutError: the address is invalid or in use, or the store of the default group is gone.
@@ -201,7 +202,7 @@ def serve(
 def _execute(
     engine: RolloutEngine, connection: Connection, request: Mapping[str, Any], arguments: Sequence[torch.Tensor]
 ) -> None:
-    """Execute a request, and send the answer."""
+    """Execute a request, and send the result or the error."""
     call = request.get("call")
     tensors: list[torch.Tensor] = []
     try:
@@ -229,7 +230,7 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
 
 
 def _update(engine: RolloutEngine, connection: Connection) -> None:
-    """Pass the received weights to the engine; also receive those that it does not take."""
+    """Pass the received weights to the engine; also receive the weights that the engine does not take."""
     with ThreadPoolExecutor(1) as receiver:
         stream = CountedStream(_received_weights(connection, receiver), hashed=False)
         try:
@@ -251,7 +252,7 @@ def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> W
 
 
 def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, torch.Tensor]], bool]:
-    """Receive weights of at least ``LARGE_BYTES`` together; return them, and whether they are the last ones."""
+    """Receive at least ``LARGE_BYTES`` of weights, or up to the end message; return weights and whether they ended."""
     batch: deque[tuple[str, torch.Tensor]] = deque()
     nbytes = 0
     while nbytes < sizes.LARGE_BYTES:
@@ -271,7 +272,7 @@ def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, torch.Tenso
 
 
 def _without_cache(result: Any) -> Any:
-    """Remove a key-value cache, which transformers returns together with the sequences."""
+    """Remove the key-value cache that transformers returns together with the sequences, if any."""
     if not isinstance(result, Mapping):
         return result
     return {key: value for key, value in result.items() if not hasattr(value, "get_seq_length")}
@@ -281,7 +282,7 @@ def _without_cache(result: Any) -> Any:
 
 
 def _disconnect(connection: Connection, turn: threading.Lock) -> None:
-    """Send "goodbye" and close; if another thread is in a call, close at once and wait for that thread to notice."""
+    """Send "goodbye" and close. If another thread is in a call, close at once, and wait briefly for it to raise."""
     if turn.acquire(blocking=False):
         with suppress(ConnectionLostError):
             connection.send({"call": "goodbye"})

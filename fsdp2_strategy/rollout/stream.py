@@ -46,9 +46,9 @@ def stream_weights(
     otherwise when the iterator is closed (``contextlib.closing``).
 
     A tensor is contiguous and on this rank's device. It does not change while it is held, even if the model does.
-    Release each tensor before you request the next: the additional memory is then limited to two buckets, one that is
-    read and one that is gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
-    takes memory in addition. To read a tensor on another CUDA stream, let that stream wait for the current stream
+    Release each tensor before you request the next: the additional memory is then limited to two buckets, one being
+    read and one being gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
+    takes further memory. To read a tensor on another CUDA stream, let that stream wait for the current stream
     first, and hold the tensor until the read is complete.
 
     Args:
@@ -58,8 +58,8 @@ def stream_weights(
             keeps in fp32, and buffers, are not cast. Shards are cast before they are gathered, unless values have to be
             computed from them.
         bucket_bytes: size of a bucket; by default 512 MiB. A larger tensor has its own bucket, and the limit on memory
-            is then that of two buckets of its size. If three buffers would exceed the limit, two are used: a bucket is
-            then gathered only after the first tensor of the bucket before it has been used.
+            is then twice its size. If three buckets exceed the limit, only two are in memory: a bucket is gathered
+            only after the first tensor of the previous bucket has been used.
 
     Yields:
         Name and tensor, as in the files that `save_model` writes, with adapters merged. The buffers of a sharded model
@@ -84,7 +84,7 @@ def stream_weights(
             reshard(root)
             merged, buckets, is_early = _prepare(root, dtype, bucket_bytes)
         facts = [bucket.facts() for bucket in buckets]
-        check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Call it with the same.")
+        check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Pass the same ones.")
         if merged.adapters:
             with all_or_none(action, RolloutError):
                 merged.gather()
@@ -111,7 +111,8 @@ def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[
 
     Args:
         buckets: the buckets in their order.
-        is_early: start a bucket before the caller has released the last tensor of the last but one.
+        is_early: start the next bucket before a bucket's first tensor is yielded, when the caller may still hold a
+            tensor of the previous bucket.
     """
     waiting = deque(buckets)
     started: deque[_RegionBucket] = deque()
@@ -134,7 +135,7 @@ def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[
         try:
             for name, make in started[0].outputs():
                 yield name, make()
-                start(2)  # the caller has released the last tensor of the bucket before
+                start(2)  # the caller has released the last tensor of the previous bucket
         except BaseException:  # the caller left the loop: take part in the remaining collectives
             while started:
                 finish()
@@ -173,7 +174,7 @@ class _Item:
         return max(region.numel() * region.dtype.itemsize for region in self.regions.values())
 
     def parts(self, routes: Mapping[str, Route]) -> dict[str, Part]:
-        """Return the tensors as parts, with one route for all, and in the regions' dtype if it is the same for all."""
+        """Return the tensors as parts that can share a bucket, in the regions' dtype if all regions have the same."""
         computed = any(
             isinstance(piece.source, Computed) for region in self.regions.values() for piece in region.pieces
         )

@@ -2,11 +2,12 @@
 
 Input: a model that is not sharded yet, and some of its modules. Output: the same modules with a wrapped forward.
 
-[Note: caches] A decoder block appends keys and values to the cache that it receives. If it runs again in backward, it
-would append them a second time. In a model with one decoder, training reads no cache, so its blocks run without one. In
-a model with several decoders, one may read the cache of another: in transformers' pi0, the action expert reads the
-cache of the language model. There a recomputed block works on a copy of the cache. It returns the entries that it
-added, so that gradients flow through them, and they are appended to the real cache once.
+[Note: caches] A decoder block appends keys and values to the cache that it receives. If the block runs again in
+backward, it would append them a second time. In a model with one decoder, training does not read the cache, so the
+blocks run without a cache. In a model with several decoders, one decoder may read the cache of another: in
+transformers' pi0, the action expert reads the cache of the language model. In such a model, a recomputed block appends
+to a copy of the cache. The block returns the new entries as outputs, so gradients flow through them. They are then
+appended to the real cache once.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_activations(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Recompute the activations of these modules in backward, with the RNG state of their forward.
+    """Wrap the forward of modules so that backward recomputes their activations, with the RNG state of their forward.
 
-    Only ``forward`` is wrapped, so FSDP2's hooks stay outside of it and module names do not change. A module that has
-    its own gradient checkpointing switched on is skipped.
+    Only ``forward`` is wrapped, so FSDP2's hooks run outside of the wrapper, and module names do not change. A module
+    whose own ``gradient_checkpointing`` is enabled is skipped.
 
     Args:
-        model: the full model; the number of its decoders decides how caches are handled, see [Note: caches].
+        model: the full model. The number of its decoders determines how caches are handled; see [Note: caches].
         modules: the modules of the model whose activations are recomputed.
     """
     shares_caches = len(decoders(model)) > 1
@@ -57,7 +58,7 @@ def _recomputed(forward: Callable[..., Any], *, shares_caches: bool) -> Callable
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # The cache of an encoder-decoder has no `layers`; such a model has one decoder, and needs no copy.
+        # An encoder-decoder model has one decoder, so its cache, which has no `layers`, does not have to be copied.
         cache = next((v for v in (*args, *kwargs.values()) if is_cache(v) and hasattr(v, "layers")), None)
         if shares_caches and cache is not None:
             return _with_cache(forward, cache, args, kwargs)
@@ -73,7 +74,7 @@ _checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_st
 
 
 def _with_cache(forward: Callable[..., Any], cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Checkpoint a forward that appends to a cache, but append to the cache only once; see [Note: caches]."""
+    """Checkpoint a forward that appends to a cache, and append to the real cache only once; see [Note: caches]."""
     before = _copy_cache(cache)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -105,6 +106,6 @@ def _copy_cache(cache: Any) -> Any:
 def _replace(
     is_replaced: Callable[[Any], bool], by: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with those values replaced."""
+    """Return a call's arguments, with ``by`` in place of each value for which ``is_replaced`` returns True."""
     named = {name: by if is_replaced(value) else value for name, value in kwargs.items()}
     return tuple(by if is_replaced(value) else value for value in args), named

@@ -1,4 +1,4 @@
-"""Find the repeated modules of a model, its blocks, which are sharded one by one.
+"""Find the blocks of a model: its repeated modules, which are sharded one by one.
 
 Input: any model, and class names if the user gives them. Output: blocks by dotted name, from which `plan` makes units.
 """
@@ -20,7 +20,8 @@ from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.known_policies import policy_of
 
-# Blocks that some models do not list in `_no_split_modules`; RLHF trainers extend this list in place.
+# Classes of blocks that some models do not list in `_no_split_modules`. RLHF trainers extend this list in place.
+# "Embedding" is in it for compatibility and has no effect: `vocabulary_modules` finds embeddings.
 manual_transformer_cls_names_to_wrap = [
     "Embedding",
     "Qwen2VLDecoderLayer",
@@ -32,7 +33,7 @@ manual_transformer_cls_names_to_wrap = [
     "DeepseekDecoderLayer",
 ]
 
-# Modules that use their children's parameters without calling them.
+# Modules that use the parameters of their children without calling the children.
 _OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
 _LARGEST_SIZE_BASED_UNIT = 50_000_000
 
@@ -44,26 +45,27 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the repeated modules of a model that should be sharded one by one; not collective.
 
-    The first of these sources that yields blocks is used:
+    The first of these sources that is available is used; sources 4 and 5 only if they yield a block:
       1. ``class_names``, if given
-      2. modules of at least ``min_unit_params`` parameters, if given
-      3. ``_fsdp_wrap_modules`` of a policy
-      4. ``_no_split_modules`` of the model and the models within it, ``manual_transformer_cls_names_to_wrap``, and the
-         blocks of a registered policy
-      5. the entries of the largest ModuleList with repeated layers
-      6. modules that hold an eighth of the model's parameters, or 50 million if that is fewer
+      2. modules with at least ``min_unit_params`` parameters, if given
+      3. the classes that a policy lists in ``_fsdp_wrap_modules``
+      4. the classes in ``_no_split_modules`` of the model and the models within it, in
+         ``manual_transformer_cls_names_to_wrap``, and in the blocks of a registered policy
+      5. the entries of the largest ModuleList with repeated layers, and of other ModuleLists with repeated layers that
+         hold at least a tenth of the model's parameters
+      6. modules that hold at least an eighth of the model's parameters, or at least 50 million parameters
     Sources 4 and 5 are skipped for a policy that is registered without blocks.
 
     Args:
         model: any module; it is only read.
         class_names: names of module classes.
-        min_unit_params: minimum number of parameters of a block that is chosen by size.
+        min_unit_params: choose blocks by size, with at least this number of parameters each.
 
     Returns:
         The blocks by dotted name, in module order.
 
     Raises:
-        ShardError: a given class name matches no module.
+        ShardError: a name in ``class_names`` matches no module, or no class in ``_fsdp_wrap_modules`` does.
 
     Example:
         >>> from torch import nn
@@ -100,8 +102,8 @@ def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
 
     Args:
         model: any module; it is only read.
-        classes: one or several classes or class names. A name is returned as it is, as is the name of a class that
-            has no instance in the model.
+        classes: one or several classes or class names. Given names are returned unchanged. For a class without an
+            instance in the model, the name of the class itself is returned.
     """
     names: set[str] = set()
     for given in (classes,) if isinstance(classes, type | str) else classes or ():
@@ -116,13 +118,14 @@ class Blocks(NamedTuple):
     kind: str
     """"block", or "size" if they were chosen by their number of parameters."""
     source: str
+    """How they were found, as text."""
     modules: dict[str, nn.Module]
 
 
 def choose_blocks(
     model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
 ) -> Blocks:
-    """Find blocks and their source; those that are found by class name may include ``ignored`` modules."""
+    """Find blocks and their source; blocks that are found by class name may include ``ignored`` modules."""
     excluded = {inner for module in ignored for inner in module.modules()}
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
@@ -156,7 +159,7 @@ def _of_size(model: nn.Module, minimum: int, excluded: Container[nn.Module]) -> 
 
 
 def _without_thin_wrappers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop blocks if nested blocks hold nine tenths of their parameters: the rest is too small for a unit."""
+    """Drop each block whose nested blocks hold at least nine tenths of its parameters: the rest is too small."""
 
     def in_nested_blocks(name: str) -> int:
         nested = [b for n, b in blocks.items() if n != name and _is_nested(n, name)]
@@ -166,7 +169,7 @@ def _without_thin_wrappers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]
 
 
 def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace modules that cannot be gathered as one unit by their children."""
+    """Replace each module that cannot be gathered as one unit by its children."""
     found = {}
     for name, module in blocks.items():
         if has_forward(module) or _is_gathered_by_submodules(module):
@@ -177,23 +180,29 @@ def _without_containers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module has its own forward."""
+    """Return whether the class of a module defines a forward."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _is_gathered_by_submodules(module: nn.Module) -> bool:
-    """Return whether submodules can gather a module without forward: [Note: bypassed units] in `bypassed_blocks`."""
+    """Return whether hooks on submodules can gather a module that has no forward.
+
+    See [Note: bypassed units] in `bypassed_blocks`.
+    """
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     return not is_container and not any(True for _ in module.parameters(recurse=False))
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Return whether a module runs through its own forward; callers often iterate over a Sequential instead."""
+    """Return whether a module has a forward that callers use; they often iterate over a Sequential instead."""
     return has_forward(module) and not isinstance(module, nn.Sequential)
 
 
 def _largest_module_lists(model: nn.Module, excluded: Container[nn.Module]) -> dict[str, nn.Module]:
-    """Return the entries of the largest repetitive ModuleList, and of disjoint ones with a tenth of the model."""
+    """Return the entries of the largest ModuleList in which a class repeats, and of further such lists.
+
+    A further list must hold at least a tenth of the model's parameters, and must not contain or be within another one.
+    """
     sizes = {
         (name, module): parameter_count(module)
         for name, module in model.named_modules()
@@ -214,7 +223,11 @@ def _largest_module_lists(model: nn.Module, excluded: Container[nn.Module]) -> d
 def _pack_by_size(
     name: str, module: nn.Module, minimum: int, excluded: Container[nn.Module], blocks: dict[str, nn.Module]
 ) -> int:
-    """Add modules of at least ``minimum`` parameters to ``blocks``, bottom-up; return the count left to the parent."""
+    """Add modules with at least ``minimum`` parameters to ``blocks``, children first.
+
+    Returns:
+        The number of the module's parameters that are neither in one of these blocks nor in an excluded module.
+    """
     if module in excluded:
         return 0
     remaining = sum(p.numel() for p in module.parameters(recurse=False))
@@ -230,9 +243,10 @@ def _pack_by_size(
 
 
 def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:
-    """Return the embeddings and output heads of a model, with their kind.
+    """Return the embeddings and output heads of a model, each with its kind: "embedding" or "head".
 
-    Those that the model's own methods do not return need at least a quarter of the parameters of a median block.
+    A module that no ``get_input_embeddings`` or ``get_output_embeddings`` returns is included only if it is large: it
+    must have at least a quarter of the median number of parameters of a block.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
@@ -247,7 +261,7 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
         is_head = isinstance(module, nn.Linear) and module.out_features in vocabularies
         if (is_head or isinstance(module, nn.Embedding)) and parameter_count(module) >= worthwhile:
             found.setdefault(module, "head" if is_head else "embedding")
-    # A peft layer may use the weight of its base layer without calling it, so the peft layer becomes the unit.
+    # A peft layer may use the weight of its base layer without calling that layer, so the peft layer becomes the unit.
     adapted = {m.base_layer: m for m in model.modules() if isinstance(m._modules.get("base_layer"), nn.Module)}
     return {adapted.get(module, module): kind for module, kind in found.items()}
 

@@ -1,30 +1,35 @@
-"""Gather units whose forward is bypassed: their submodules are called directly, or a method other than forward runs.
+"""Gather units whose forward is bypassed, because their submodules or another method of the model are called directly.
 
-Input: a model that is not sharded yet, and its units. Output: hooks that gather and free a unit if its forward, which
-FSDP2 hooks into, is not called.
+Input: a model that is not sharded yet, and its units. Output: hooks that gather and free a unit whose forward is not
+called; FSDP2's own hooks run only with the forward.
 
 [Note: bypassed units] FSDP2 gathers a unit before its forward. Some policies never call the forward of their blocks:
 pi0 and smolvla run the layers of two decoders in pairs, in a function that calls the norms and projections of the
-layers directly. So the modules within units have forward pre-hooks that check the units around them. A unit whose
-forward is not running is opened, which means gathered. It stays open until a module of another unit in the same
-ModuleList runs, or until the pass of the model ends. For backward, hooks on the outputs of its submodules gather it
-again, as FSDP2's hooks on the outputs of a unit do. Its gradients are reduced once the input of the first submodule
-that ran has its gradient, or at the end of the backward pass if that input needs none. If activation checkpointing runs
-the function again in backward, the hooks gather the unit for backward, unless it is gathered already.
+layers directly. So the modules within units have forward pre-hooks that check the units around them. If the forward of
+such a unit is not running, the hook opens the unit: it gathers the parameters. The unit stays open until a module of
+another unit in the same ModuleList runs, or until the forward pass of the model ends. For backward, hooks on the
+outputs of the unit's submodules gather the unit again, as FSDP2's hooks on the outputs of a unit do. The unit's
+gradients are reduced when the gradient of the input of the first submodule that ran is computed. If this input needs no
+gradient, they are reduced at the end of the backward pass. If activation checkpointing runs the submodules again in
+backward, the pre-hooks gather the unit for backward, unless it is gathered already.
 
-[Note: observed pass] Most models call the forward of every block and need none of these hooks. So the hooks are present
-only in the first pass of each kind. A kind is the method that is called, training or evaluation mode, and whether
-gradients are enabled. If this pass bypasses a block, casts an input of a module or fills a cache, the hooks stay for
-good. Otherwise they are removed after it. They always stay if the policy is known to bypass its blocks. If a later pass
-of a kind that was observed bypasses a block after all, it raises an error, and the hooks are registered again.
+[Note: observed pass] Most models call the forward of every block and need none of these hooks. So the hooks are
+registered only during the first pass of each kind. A kind consists of the method that is called, the mode (training or
+evaluation), and whether gradients are enabled. If the first pass of a kind bypasses
+a block or casts an input of a module, the hooks stay registered permanently. They also stay if a pass with gradients
+passes a cache to a block, in a model with several decoders, or if the policy is known to bypass its blocks. Otherwise
+the hooks are removed after the pass. If a later pass of the same kind bypasses a block, this pass raises an error, and
+the hooks are registered again.
 
-[Note: cache outputs] A block that fills a cache has more outputs than it returns. In transformers' pi0 the action
+[Note: cache outputs] A block that fills a cache has more outputs than it returns. In transformers' pi0, the action
 expert attends to the keys and values of the language model, and the last block of the language model gets gradients
-through these alone. So in a model with several decoders, the outputs of modules within a block that receives a cache
-gather the block for backward, too.
+only through these. So in a model with several decoders, if a block receives a cache, the outputs of all modules within
+the block get the hooks that gather it for backward.
 
-[Note: fp32 inputs] Policies create noise, time steps and tables in fp32, and a projection in half precision would
-reject them. So the inputs of modules that need one dtype are cast to it, unless autocast is enabled.
+[Note: fp32 inputs] Policies create noise, time steps and tables in fp32, and a projection in half precision would raise
+an error for them. So in a model with half-precision units, inputs of modules that require the dtype of their parameters
+are cast to this dtype, unless autocast is enabled. Within a bypassed unit, the inputs of all modules are cast to the
+unit's compute dtype.
 """
 
 from __future__ import annotations
@@ -67,21 +72,22 @@ _Kind = tuple[str, bool, bool]
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Modules that raise if the dtype of an input differs from that of their parameters.
+# Modules that raise if an input and their parameters have different dtypes.
 _ONE_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class BypassHooks:
-    """The hooks of a model that track which units are running, and gather units whose forward is bypassed.
+    """Register hooks that track which units are running, and gather units whose forward is bypassed.
 
     Args:
-        root: the model, not sharded yet, so that FSDP2's hooks run outside of these.
-        units: its units and their names; the root may be one of them.
-        casts: the dtype that the inputs of a unit are cast to. If the unit is bypassed, the inputs of each module
+        root: the model. It must not be sharded yet, so that FSDP2's pre-forward hooks run before these hooks.
+        units: the units of the model and their names; the root may be one of them.
+        casts: the dtype that the inputs of each unit are cast to. If the unit is bypassed, the inputs of each module
             within it are cast instead.
         never_bypassed: units that always run through their own forward.
         ignored: modules without sharded parameters, which never need a gather.
-        is_bypassed: whether the model is known to bypass its blocks; if not, see [Note: observed pass].
+        is_bypassed: whether the model is known to bypass its blocks. If so, the hooks stay registered; see
+            [Note: observed pass].
     """
 
     def __init__(
@@ -95,23 +101,23 @@ class BypassHooks:
         is_bypassed: bool,
     ) -> None:
         self._root: Any = root
-        self._name = type(root).__name__  # FSDP2 renames it
+        self._name = type(root).__name__  # `fully_shard` changes the name of the class
         self._casts = casts
         self._has_half_precision = any(dtype.itemsize < torch.float32.itemsize for dtype in casts.values())
         self._depth = 0
         """Number of nested calls of the root's forward and entry points."""
         self._open: list[_Unit] = []
         self._bypassed_names: set[str] | None = set()
-        """Names of bypassed units; None once they were logged."""
+        """Names of bypassed units; None after they have been logged."""
         self._units = {module: name for module, name in units.items() if module is not root}
         self._units_around, made = _find_units_around(root, self._units, never_bypassed, ignored)
         self._handles: list[RemovableHandle] = []
-        """Hooks on the modules within units; empty while they are removed."""
+        """Hooks on the modules within units; empty while these hooks are not registered."""
         self._are_hooks_needed = is_bypassed
         self._kinds_without_hooks: set[_Kind] = set()
-        """Kinds of passes that were observed and need no hooks."""
+        """Kinds of passes that were observed and do not need the hooks."""
         self._observed_kind: _Kind | None = None
-        """The kind of the running pass, if this pass is observed."""
+        """The kind of the running pass if this pass is observed, else None."""
         for module, around in self._units_around.items():
             if not around:
                 module.register_forward_pre_hook(self._check_running)
@@ -123,7 +129,9 @@ class BypassHooks:
         root.register_forward_hook(self._leave, always_call=True)
 
     def add_entry_points(self, methods: Sequence[str]) -> None:
-        """Wrap methods of the root, after it was sharded, so that they gather it; also a direct ``forward(...)`` call.
+        """Wrap methods of the sharded root, so that a call of one gathers the root unit.
+
+        A direct call of ``model.forward(...)`` is wrapped, too.
 
         Args:
             methods: names of methods; those that the root lacks are skipped.
@@ -137,7 +145,10 @@ class BypassHooks:
         self._root.forward = functools.wraps(forward)(functools.partial(self._run_forward, forward))
 
     def _run_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the root between FSDP2's pre- and post-forward; a nested call runs it as it is."""
+        """Run a method of the root between FSDP2's pre- and post-forward hooks.
+
+        If a pass of the root is running already, run the method without these hooks.
+        """
         if self._depth:
             return method(*args, **kwargs)
         state = fsdp_state_of(self._root)
@@ -148,7 +159,7 @@ class BypassHooks:
             self._leave(self._root, args, True)
         except BaseException:
             self._leave(self._root, args, None)
-            for each in (state, *param_groups_of(state)):  # so that FSDP2 takes the next pass for a new one
+            for each in (state, *param_groups_of(state)):  # so that FSDP2 treats the next pass as a new pass
                 mark_idle(each)
             forget_forward_root(state)
             raise
@@ -159,14 +170,15 @@ class BypassHooks:
         choose_root(fsdp_state_of(self._root))
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the root's forward with its hooks, even if the caller uses ``model.forward(...)``."""
+        """Run the root's forward with its hooks, even if the caller calls ``model.forward(...)`` directly."""
         return self._call(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a pass; explain the failure if it bypasses a block and the observed pass of its kind did not.
+        """Run a pass; raise an error that explains the cause if it fails because it bypasses a block.
 
         Raises:
-            ShardError: the pass bypasses a block, and the hooks were removed.
+            ShardError: the pass bypasses a block, and the hooks are not registered, because the first pass of its kind
+                bypassed none.
         """
         try:
             return function(*args, **kwargs)
@@ -182,7 +194,7 @@ class BypassHooks:
             ) from error
 
     def _keep_hooks(self) -> None:
-        """Keep the hooks for good; see [Note: observed pass]."""
+        """Register the hooks permanently; see [Note: observed pass]."""
         self._are_hooks_needed = True
         self._register_hooks()
 
@@ -194,7 +206,10 @@ class BypassHooks:
             self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Register the hooks on modules within units; forward hooks go before FSDP2's, which free the parameters."""
+        """Register hooks on the modules within units.
+
+        The forward hooks run before FSDP2's forward hooks, which free the parameters.
+        """
         if self._handles:
             return
         for module, around in self._units_around.items():
@@ -205,8 +220,11 @@ class BypassHooks:
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
-        """End a pass, whose output is None if it raised: close all units, and remove the hooks if they are unneeded."""
-        self._depth = max(0, self._depth - 1)  # if an earlier pre-hook raises, `_enter` does not run
+        """Close all units at the end of a pass, and remove the hooks if they are not needed.
+
+        ``output`` is None if the pass raised.
+        """
+        self._depth = max(0, self._depth - 1)  # `_enter` has not run if an earlier pre-hook raised
         if self._depth:
             return
         while self._open:
@@ -254,7 +272,7 @@ class BypassHooks:
         return output
 
     def _open_unit(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
-        """Open a bypassed unit, and close the open unit of the same list with all units within it."""
+        """Open a bypassed unit, and close the open unit of the same ModuleList and all units within that unit."""
         done = {other for other in self._open if other.container is not None and other.container is unit.container}
         for other in [other for other in self._open if other in done or done.intersection(other.outer)]:
             other.close()
@@ -266,7 +284,7 @@ class BypassHooks:
         return unit.open(module, args, kwargs)
 
     def _check_running(self, module: nn.Module, *_: object) -> None:
-        """Raise a clear error before torch raises one about mixed tensors and DTensors.
+        """Raise a clear error if a module runs outside a pass; torch's error would be about mixed tensors and DTensors.
 
         Raises:
             ShardError: the parameters of the module are sharded, and no pass of the root is running.
@@ -282,24 +300,27 @@ class BypassHooks:
 
 
 class _Unit:
-    """A unit, and whether it is running or bypassed."""
+    """A unit, with the state of its current forward pass: whether it is running or bypassed."""
 
     def __init__(self, module: nn.Module, name: str, container: nn.Module | None, outer: Sequence[_Unit]) -> None:
         self.module, self.name = module, name
         self.outer = outer
         """The units around this one."""
         self.container = container
-        """The list that this unit is an entry of, if any: only one unit of a list is open at a time."""
+        """The ModuleList, ModuleDict or Sequential that contains this unit, if any. It has one open unit at most."""
         self.is_running = False
         self.is_open = False
         self.was_bypassed = False
-        """Whether its last run bypassed its forward; a recomputation in backward must cast as that run did."""
+        """Whether its last run bypassed its forward; a recomputation in backward must cast the same inputs."""
         self.fills_cache = False
-        """Whether it runs with a cache that another decoder may read; see [Note: cache outputs]."""
+        """Whether it is running with a cache that another decoder may read; see [Note: cache outputs]."""
         self._on_cache: Callable[[], None] | None = None
 
     def track(self, on_cache: Callable[[], None] | None = None) -> list[RemovableHandle]:
-        """Register hooks that track whether the unit runs; ``on_cache`` is called when it trains with a cache."""
+        """Register hooks that track whether the unit is running.
+
+        They call ``on_cache`` when the unit receives a cache while gradients are enabled.
+        """
         self._on_cache = on_cache
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -322,7 +343,13 @@ class _Unit:
         return fsdp_state_of(self.module)
 
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> _Inputs:
-        """Gather the unit as before its forward; ``module`` is its first submodule that runs, with these inputs."""
+        """Gather the unit as FSDP2 does before its forward, and return the inputs with FSDP2's backward hook.
+
+        Args:
+            module: the first submodule of the unit that runs.
+            args: positional inputs of this submodule.
+            kwargs: keyword inputs of this submodule.
+        """
         state = self._state
         mark_forward(state)
         for param_group in param_groups_of(state):
@@ -332,7 +359,7 @@ class _Unit:
         return args, kwargs
 
     def close(self) -> None:
-        """Free the gathered parameters as after the forward, unless the forward ran in between and freed them."""
+        """Free the gathered parameters as FSDP2 does after a forward, unless a forward has freed them already."""
         if not self.is_open:
             return
         self.is_open = False
@@ -342,13 +369,13 @@ class _Unit:
         mark_idle(state)
 
     def gather_for_gradients_of(self, output: Any) -> None:
-        """Register backward hooks on an output's tensors that all-gather the unit."""
+        """Register hooks on an output's tensors; in backward, these hooks all-gather the unit."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(pre_backward_hook(self._state))  # type: ignore[no-untyped-call]
 
     def gather_in_backward(self) -> None:
-        """Gather the unit for a forward that runs again in backward."""
+        """Gather the unit for submodules that activation checkpointing runs again in backward."""
         state = self._state
         if not is_gathered_for_backward(state):
             pre_backward_hook(state)(None)
@@ -357,7 +384,7 @@ class _Unit:
 
 
 def _required_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module's inputs must have, if any; see [Note: fp32 inputs]."""
+    """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
     if not isinstance(module, _ONE_DTYPE):
         return None
     parameter = next(p for p in module._parameters.values() if p is not None)
@@ -365,7 +392,7 @@ def _required_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
-    """Return the inputs with floating tensors cast to ``dtype``; None if they all have it."""
+    """Return the inputs with all floating tensors cast to ``dtype``; None if no tensor has another dtype."""
 
     def differs(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
@@ -379,7 +406,10 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _find_units_around(
     root: nn.Module, units: Mapping[nn.Module, str], never_bypassed: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
-    """Return the units that enclose each module with parameters on all its paths from the root; and all units."""
+    """Return, for each module with direct parameters, the units that contain it; and all units that can be bypassed.
+
+    If a module has several paths from the root, only units on all these paths count.
+    """
     closed, ignored = set(never_bypassed), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
@@ -409,8 +439,8 @@ def _find_units_around(
 def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
     """Copy outputs of a unit that are views, before FSDP2's own hook runs.
 
-    FSDP2 registers the hooks that gather for backward on the outputs of a unit. If an output is a view and is changed
-    in place later (``logits.div_(temperature)``), autograd drops its hook silently.
+    FSDP2 registers hooks on the outputs of a unit that gather the unit for backward. If an output is a view and is
+    changed in place later (``logits.div_(temperature)``), autograd drops the hook of this output silently.
     """
     if isinstance(output, torch.Tensor):
         return output.clone() if base_of(output) is not None and output.requires_grad else output
@@ -435,8 +465,8 @@ def bypassed_units(
     """Run an unsharded model and return the names of the units whose submodules ran outside their forward.
 
     Args:
-        root: the model; the hooks that this registers are removed again.
-        units: its units and their names.
+        root: the model; hooks are registered on it only during this call.
+        units: the units of the model and their names.
         run: calls the model as its trainer does.
         ignored: modules without sharded parameters, which never need a gather.
     """

@@ -1,4 +1,4 @@
-"""Override the gradient dtypes that FSDP2 chooses, for units that start frozen and for masters in the optimizer.
+"""Override FSDP2's choice of gradient dtypes, for units that are frozen at first and for masters in the optimizer.
 
 Input: the ``FSDPParamGroup`` of a unit. Output: hooks that set the dtypes in which its gradients are reduced and kept.
 """
@@ -22,10 +22,10 @@ from fsdp2_strategy.model.unit_hooks import register_hook
 
 
 def fix_gradient_dtypes(param_group: Any) -> None:
-    """Set the gradient dtypes of a unit even if none of its parameters is trainable in the first pass.
+    """Register a hook that sets the gradient dtypes of a unit even if it has no trainable parameter in the first pass.
 
-    FSDP2 derives them in the first pass from the parameters that are trainable then. It leaves them unset if that pass
-    has adapters disabled, or belongs to a warmup with frozen weights.
+    FSDP2 derives these dtypes from the parameters that are trainable in the first pass. If there are none, for example
+    because adapters are disabled or weights are frozen for a warmup, FSDP2 does not set the dtypes.
     """
     floating = [i for i, p in enumerate(parameters_of(param_group)) if shard_of(p).is_floating_point()]
     trained = [i for i in floating if shard_of(parameters_of(param_group)[i]).requires_grad] or floating
@@ -41,7 +41,7 @@ def _choose_dtypes_of(i: int, param_group: Any, choose: Callable[[], None]) -> N
 
 
 def reduce_to_fp32(param_group: Any) -> None:
-    """Keep the gradients of half-precision shards in fp32; FSDP2 would round them to the dtype of the shards."""
+    """Register a hook that keeps gradients of half-precision shards in fp32; FSDP2 would round them to that dtype."""
     register_hook(param_group, "choose gradient dtypes", "masters in the optimizer", _choose_fp32)
 
 

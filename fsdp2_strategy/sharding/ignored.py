@@ -15,10 +15,10 @@ from fsdp2_strategy.model.names import clean
 
 
 def find_ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return the outermost modules whose full dotted name matches one of ``patterns``; the model is only read.
+    """Return the modules whose full dotted name matches a pattern, without modules inside another match.
 
     Raises:
-        ShardError: a pattern matches no module, or it matches the model itself.
+        ShardError: a pattern matches no module, or a pattern matches the model itself.
     """
     names = [(clean(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:

@@ -1,14 +1,16 @@
-"""Cast the inputs and outputs of modules that compute in another dtype than the modules around them.
+"""Cast the inputs and outputs of modules whose compute dtype differs from that of the modules around them.
 
-Input: a module, and the inputs that a plan casts. Output: hooks that cast.
+Input: a module and a dtype. Output: the choice which inputs to cast, for `plan`; and hooks that cast.
 
-[Note: inputs] FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without these casts, and
-passes some values to its blocks in fp32 on purpose: the rotary tables of a vision encoder, the residual stream of a
-state space model. So within a transformers model only the first input of a unit is cast: the hidden state or the
-pixels. (Model code casts these to the dtype of a weight, which it sees as the fp32 master weight.) If the configuration
-keeps the residual in fp32, no input of a block is cast. The results are bitwise equal to those of the unsharded bf16
-model. All inputs are cast for the root, for units outside of transformers models, and in models with several compute
-dtypes, so that for example an fp32 buffer that was added to a hidden state does not raise.
+[Note: inputs] By default, FSDP2 casts every floating input of a unit. A transformers model runs in bf16 without these
+casts, and passes some values to its blocks in fp32 on purpose: the rotary tables of a vision encoder, or the residual
+stream of a state space model. So within a transformers model, only the first floating input of a unit is cast: the
+hidden state or the pixels. This cast is necessary because model code casts pixels to the dtype of a weight, and the
+weight has the dtype of the fp32 master weight while it is sharded. If ``residual_in_fp32`` is set in the model's
+configuration, no input of a block is cast. The results are bitwise equal to those of the unsharded bf16 model.
+
+All floating inputs are cast for the root, for units outside of transformers models, and for all units of a model with
+several compute dtypes. Otherwise, an fp32 buffer that is added to a hidden state could raise an error in the next unit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ CastInputs = Literal["all", "first", "none"]
 
 
 def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs:
-    """Return which inputs of a unit must be cast; see [Note: inputs]."""
+    """Return which floating inputs of a unit must be cast; see [Note: inputs]."""
     around = tree.transformers_around(module)
     if not all(around):
         return "all"
@@ -36,12 +38,12 @@ def inputs_to_cast(tree: ModuleTree, module: nn.Module, kind: str) -> CastInputs
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all floating inputs of a module's forward to one dtype, as FSDP2 does for a unit."""
+    """Register a hook that casts all floating inputs of a module's forward, as FSDP2 does for a unit."""
     module.register_forward_pre_hook(lambda _, args, kwargs: cast_floating((args, kwargs), dtype), with_kwargs=True)
 
 
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all floating outputs of a module's forward to one dtype, as FSDP2 does for a unit."""
+    """Register a hook that casts all floating outputs of a module's forward, as FSDP2 does for a unit."""
     module.register_forward_hook(lambda _module, _inputs, output: cast_floating(output, dtype))
 
 

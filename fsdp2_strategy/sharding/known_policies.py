@@ -1,7 +1,8 @@
-"""Look up a policy's block classes, the methods other than forward that run it, and whether it bypasses its blocks.
+"""Look up a policy's block classes, its entry points other than forward, and whether it bypasses its blocks.
 
-Input: a model. Output: the attributes that it declares, as LeRobot's policies do (``_fsdp_wrap_modules``,
-``_fsdp_forward_methods``), completed by the entry that is registered under its name or class.
+Input: a model. Output: a `Policy`, from two sources. The first is the model's attributes ``_fsdp_wrap_modules`` and
+``_fsdp_forward_methods``, which LeRobot's policies may declare. The second is the entry that `register_policy` made for
+the name or class of the model.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ ENTRY_POINTS = ("select_action", "predict_action_chunk")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How a policy is sharded and run."""
+    """The properties of a policy that determine how it is sharded and run."""
 
     name: str
-    """The name that it is registered under; if it is not registered, that of its class."""
+    """The name under which it is registered, or its class name if it is not registered."""
     blocks: tuple[str, ...] | None = None
-    """Class names of its blocks. If empty, it has no blocks and units are chosen by size; None if not known."""
+    """Class names of its blocks; None if not known. If empty, units are chosen by size."""
     entry_points: tuple[str, ...] = ENTRY_POINTS
     """Methods other than forward that need gathered parameters."""
     bypassed: bool = False
-    """Whether its blocks run without their forward; see [Note: bypassed units] in `bypassed_blocks`."""
+    """Whether the forward of its blocks is bypassed; see [Note: bypassed units] in `bypassed_blocks`."""
     declared: bool = False
-    """Whether it declares ``blocks`` itself. If so, the blocks that its backbones declare are not added."""
+    """Whether ``blocks`` comes from its ``_fsdp_wrap_modules``. If so, the blocks of its backbones are not added."""
 
 
 _registered: dict[str, Policy] = {}
@@ -39,14 +40,16 @@ _registered: dict[str, Policy] = {}
 def register_policy(
     name: str, blocks: Sequence[str] = (), *, entry_points: Sequence[str] = ENTRY_POINTS, bypassed: bool = False
 ) -> None:
-    """Register how a policy is sharded and run; not collective: call it on every rank, before the model is sharded.
+    """Register how a policy is sharded and run; not collective.
+
+    Call this function on every rank, before the model is sharded.
 
     Args:
-        name: the name of its class, or the attribute ``name`` of the class, as in LeRobot's policies.
-        blocks: class names of its blocks; those that a variant lacks are skipped. Blocks that its transformers
-            backbones declare are added automatically. If empty, units are chosen by size.
-        entry_points: methods other than forward that need gathered parameters; those that it lacks are skipped.
-        bypassed: whether its blocks run without their forward; `explain` reports this.
+        name: the class name of the policy, or the attribute ``name`` of the class, which LeRobot's policies have.
+        blocks: class names of its blocks; names that match no module of a model are skipped. Blocks that its
+            transformers backbones declare are added automatically. If empty, units are chosen by size.
+        entry_points: methods other than forward that need gathered parameters; missing methods are skipped.
+        bypassed: whether the forward of its blocks is bypassed. To find out, pass ``run`` to `explain`.
 
     Raises:
         ConfigError: ``blocks`` or ``entry_points`` is not a list of identifiers.
@@ -63,9 +66,9 @@ def register_policy(
 
 
 def policy_of(model: nn.Module) -> Policy | None:
-    """Return the policy of a model, or the outermost policy within it, if it is known; the model is only read."""
+    """Return the outermost known policy among a model and the modules within it; None if there is none."""
     for module in model.modules():
-        name = getattr(type(module), "name", None)  # a string in policies; in other modules it may have any type
+        name = getattr(type(module), "name", None)  # a string in policies; of any type in other modules
         known = _registered.get(name if isinstance(name, str) else "") or _registered.get(type(module).__name__)
         declared, methods = _declared(module, "_fsdp_wrap_modules"), _declared(module, "_fsdp_forward_methods")
         if declared or methods or known:
@@ -81,12 +84,15 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
-    """Return an attribute that a module itself declares; wrappers such as peft's forward those of the inner module."""
+    """Return an attribute of a module itself or its class, else None.
+
+    Plain `getattr` on a wrapper, such as peft's, would return the attribute of the inner module.
+    """
     says_so = attribute in vars(module) or hasattr(type(module), attribute)
     return getattr(module, attribute) if says_so else None
 
 
-# LeRobot's policies, and transformers' own.
+# The policies of LeRobot, and one of transformers.
 register_policy("act", ["ACTEncoderLayer", "ACTDecoderLayer"])
 register_policy("diffusion")
 register_policy("groot", ["BasicTransformerBlock"])

@@ -17,20 +17,22 @@ from fsdp2_strategy.sharding.blocks import can_be_unit
 
 
 class ModuleTree:
-    """The modules of a model by all their paths, without already sharded modules and those within ignored ones."""
+    """Index a model's modules by all their paths, except sharded modules and modules within ignored modules."""
 
     def __init__(self, model: nn.Module, ignored: Collection[nn.Module]) -> None:
         self.model = model
         self.ignored = dict.fromkeys(ignored)
         """Modules that are not sharded: `paths` contains them, but no module within them."""
         self.paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = defaultdict(list)
-        """For each module, the chains of modules from the root down to it."""
+        """For each module, all chains of modules from the root to the module."""
         self.names: dict[nn.Module, str] = {m: clean(n) for n, m in model.named_modules()}
         """The names of all modules in module order, the root first."""
         self._add(model, ())
         self.ignored = {module: None for module in ignored if module in self.paths}
         self.all_names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        """The names of each parameter in the tree; a tied parameter has several."""
         self.owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        """The modules in the tree that hold each parameter directly."""
         for module in filter(self.__contains__, self.paths):
             for parameter in module.parameters(recurse=False):
                 self.owners[parameter].append(module)
@@ -50,27 +52,31 @@ class ModuleTree:
         return module in self.paths and module not in self.ignored
 
     def inside(self, module: nn.Module, units: Container[nn.Module]) -> bool:
-        """Return whether the module is one of the units, or within one, on each of its paths."""
+        """Return whether each path of the module contains a unit; the module itself may be the unit."""
         return all(any(m in units for m in path) for path in self.paths[module])
 
     def units_around(self, module: nn.Module, units: Container[nn.Module]) -> set[nn.Module]:
-        """Return the innermost unit on each path of the module; it may be the module itself."""
+        """Return the innermost unit of each path of the module; the module itself may be the unit."""
         return {next(m for m in reversed(path) if m in units) for path in self.paths[module]}
 
     def depth(self, module: nn.Module) -> int:
-        """Return the length of the module's longest path; it is greater than that of every module around it."""
+        """Return the length of the module's longest path; a module is deeper than every module that contains it."""
         return max(map(len, self.paths[module]))
 
     def transformers_around(self, module: nn.Module) -> list[list[nn.Module]]:
-        """Return the transformers models around a module, for each of its paths."""
+        """Return, for each path of a module, the transformers models that contain the module."""
         return [[m for m in path[:-1] if lists_blocks(m)] for path in self.paths[module]]
 
     def callable_around(self, module: nn.Module) -> nn.Module:
-        """Return the innermost module on the path, itself included, that can be a unit: a ParameterList never runs."""
+        """Return the module itself or the innermost module around it that can be a unit; else the root.
+
+        For example, the forward of a ParameterList is never called, so it cannot be a unit. If the module has several
+        paths, the first one is used.
+        """
         return next((m for m in reversed(self.paths[module][0]) if can_be_unit(m)), self.model)
 
     def parameters_by_unit(self, units: Container[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter]]:
-        """Return the parameters that belong to each unit, without 0-d parameters."""
+        """Return the parameters that belong to each unit; 0-d parameters belong to none."""
         found: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in self.parameters.items():
             if parameter.ndim:

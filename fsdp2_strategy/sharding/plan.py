@@ -6,18 +6,19 @@ Input: a model (on any device, meta included) and its blocks. Output: a `ShardPl
 [Note: units] A unit is a module that is passed to `fully_shard`: its parameters are gathered together before its
 forward, and their gradients are reduced together in backward. A parameter belongs to the innermost unit around it. The
 root unit, which is the model itself, contains all remaining parameters. A plan keeps three invariants:
-  1. A parameter that several modules share (tied weights) belongs to one unit. Units around it are opened until one
-     unit, in the end the root, encloses all its owners. To open a unit means to make its larger children units
-     instead. This costs no more memory than a separate unit for the parameter, because its first use is at the start of
-     the forward pass and its last use at the end. A module object that is registered in several blocks becomes a unit.
+  1. A parameter that several modules share (tied weights) belongs to one unit. If its owners are in several units,
+     these are opened, the deepest first, until one unit contains all owners; this may be the root. An opened unit is
+     replaced by units for its larger children without owners. For an embedding that is tied to the head, this costs no
+     more memory than a separate unit, because it is used at the start and at the end of the forward pass. A module
+     object that is registered in several blocks becomes a unit itself.
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
-  3. Only a module that can be gathered becomes a unit: one with its own forward, or one without forward and without
-     direct parameters, whose submodules gather it when they run ([Note: bypassed units] in `bypassed_blocks`).
+  3. Only a module that can be gathered becomes a unit: one with a forward, or one with neither forward nor direct
+     parameters. The latter is gathered when its submodules run ([Note: bypassed units] in `bypassed_blocks`).
 
-[Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank, also
-for modules that share them. No gather casts them, so the module computes in the dtype in which it is stored: fp32 if
-any of its parameters is trained or kept in fp32, otherwise the compute dtype. As for a unit, inputs of its forward are
-cast to this dtype, and outputs to the compute dtype around it.
+[Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank.
+Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so a module computes in the dtype
+in which it is stored: fp32 if any of its parameters is trained or kept in fp32, otherwise the compute dtype. As for a
+unit, inputs of its forward are cast to this dtype, and outputs to the compute dtype of the unit around it.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class Unit:
     depth: int
     """Length of its longest path from the root; deeper units are sharded first."""
     parameters: dict[str, nn.Parameter]
-    """The parameters that belong to it, under their first names."""
+    """The parameters that belong to it, by name; a tied parameter is under its first name."""
     compute_dtype: torch.dtype
     parent_dtype: torch.dtype | None = None
-    """Compute dtype around it, if it differs; outputs are cast to it."""
+    """Compute dtype of the unit around it, if it differs; outputs are cast to that dtype."""
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs] in `input_casts`."""
     stays_gathered: bool = False
-    """Whether it stays gathered after forward: a model may use the weight of an embedding directly as its head."""
+    """Whether it stays gathered after forward, because the model may use an embedding's weight directly as its head."""
 
 
 @dataclass(kw_only=True)
@@ -149,7 +150,7 @@ def plan_units(
     ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
 ) -> ShardPlan:
-    """Decide which modules of ``model`` become units; the model is only read, not collective.
+    """Decide which modules of ``model`` become units, without modifying it; not collective.
 
     Raises:
         ShardError: a class name or a pattern matches nothing, there is no parameter to shard, a parameter is shared by
@@ -171,7 +172,7 @@ def plan_units(
     encoder = find_vision_encoder(model) if mixed_mm_data else None
     if encoder and mixed_mm_data != "dummy":
         _check_ignored(encoder, tree.ignored, is_replicated=mixed_mm_data == "replicate")
-        for module in encoder.runs_for_images():  # they belong to the root unit, or the encoder is one unit
+        for module in encoder.runs_for_images():  # part of the root unit, or of one unit for the encoder
             kinds.pop(module, None)
         if mixed_mm_data == "replicate":
             kinds[encoder.module] = "vision"
@@ -263,7 +264,7 @@ def _unify_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
             if repeated := _repeated_module(tree, tree.owners[parameter]):
                 kinds[repeated] = "shared"
                 continue
-            # Open the deepest unit first: only a unit around it can enclose all owners.
+            # Open the deepest unit first: it cannot contain all owners, but a unit around it may.
             unit = max(around, key=tree.depth)
             del kinds[unit]
             owners = set(tree.owners[parameter])
@@ -332,7 +333,7 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
 def _outermost_of_one_dtype(
     tree: ModuleTree, owner: nn.Module, unit: nn.Module, dtypes: dict[nn.Module, torch.dtype]
 ) -> nn.Module:
-    """Return the outermost module within the unit that contains the owner, and no module of another dtype."""
+    """Return the outermost module around the owner, within the unit, in which all modules have the owner's dtype."""
     path = next(path for path in tree.paths[owner] if unit in path)
     for module in path[path.index(unit) + 1 :]:
         if can_be_unit(module) and {dtypes[m] for m in module.modules() if m in dtypes} == {dtypes[owner]}:
@@ -343,7 +344,7 @@ def _outermost_of_one_dtype(
 def _ignored_units(
     tree: ModuleTree, precision: Precision, unit_dtypes: Mapping[nn.Module, torch.dtype]
 ) -> Iterator[Unit]:
-    """Yield ignored modules described as units; ``unit_dtypes`` are the units' compute dtypes. See [Note: ignored]."""
+    """Yield a `Unit` for each ignored module; ``unit_dtypes`` are the units' compute dtypes. See [Note: ignored]."""
     names = {parameter: clean(name) for name, parameter in tree.model.named_parameters()}
     held = {module: {names[p]: p for p in module.parameters()} for module in tree.ignored}
     dtypes = {module: precision.unsharded_dtype(parameters) for module, parameters in held.items()}

@@ -1,6 +1,6 @@
-"""Choose the dtypes in which parameters are stored and gathered, and their gradients reduced.
+"""Choose the dtypes in which parameters are stored and gathered, and in which their gradients are reduced.
 
-Input: a configuration, and a parameter with its name. Output: dtypes.
+Input: the precision settings, and a parameter with its name. Output: dtypes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from fsdp2_strategy.model.names import matches
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes in which parameters are stored and gathered, and their gradients reduced."""
+    """Precision settings, and the dtypes that follow from them for each parameter."""
 
     bf16: bool
     is_training: bool
     keep_fp32: tuple[str, ...] = ()
+    """Name patterns of parameters that are gathered in fp32."""
     fp16: bool = False
     """Compute in float16; overrides ``bf16``."""
     masters_in_optimizer: bool = False
     """Whether the optimizer keeps the fp32 master weights, so that shards have the compute dtype."""
     reduce_in_full_precision: bool = True
-    """Reduce gradients in fp32; if False, in the compute dtype, which halves the traffic but rounds."""
+    """Reduce gradients in fp32 or wider. If False, use the compute dtype: half the traffic, but rounded gradients."""
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half-precision compute dtype, if any."""
+        """The half-precision compute dtype; None if neither ``fp16`` nor ``bf16`` is set."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which the parameter is gathered and used in computations."""
+        """Return the dtype in which a parameter is gathered and used in computations."""
         if not parameter.is_floating_point():
             return parameter.dtype
         if matches(name, self.keep_fp32):
@@ -43,7 +44,7 @@ class Precision:
         return _at_least_fp32(parameter.dtype) if self.is_training else parameter.dtype
 
     def unsharded_dtype(self, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-        """Return the dtype in which a module that is not sharded is stored and computes."""
+        """Return the dtype in which a module that is not sharded is stored and computes, given its parameters."""
         floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
         dtypes = [self.compute_dtype(name, p) for name, p in floating.items()]
         if self.is_training and any(p.requires_grad for p in floating.values()):
@@ -55,7 +56,12 @@ class Precision:
         return _at_least_fp32(compute_dtype) if self.reduce_in_full_precision else compute_dtype
 
     def stored_dtype(self, parameter: torch.Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the shard: fp32 for master weights, otherwise the compute dtype or a narrower one."""
+        """Return the dtype of a parameter's shard.
+
+        A trained parameter is stored in fp32 or wider, as a master weight, unless the optimizer keeps the master
+        weights. Other parameters are stored in the compute dtype. One exception: in training without half precision, a
+        frozen parameter that computes in fp32 keeps its own dtype if it is narrower.
+        """
         if not parameter.is_floating_point():
             return parameter.dtype
         if self.is_training and parameter.requires_grad:

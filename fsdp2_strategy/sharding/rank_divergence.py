@@ -2,10 +2,10 @@
 
 Input: a sharded model. Output: an error on every rank that names the unit and the rank.
 
-Before each gather and each reduction, a rank writes a note to the store of the process group and reads the notes of the
-other ranks. If they differ, all ranks raise at once. If a rank writes none in time, the other ranks raise an error with
-its last note. Notes use the store because a collective would hang, too. This costs a few messages per unit, so it is
-meant for debugging.
+Before each gather and each reduction, a rank writes a note to the store of the process group, and reads the notes of
+all ranks. If the notes differ, all ranks raise at once. If a rank writes no note in time, the other ranks raise an
+error with the last note of that rank. The notes are not exchanged in a collective, because this would hang, too. Each
+comparison costs a few messages to the store, so the check is meant for debugging.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ _exchanges = itertools.count()
 
 
 def detect_divergence(root: nn.Module, seconds: float) -> None:
-    """Compare which units the ranks gather and reduce from now on; collective, as is every later forward pass.
+    """Register hooks that compare which units the ranks gather and reduce; collective.
+
+    Every later forward and backward pass of the model is then collective over all ranks, even over replicas.
 
     Args:
         root: the sharded model.
-        seconds: how long to wait for a rank before it is reported as missing.
+        seconds: maximum time to wait for the note of a rank before an error is raised.
     """
     exchange = _NoteExchange(seconds)
     names = {module: clean(name) for name, module in root.named_modules()}
@@ -76,7 +78,7 @@ def _reduce(exchange: _NoteExchange, name: str, param_group: Any, reduce: Callab
 
 
 class _NoteExchange:
-    """Exchanges notes about one model between all ranks."""
+    """Exchange notes about one model between all ranks."""
 
     def __init__(self, seconds: float) -> None:
         prefix = from_rank_0(f"units/{dist.get_rank()}/{next(_exchanges)}")
@@ -87,10 +89,11 @@ class _NoteExchange:
         self._turn = 0
 
     def compare(self, note: str) -> None:
-        """Write a note and wait for those of all ranks; collective.
+        """Write a note, wait for the notes of all ranks, and compare them; collective.
 
         Raises:
-            StepError: the notes differ, or a rank wrote none in time; raised on every rank.
+            StepError: on every rank, if the notes differ. If a rank wrote no note in time, the other ranks raise, and
+                the late rank raises when it arrives.
         """
         turn, self._turn = self._turn, self._turn + 1
         self._store.set(f"last/{self._rank}", note)
@@ -98,9 +101,9 @@ class _NoteExchange:
         try:
             self._store.wait([f"{turn}/{rank}" for rank in self._ranks], self._timeout)
             outcome = "complete"
-        except RuntimeError:  # the store's time-out
+        except RuntimeError:  # time-out of the store
             outcome = "timed out"
-        # The first rank to arrive here decides for all: a late rank must not accept the notes of ranks that timed out.
+        # The first rank that gets here decides for all: a late rank finds all notes, but the others have timed out.
         if self._store.add(f"{turn}/claims", 1) == 1:
             self._store.set(f"{turn}/outcome", outcome)
         if self._store.get(f"{turn}/outcome").decode() != "complete":
@@ -113,7 +116,7 @@ class _NoteExchange:
                 "their batches. If only some ranks have images, set mixed_mm_data. If only some ranks have labels, run "
                 "the head on all ranks, and multiply its loss by zero if there are none."
             )
-        if turn > 1:  # every rank has read the notes of two turns ago
+        if turn > 1:  # every rank has read the notes of `turn - 2`, because it wrote one for `turn`
             self._store.delete_key(f"{turn - 2}/{self._rank}")
             if self._rank == 0:
                 self._store.delete_key(f"{turn - 2}/outcome")

@@ -1,6 +1,7 @@
-"""Check that all ranks shard the same model: the same plan and options, and equal samples of the weights.
+"""Check that all ranks shard the same model: with the same plan, the same options and the same weights.
 
-Input: the plan of this rank and its parameters. Output: an error on every rank if they differ between ranks.
+Input: the plan and the parameters of this rank. Output: an error on every rank if they differ between ranks. Only
+samples of the weights are compared.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
     """Raise on every rank if the ranks planned different units or hold different weights; collective.
 
     Args:
-        name: name of the model, for the error.
-        planned: units and options; their ``repr`` is compared.
-        parameters: parameters by name. A few hundred elements of each are compared, except on the meta device.
+        name: name of the model, for the error text.
+        planned: the units and options of this rank; their ``repr`` is compared.
+        parameters: parameters by name. A few hundred elements of each parameter are compared. Parameters on the meta
+            device are skipped.
 
     Raises:
         ShardError: plans or weights differ between the ranks.
@@ -48,7 +50,7 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
 
 
 def _sample(parameter: torch.Tensor) -> float:
-    """Return a weighted sum of a few hundred elements, which is the same for equal tensors."""
+    """Return a weighted sum of a few hundred elements; equal tensors have equal sums."""
     flat = parameter.detach().reshape(-1)
     picked = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].to("cpu", torch.float64)
     weights = torch.arange(1, picked.numel() + 1, dtype=torch.float64).sqrt()

@@ -73,10 +73,10 @@ def shard_model(
     Every rank must hold the same weights: build the model with the same seed, or load the same files.
 
     Args:
-        model: any module, or an actor wrapper (``is_actor``, the model in ``.model``).
+        model: any module, or an actor wrapper (``is_actor`` is true, and ``.model`` is the model).
         mesh: from `build_mesh`; by default one shard group of all ranks.
         is_training: keep fp32 master weights of the trainable parameters.
-        bf16: compute in bfloat16; if False, in the dtype of the parameters, at least fp32 in training.
+        bf16: compute in bfloat16; if False, in the dtype of the parameters (in training, in fp32 or wider).
         fp16: compute in float16 instead; this needs loss scaling.
         keep_fp32: name patterns of parameters that are stored and used in fp32.
         masters_in_optimizer: shards have the compute dtype and gradients are fp32; the optimizer keeps the fp32 master
@@ -85,8 +85,8 @@ def shard_model(
         class_names: class names of the blocks; if empty, `find_blocks` chooses them.
         min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
-            their parameters as plain, full tensors. Their gradients are averaged one by one, so in a backward pass
-            either all ranks must use a parameter or none.
+            their parameters as plain, full tensors. Their gradients are averaged one by one, so all ranks must use the
+            same ones of these parameters in a backward pass.
         reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
             backward. With an int, keep them sharded over groups of that many ranks in between.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
@@ -98,8 +98,8 @@ def shard_model(
             skipped.
         mixed_mm_data: what ranks without images do if other ranks have images; see [Note: unequal ranks] in
             `vision_encoders`.
-        debug_divergence_seconds: if not 0, raise an error that names unit and rank if a rank runs a different unit
-            than the others, or none for this long; see `rank_divergence`.
+        debug_divergence_seconds: if positive, raise an error that names the rank and the unit when a rank runs a
+            different unit than the others, or no unit for this many seconds; see `rank_divergence`.
 
     Returns:
         ``model`` itself.
@@ -192,7 +192,7 @@ def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> N
 
 
 def _add_cast_hooks(plan: ShardPlan) -> None:
-    """Register hooks that cast inputs and outputs and copy views; they run before FSDP2's hooks of a unit."""
+    """Register hooks that cast inputs and outputs and copy views; FSDP2's forward hooks, registered later, run last."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
             cast_inputs(unit.module, unit.compute_dtype)
@@ -219,7 +219,7 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
             f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
             f"the shard size {shard_size}. Use the number of ranks of a node, or true."
         )
-    # Groups of one rank keep the full parameters, and a group of all ranks keeps the shards.
+    # With groups of one rank, parameters stay gathered (False); a group of all ranks is the default (True).
     return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
 
 
@@ -249,6 +249,6 @@ def _modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> di
 
 
 def _modules_to_compile(plan: ShardPlan) -> list[nn.Module]:
-    if plan.policy and plan.policy.bypassed:  # a compiled block has no hooks that gather for its submodules
+    if plan.policy and plan.policy.bypassed:  # the submodules of a compiled block have no hooks to gather it
         return []
     return [u.module for u in plan.units if u.kind in ("block", "size") and has_forward(u.module)]

@@ -1,6 +1,7 @@
 """Call `fully_shard` on the units of a plan, with their precision, offload and resharding, and set their prefetching.
 
-Input: a plan, and a mesh. Output: units with DTensor parameters; the gradients of all other parameters are averaged.
+Input: a plan, and a mesh. Output: units with DTensor parameters, and hooks that average the gradients of parameters
+that are not sharded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fsdp2_strategy.sharding.precision import Precision
 
 
 def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool | int, *, cpu_offload: bool) -> None:
-    """Call `fully_shard` on the units, inner ones first, the root last."""
+    """Call `fully_shard` on each unit of a plan: the deepest units first, the root last."""
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_replicate(plan))
     root_policy = MixedPrecisionPolicy()
@@ -60,7 +61,10 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
 
 
 def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Cast and move parameters that are not sharded, register hooks that average their gradients, and return them."""
+    """Prepare the parameters that are not sharded, and return them.
+
+    They are cast, moved to the device, and get hooks that average their gradients.
+    """
     dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
     for name, parameter in plan.replicated.items():
         dtype = plan.precision.stored_dtype(parameter, plan.precision.compute_dtype(name, parameter))
@@ -75,7 +79,7 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
 
 
 def prefetch(units: list[nn.Module], depth: int) -> None:
-    """Set the units that are gathered ahead: the next ``depth`` units in forward, the previous ones in backward."""
+    """Make each unit prefetch the next ``depth`` units in forward, and the previous ``depth`` units in backward."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for i, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + depth])

@@ -1,21 +1,23 @@
-"""Train vision-language models when only some ranks have images in a batch, without hanging in a collective.
+"""Train vision-language models on batches in which only some ranks have images, without hanging in a collective.
 
-Input: a vision-language model. Output: its vision encoder, for `plan`; and hooks, for `shard`, with which ranks without
-images take part in the collectives of ranks with images.
+Input: a vision-language model. Output: its vision encoder, for `plan`; and hooks, for `shard`. With these hooks, ranks
+without images take part in the collectives of ranks with images.
 
-[Note: unequal ranks] If one rank runs a unit and another does not, the first waits in a gather forever. Three policies
-(``mixed_mm_data``) prevent this:
+[Note: unequal ranks] If only some ranks run a unit, these ranks wait in its all-gather forever. Each of three settings
+of ``mixed_mm_data`` prevents this:
   "root"       the parameters of the vision encoder, and of the modules between it and the text, belong to the root
                unit, which every rank gathers.
   "replicate"  every rank holds the full vision encoder, so it needs no gather. Its gradients are averaged over all
                ranks.
-  "dummy"      the vision encoder is sharded block by block. A rank without images runs it on an image of zeros, as
-               often as the rank that runs it most. The output is dropped, and the gradients are zero.
-With each policy, some parameters may have gradients on some ranks only: those of the root, of a replicated vision
-encoder, or of a projector behind it. FSDP2 reduces only parameters that have a gradient on this rank. So before a
+  "dummy"      the vision encoder is sharded block by block. A rank without images or without videos runs the encoder
+               on an image of zeros, until all ranks have run it equally often. The output is dropped, and its
+               gradients are zero.
+With each setting, some parameters may have gradients on some ranks only: those of the root unit, of a replicated vision
+encoder, or of a projector after it. FSDP2 reduces only parameters that have a gradient on this rank. So before a
 reduction, an all-reduce finds the parameters that have a gradient on any rank, and the other ranks add zeros for these.
-A parameter that no rank used has no gradient, as without sharding. The reductions of these units come at the end of the
-backward pass, because token ids and pixels have no gradients. So they come in the same order on every rank.
+A parameter that no rank used gets no gradient, as without sharding. The root unit and a replicated vision encoder get
+only token ids and pixels as inputs. These have no gradients, so FSDP2 reduces both units at the end of the backward
+pass, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.unit_hooks import register_hook
 
-# Inputs of a forward pass. The vision encoder runs once for each that is present.
+# Inputs of a forward pass. The vision encoder runs once for each of them that is given.
 _PIXELS = ("pixel_values", "pixel_values_videos")
 
 
@@ -60,7 +62,7 @@ class VisionEncoder:
     name: str
     module: nn.Module
     owner: nn.Module
-    """The model around it, which computes image features and merges them into the text embeddings."""
+    """The model that contains the vision encoder, and merges image features into the text embeddings."""
 
     @property
     def embedding(self) -> nn.Module:
@@ -68,13 +70,13 @@ class VisionEncoder:
         return self.owner.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def runs_for_images(self) -> list[nn.Module]:
-        """Return the modules that run only for images: the vision encoder, and all modules between it and the text."""
+        """Return the modules that run only for images: those of the vision encoder, and all between it and the text."""
         others = [child for child in self.owner.children() if self.embedding not in child.modules()]
         return list(dict.fromkeys(module for child in (self.module, *others) for module in child.modules()))
 
 
 def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
-    """Return the vision encoder of a transformers vision-language model, if it has one; the model is only read."""
+    """Return the vision encoder of a transformers vision-language model; None for any other model."""
     names = {module: clean(name) for name, module in model.named_modules()}
     for module in names:
         if not hasattr(module, "get_image_features") or not hasattr(module, "get_encoder"):
@@ -91,12 +93,12 @@ _IS_UNEVEN = Slot[bool]("uneven micro-batches")
 
 
 def may_have_unequal_gradients(model: nn.Module) -> bool:
-    """Return whether micro-batches of a sharded model may have gradients for different parameters."""
+    """Return whether different parameters may get gradients in different micro-batches of a sharded model."""
     return model_state(model).get(_IS_UNEVEN) is True
 
 
 def skip_units_that_never_ran(param_group: Any) -> None:
-    """Skip FSDP2's gradient accumulation for a unit that never ran on this rank, because it would fail there."""
+    """Register a hook that skips FSDP2's gradient accumulation on a rank where the unit never ran; it would fail."""
     register_hook(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
@@ -106,16 +108,16 @@ def _reduce_if_it_ran(param_group: Any, reduce: Callable[..., None], *unused: An
 
 
 def exclude_from_prefetch(param_group: Any) -> None:
-    """Exclude a unit from the order in which FSDP2 prefetches in backward, which must be the same on all ranks."""
+    """Exclude a unit from FSDP2's backward prefetching, whose order must be the same on all ranks."""
     register_hook(param_group, "record forward order", "replicated encoder", lambda *_: None)
 
 
 def add_zero_gradients(model: nn.Module, param_groups: Iterable[Any]) -> None:
-    """Before these units reduce gradients, add zero gradients for parameters that only other ranks used.
+    """Register hooks that add zero gradients, before a reduction, for parameters that only other ranks used.
 
     Args:
-        model: the sharded root; `may_have_unequal_gradients` returns True for it from then on.
-        param_groups: the ``FSDPParamGroup`` of units whose parameters may be used on some ranks only.
+        model: the sharded root. After this call, `may_have_unequal_gradients` returns True for it.
+        param_groups: the ``FSDPParamGroup`` of each unit whose parameters may be used on some ranks only.
     """
     model_state(model).set(_IS_UNEVEN, True)
     around = functools.partial(_reduce_with_zeros, group_in_use())
@@ -132,7 +134,7 @@ def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=process_group)
         missing = [p for p, here, there in zip(trained, own.tolist(), anywhere.tolist(), strict=True) if here < there]
         if any(unsharded_of(p) is None for p in missing):
-            gather(param_group)  # the unit never ran on this rank; it is replicated, so there is no communication
+            gather(param_group)  # a replicated unit that never ran on this rank: no communication
         for parameter in missing:
             unsharded: Any = unsharded_of(parameter)
             unsharded.grad = torch.zeros_like(unsharded)
@@ -144,9 +146,10 @@ def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..
 
 
 def attach_graph(encoder: VisionEncoder) -> None:
-    """Give the text embeddings a graph on every rank, even if only modules that run for images are trained.
+    """Register a hook that makes the text embeddings require gradients, even if only the vision encoder is trained.
 
-    Otherwise the loss of a rank without images has no graph, and the other ranks wait for it in their reductions.
+    Otherwise the loss of a rank without images has no autograd graph. Such a rank would run no reductions in backward,
+    and the other ranks would wait for it.
     """
     encoder.embedding.register_forward_hook(functools.partial(_with_graph, [*encoder.owner.parameters()]))
 
@@ -161,27 +164,27 @@ def _with_graph(
 
 
 def run_on_zeros(model: nn.Module, encoder: VisionEncoder) -> None:
-    """Make each rank run the vision encoder as often as the rank that runs it most; see [Note: unequal ranks].
+    """Register hooks that run the vision encoder equally often on all ranks; see [Note: unequal ranks].
 
     Args:
-        model: the root; if it has ``generate``, `BypassHooks.add_entry_points` must not have wrapped it yet.
-        encoder: its vision encoder.
+        model: the root. `BypassHooks.add_entry_points` must not have wrapped its ``generate`` yet.
+        encoder: the vision encoder of the model.
 
     Raises:
-        ShardError: the shape of an image does not follow from the configuration of the vision encoder.
+        ShardError: an image of zeros cannot be made from the configuration of the vision encoder.
     """
     dummy = _ZeroImages(encoder)
     if encodes_images_before_forward(model):
-        # Generation computes the features of images before the first forward pass.
+        # ``generate`` runs the vision encoder before the first forward pass.
         model.generate = functools.partial(dummy.generate, model.generate)  # type: ignore[assignment, arg-type]
     encoder.owner.register_forward_pre_hook(dummy.before_owner, with_kwargs=True)
     encoder.embedding.register_forward_hook(dummy.after_embedding)
 
 
 class _ZeroImages:
-    """Runs the vision encoder on zeros after the text embedding, at the point where ranks with images run it.
+    """Run the vision encoder on zeros after the text embedding, where ranks with images run it.
 
-    So gathers and reductions come in the same order on all ranks.
+    So the ranks run gathers and reductions in the same order.
     """
 
     def __init__(self, encoder: VisionEncoder) -> None:
@@ -189,19 +192,22 @@ class _ZeroImages:
         self._process_group = group_in_use()
         self._missing_runs = 0
         self._was_tried = False
-        self._inputs()  # raise now if the configuration does not determine them
+        self._inputs()  # raise now if the inputs cannot be made
 
     def before_owner(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Compute how often this rank must run the vision encoder on zeros; collective."""
+        """Count how often this rank must run the vision encoder on zeros; collective.
+
+        If the caller passes ``inputs_embeds``, the text embedding does not run, so run the vision encoder here.
+        """
         self._missing_runs = self._count_missing_runs(kwargs)
         if self._missing_runs and kwargs.get("inputs_embeds") is not None:
             kwargs = {**kwargs, "inputs_embeds": self._attached(kwargs["inputs_embeds"])}
         return args, kwargs
 
     def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the vision encoder as often as the other ranks do, then generate; collective."""
+        """Run the vision encoder on zeros until all ranks have run it equally often, then generate; collective."""
         for _ in range(self._count_missing_runs(kwargs)):
             with torch.no_grad():
                 self._run()
@@ -218,7 +224,7 @@ class _ZeroImages:
         return int(most) - own
 
     def after_embedding(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-        """Run the vision encoder on zeros as often as `before_owner` found."""
+        """Run the vision encoder on zeros as often as `before_owner` counted; return the output with its graph."""
         return self._attached(output) if self._missing_runs else output
 
     def _attached(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -236,7 +242,7 @@ class _ZeroImages:
             ) from error
 
     def _run(self) -> list[torch.Tensor]:
-        """Return the features of an image of zeros, and leave the RNG state unchanged."""
+        """Return the features of an image of zeros; the RNG state stays unchanged."""
         inputs = self._inputs()
         devices = {value.device for value in inputs.values() if value.is_cuda}
         with torch.random.fork_rng(list(devices)):
@@ -271,7 +277,7 @@ class _ZeroImages:
 
 
 class _Attach(torch.autograd.Function):
-    """Return a copy of a tensor whose backward also runs the backward of other tensors, with zero gradients."""
+    """Copy a tensor; the backward of the copy also runs the backward of other tensors, with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Training of vision-language-action models: parameter groups, schedules, metrics and the training strategy."""
+"""Train vision-language-action models: parameter groups, schedules, metrics and the training strategy."""
 
 from fsdp2_strategy.checkpoint import LeRobotLayout
 from fsdp2_strategy.lerobot.policy_export import save_policy

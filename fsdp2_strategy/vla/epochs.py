@@ -1,14 +1,14 @@
-"""Iterate over the epochs of any loader, and resume exactly at a checkpoint, even in the middle of an accumulation.
+"""Iterate over the epochs of any loader, and resume exactly at a checkpoint, even during gradient accumulation.
 
 Input: a loader. Output: its batches, epoch by epoch, and the data position of the last optimizer step.
 
-[Note: position] A checkpoint does not contain the gradients of micro-batches that no optimizer step has used yet. If it
-is saved at such a moment (at the end of an epoch), it contains the data position and random state of the last optimizer
-step, and the resumed run computes these micro-batches again.
+[Note: position] A micro-batch is pending until an optimizer step uses its gradients. Checkpoints do not contain these
+gradients. If micro-batches are pending at a save (at the end of an epoch), the checkpoint contains the data position
+and random state of the last optimizer step. The resumed run then computes the pending micro-batches again.
 
 [Note: plain loaders] A ResumableLoader and a loader with ``state_dict`` restore their position themselves. Any other
-loader is "plain": its epoch is started again under a random state that depends only on seed, rank and epoch, and the
-batches before the position are drawn and discarded. Its persistent workers are restarted in each epoch.
+loader is "plain". To resume it, its epoch is started again under a random state that depends only on seed, rank and
+epoch, and the batches before the position are drawn and discarded. Its persistent workers are restarted in each epoch.
 """
 
 from __future__ import annotations
@@ -38,37 +38,39 @@ Kind = Literal["formula", "state", "count"]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The data position of a run; its fields are the keys of a JSON object in checkpoints."""
+    """The data position of a run; checkpoints contain it as a JSON object with these fields as keys."""
 
     epoch: int
     batch: int
-    """Micro-batches of that epoch that are done."""
+    """Number of micro-batches of the epoch that are done."""
     kind: Kind
-    """How the loader resumes: by a formula (ResumableLoader), by a ``state_dict`` per rank, or by ``batch`` alone."""
+    """How the loader resumes: by a formula (ResumableLoader), by a ``state_dict`` per rank, or by ``batch`` only."""
     ranks: int
+    """Number of ranks of the saved run."""
     placed: bool = False
-    """Whether the caller had set the sampler's position in that epoch; ``batch`` then counts from that position."""
+    """Whether the caller set the sampler's position in the epoch; ``batch`` then counts from this position."""
 
 
 _END = object()
 
-# The seeds that the generators of plain loaders and samplers had before `_seed_generators` changed them.
+# By plain loader, data set or sampler: the seed of its generator before `_seed_generators` first changed it.
 _first_seeds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Epochs:
-    """The epochs of a loader; every rank makes the same calls.
+    """The epochs of a loader; every rank must make the same calls.
 
     Args:
         loader: any iterable of batches; see [Note: plain loaders].
-        seed: decides the order of plain loaders.
-        start: the position to resume from. A loader that is not plain must already be at this position.
-        epoch: the first epoch, if ``start`` is None.
+        seed: base of the random state of each rank and epoch.
+        start: the position to resume from, or None. A loader that is not plain must already be at this position.
+        epoch: the first epoch if ``start`` is None; otherwise ignored.
         sampler_may_be_positioned: whether the caller may have set the sampler's position in the first epoch.
-        accumulates: whether a step has several micro-batches, so that a save may need the position of the last step.
+        accumulates: whether an optimizer step has several micro-batches; see [Note: position].
 
     Raises:
-        CheckpointError: the position was saved with another kind of loader or another number of ranks.
+        CheckpointError: the position was saved with another kind of loader, or on another number of ranks (unless the
+            loader is a ResumableLoader).
     """
 
     def __init__(
@@ -96,8 +98,8 @@ class Epochs:
         """Yield the remaining batches of an epoch; collective for each batch.
 
         Raises:
-            DataError: on every rank: the loader fails, yields no batch, yields more batches on some ranks than on
-                others, or the caller did not set the sampler's position as before.
+            DataError: on every rank: the loader fails, yields no batch, or yields more batches on some ranks than on
+                others. Also if the caller set the sampler's position before the checkpoint but not after it.
         """
         resumes = self._start is not None and self._start.epoch == epoch and self._batch > 0
         self.epoch, self._batch, self._start = epoch, self._batch if resumes else 0, None
@@ -136,17 +138,17 @@ class Epochs:
             if self.kind == "count":
                 self._seed_generators(epoch)
                 if getattr(self._loader, "persistent_workers", False):
-                    forget_workers(self._loader)  # a resume cannot restore the random state of persistent workers
+                    forget_workers(self._loader)  # a resumed run cannot restore their random state
             batches = iter(self._loader)
             if self.kind == "count" and self._batch and not self._is_positioned:
                 log("resuming in epoch %d: drawing and discarding its first %d batches", epoch, self._batch)
                 for _ in islice(batches, self._batch):
                     pass
-            # Samplers draw their order with the first batch, which must happen under this random state.
+            # Samplers draw their order when the first batch is drawn: draw it now, under this random state.
             return batches if resumes else chain(list(islice(batches, 1)), batches)
 
     def _has_ended(self, here: bool) -> bool:
-        """Return whether the epoch has ended on all ranks; with a formula they agree without a collective."""
+        """Return whether the epoch has ended on all ranks; collective, except for a ResumableLoader."""
         if self.kind == "formula" or not any_rank(here):
             return here
         if any_rank(not here):
@@ -158,19 +160,19 @@ class Epochs:
         return True
 
     def record_step(self) -> None:
-        """Record the end of an optimizer step: later saves contain the position and random state of this moment."""
+        """Record the position and random state at the end of an optimizer step; checkpoints contain them."""
         if self._accumulates:
             state = copy.deepcopy(self._loader.state_dict()) if self.kind != "count" else None
             self._last_step = (self._position(), rng_content(), state)
 
     def end_epoch(self) -> None:
-        """Move to the start of the next epoch; no micro-batch may be pending."""
+        """Set the position to the start of the next epoch; requires that no micro-batch is pending."""
         self.epoch, self._batch, self._is_positioned = self.epoch + 1, 0, False
         self.record_step()
 
     @contextmanager
     def at_last_step(self) -> Iterator[tuple[Position, Loader | None]]:
-        """Restore the random state of the last recorded step inside the block; yield its position and loader state."""
+        """Restore the random state of the last step inside the block; yield its position, and a loader in its state."""
         if self._last_step is None:
             yield self._position(), self._loader if self.kind != "count" else None
             return
@@ -196,13 +198,13 @@ class Epochs:
             )
 
     def _order_sources(self) -> list[Any]:
-        """Return the loader and those of its attributes that may decide the order of samples."""
+        """Return the objects that may determine the order of samples: the loader, its data set and its samplers."""
         loader = self._loader
         own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         return [loader, *own, getattr(own[-1], "sampler", None)]
 
     def _seed_generators(self, epoch: int) -> None:
-        """Seed the generators of a plain loader by epoch; ranks that had equal seeds get equal seeds again."""
+        """Seed the generators of a plain loader by their original seeds and the epoch, but not by rank."""
         seeded: set[int] = set()
         for source in self._order_sources():
             generator = getattr(source, "generator", None)
@@ -212,7 +214,7 @@ class Epochs:
 
 
 def kind_of(loader: Any) -> Kind:
-    """Return how a loader resumes; see `Position`."""
+    """Return how a loader resumes; see ``kind`` in `Position`."""
     if hasattr(loader, "check_state"):
         return "formula"
     return "state" if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else "count"
@@ -226,7 +228,7 @@ _KINDS: dict[Kind, str] = {
 
 
 def _is_positioned_in(source: Any, epoch: int) -> bool:
-    """Return whether a loader or sampler is at a position in an epoch that ``set_epoch(epoch, position)`` has set."""
+    """Return whether the caller has positioned a loader or sampler by ``set_epoch(epoch, position)`` in this epoch."""
     set_epoch = getattr(source, "set_epoch", None)
     accepts_position = callable(set_epoch) and len(inspect.signature(set_epoch).parameters) > 1
     return accepts_position and getattr(source, "epoch", None) == epoch

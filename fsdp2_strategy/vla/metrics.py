@@ -1,7 +1,7 @@
-"""Collect the metrics of VLA training on rank 0, and write them to JSON lines or Weights & Biases.
+"""Collect the metrics of VLA training on rank 0, and write them to a JSON lines file or to Weights & Biases.
 
-Input: values that the training loop commits after each micro-batch and step. Output: one record per optimizer step with
-VITRA's keys, and a status line for the progress bar.
+Input: values that the training loop commits after each micro-batch and each optimizer step. Output: one record per
+optimizer step with VITRA's keys, and a status line for the progress bar.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class Tracker(Protocol):
         """Write one record."""
 
     def finalize(self) -> None:
-        """Close the tracker; it waits only for its own records."""
+        """Write the remaining records, and close the tracker; not collective."""
 
 
 class JSONLinesTracker:
     """Write the run's settings to ``run-metrics.jsonl`` and its records to ``{run_id}.jsonl``; only on rank 0.
 
-    A resumed run appends. It first removes a last line that a crash left incomplete. Repeated steps are written again.
+    A resumed run appends to the file of records, after it removes a last line that a crash left incomplete. The file
+    contains repeated steps twice.
 
     Args:
-        run_id: name of the run and of the records' file.
+        run_id: name of the run.
         run_dir: directory of both files.
         hparams: settings of the run; values that JSON cannot represent are written as strings.
     """
@@ -55,7 +56,7 @@ class JSONLinesTracker:
         self._file: IO[bytes] | None = None
 
     def write_hyperparameters(self) -> None:
-        """Write ``run-metrics.jsonl``."""
+        """Write the settings to ``run-metrics.jsonl``."""
         if is_rank_0():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             content = _to_line({"run_id": self.run_id, "hparams": dict(self.hparams)})
@@ -76,13 +77,15 @@ class JSONLinesTracker:
 
 
 class WeightsBiasesTracker:
-    """Write to Weights & Biases (extra ``tracking``); only on rank 0. ``WANDB_MODE=offline`` writes to disk only.
+    """Write to Weights & Biases, only on rank 0; needs the extra ``tracking``.
+
+    With ``WANDB_MODE=offline`` in the environment, wandb writes to disk only.
 
     Args:
         run_id, run_dir, hparams: as for `JSONLinesTracker`.
         project: Weights & Biases project.
-        entity: user or team that owns the project; by default that of the account.
-        group: group of runs.
+        entity: user or team that owns the project; by default the default entity of the account.
+        group: name of the group of runs.
     """
 
     def __init__(
@@ -110,10 +113,10 @@ class WeightsBiasesTracker:
             )
 
     def write_hyperparameters(self) -> None:
-        """Do nothing: the constructor has passed them to ``wandb.init``."""
+        """Do nothing: the constructor has already passed the settings to ``wandb.init``."""
 
     def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Log a record; it is sent in the background."""
+        """Log a record; wandb sends it in the background."""
         if self._run is not None:
             self._run.log(dict(metrics), step=global_step)
 
@@ -127,14 +130,15 @@ class WeightsBiasesTracker:
 class VLAMetrics:
     """Collect the metrics of a run, and write one record per optimizer step to trackers.
 
-    Every rank constructs one; this is collective if there is a process group. Only rank 0 collects values.
+    Every rank must construct one; this is collective if there is a process group. Only rank 0 collects values.
 
     Args:
         active_trackers: "jsonl", "wandb", or `Tracker` objects.
         run_id, run_dir, hparams: as for `JSONLinesTracker`.
         wandb_project, wandb_entity: as for `WeightsBiasesTracker`.
-        grad_accumulation_steps: micro-batches per step; ``Loss (Raw)`` is the mean over them.
-        window_size: ``Loss`` is the mean over this many micro-batches, ``Step Time`` over this many steps.
+        grad_accumulation_steps: micro-batches per optimizer step; ``Loss (Raw)`` is the mean over those of one step.
+        window_size: ``Loss`` is the mean over the last ``window_size`` micro-batches, and ``Step Time`` over as many
+            optimizer steps.
         resume_step: optimizer steps taken before this run.
         resume_epoch: the epoch in which the run starts.
 
@@ -187,14 +191,14 @@ class VLAMetrics:
         update_step_time: bool = False,
         **values: float | torch.Tensor,
     ) -> None:
-        """Add values to the next record; not collective, and does not wait for the device.
+        """Add values to the next record; not collective, and does not synchronise with the device.
 
         Args:
             global_step: optimizer steps taken.
             epoch: the current epoch.
             lr: learning rate of the backbone.
-            update_step_time: whether a step ends with this call.
-            **values: ``loss`` and other values by name: tensors of one element, or numbers.
+            update_step_time: whether an optimizer step has just ended.
+            **values: ``loss`` and other values by name, each a number or a tensor of one element.
         """
         self.global_step = self.global_step if global_step is None else global_step
         self.epoch = self.epoch if epoch is None else epoch
@@ -217,8 +221,9 @@ class VLAMetrics:
     def push(self) -> str:
         """Write the committed values to the trackers as one record, and return the status line; not collective.
 
-        Keys are ``VLA Train/`` and Step, Epoch, Loss, Loss (Raw), Backbone Learning Rate, Action Model Learning Rate
-        and Step Time. Other values have the key ``Other/<name>`` and are means over the step, except learning rates.
+        The keys with the prefix ``VLA Train/`` are Step, Epoch, Loss, Loss (Raw), Backbone Learning Rate, Action Model
+        Learning Rate and Step Time. All other values have the prefix ``Other/`` and are means over the micro-batches of
+        the step, except learning rates (``*_lr``), which are the last values.
         """
         if not is_rank_0():
             return self.get_status()
@@ -248,13 +253,13 @@ class VLAMetrics:
         return line if loss is None else f"{line} - Loss :: {float(loss):.4f}"
 
     def finalize(self) -> None:
-        """Close the trackers; not collective. Each waits only for its own records."""
+        """Close the trackers; not collective."""
         for tracker in self.trackers:
             tracker.finalize()
 
 
 def _mean(values: deque[torch.Tensor]) -> float:
-    """Return the mean; synchronises with the device once."""
+    """Return the mean, or NaN if there are no values; synchronises with the device once."""
     return torch.stack([value.reshape(()).double() for value in values]).mean().item() if values else float("nan")
 
 
@@ -263,7 +268,7 @@ def _to_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _open_for_append(path: Path) -> IO[bytes]:
-    """Open a file of lines for unbuffered appending, and remove a last line that a crash left incomplete."""
+    """Open a text file to append without buffering; remove a last line that a crash left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
     file.seek(0)

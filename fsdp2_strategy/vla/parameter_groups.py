@@ -1,10 +1,10 @@
 """Split a vision-language-action model into four parameter groups: backbone or other, with or without weight decay.
 
-Input: a model, sharded or not. Output: groups for `build_optimizer`, or lists of parameters.
+Input: a model, sharded or not. Output: parameter groups for `build_optimizer`, or lists of parameters.
 
-[Note: VITRA's weight decay] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension. It
-therefore treats all parameters as vectors and decays none of them, except the cognition token on request. Here the
-number of dimensions of the unflattened, global parameter decides. ``as_flattened`` reproduces VITRA's behaviour.
+[Note: VITRA's weight decay] VITRA builds its groups after FSDP1 has flattened every parameter to one dimension. VITRA
+therefore treats all parameters as vectors, and decays none of them, except the cognition token on request. This module
+decides by the number of dimensions of the unflattened parameter. ``as_flattened`` reproduces VITRA's behaviour.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def vla_parameter_groups(
     """Return the four groups of a model's trainable parameters, in the order of `GROUPS`; not collective.
 
     Args:
-        model: a VLA whose backbone has "backbone" in its parameters' names.
+        model: a VLA with "backbone" in the names of its backbone's parameters.
         learning_rate: learning rate of the backbone.
         weight_decay: weight decay of the backbone's matrices (two or more dimensions, not a bias).
         action_model_learning_rate: learning rate of all other parameters; by default ``learning_rate``.
-        action_model_weight_decay: weight decay of the other matrices; by default ``weight_decay``.
+        action_model_weight_decay: weight decay of all other matrices; by default ``weight_decay``.
         cognition_token_weight_decay: whether parameters with "cognition_token" in their names are decayed. Their number
-            of dimensions has no effect.
+            of dimensions is ignored.
         move_word_embedding_to_action_model: put the backbone's ``embed_tokens`` into the "other" groups.
-        as_flattened: decay nothing but the cognition token, as VITRA does; see [Note: VITRA's weight decay].
+        as_flattened: decay only the cognition token (if requested), as VITRA does; see [Note: VITRA's weight decay].
 
     Returns:
-        A dict per group with "name", "params", "lr" and "weight_decay"; a group may have no parameters.
+        A dict with "name", "params", "lr" and "weight_decay" for each group. A group may have no parameters.
     """
     split = _split(
         model,
@@ -69,11 +69,11 @@ def split_modality_collator(
     move_word_embedding_to_action_model: bool = False,
     verbose: bool = True,
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trainable parameters of each of `GROUPS`; not collective.
+    """Return the trainable parameters of each group, in the order of `GROUPS`; not collective.
 
     Args:
         vla, cognition_token_weight_decay, move_word_embedding_to_action_model: as for `vla_parameter_groups`.
-        verbose: log the group of each parameter.
+        verbose: whether to log the group of each parameter.
     """
     split = _split(
         vla,

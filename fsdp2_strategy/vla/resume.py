@@ -1,6 +1,6 @@
 """Decide where a VITRA run resumes.
 
-Input: the path that was loaded, and the checkpoint's client state. Output: the epoch in which training continues.
+Input: the path and the client state of the loaded checkpoint. Output: the epoch in which training continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_new_run(folder: Path, run_dir: Path) -> None:
     """Raise if a folder without a checkpoint cannot be the directory of a new run; collective.
 
     Raises:
-        CheckpointError: on every rank: ``folder`` is named like a checkpoint, or does not exist and is not ``run_dir``.
+        CheckpointError: on every rank: ``folder`` has a checkpoint's suffix, or does not exist and is not ``run_dir``.
     """
     may_be_new = folder.is_dir() or folder.absolute() == run_dir.absolute()
     if folder.suffix == ".ckpt" or not from_rank_0(may_be_new):
@@ -36,16 +36,17 @@ class Resumed:
 
     path: Path
     epoch: int
-    """The epoch in which it was saved."""
+    """The epoch in which the checkpoint was saved."""
     ended: bool
-    """Whether it was saved at the end of that epoch."""
+    """Whether the checkpoint was saved at the end of this epoch."""
     position: Position | None
+    """The data position to resume at; None to start at the beginning of an epoch."""
     rng: bytes
     """The random state of the checkpoint."""
 
     @classmethod
     def of(cls, path: str, client_state: Mapping[str, Any], *, with_position: bool) -> Self:
-        """Describe a checkpoint that was just loaded; its random state is read from this process's generators."""
+        """Describe the checkpoint that was just loaded; read its random state from this process's generators."""
         position = client_state.get("position") if with_position else None
         return cls(
             path=Path(path),
@@ -61,10 +62,10 @@ class Resumed:
         return self.position.epoch if self.position else self.epoch + self.ended
 
     def check_start(self, epoch: int, step: int, steps_taken: int) -> None:
-        """Check that the caller's start arguments agree with the checkpoint; 0 always agrees.
+        """Compare the caller's start arguments with the checkpoint; 0 is always accepted.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: an argument differs from the checkpoint.
         """
         if epoch not in (0, self.epoch, self.start_epoch) or step not in (0, steps_taken):
             raise ConfigError(

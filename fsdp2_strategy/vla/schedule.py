@@ -1,6 +1,6 @@
-"""Set the learning rates of one optimizer by two schedules: one for the backbone's groups, one for the others.
+"""Set the learning rates of one optimizer from two schedules: one for the backbone's groups, one for the others.
 
-Input: an optimizer with the group names of `vla_parameter_groups`, and two schedules. Output: an object that can be
+Input: an optimizer with the group names of `vla_parameter_groups`, and two schedules. Output: an object that is
 stepped, saved and loaded like one schedule.
 """
 
@@ -17,12 +17,13 @@ from fsdp2_strategy.vla.parameter_groups import GROUPS
 
 
 class MultiGroupLRScheduler:
-    """Set the learning rates of one optimizer by two schedules, from its first step on.
+    """Set the learning rates of one optimizer from two schedules, at construction and after each step.
 
     Args:
-        optimizer: its groups have the names of `vla_parameter_groups`; some of the four may be missing.
-        backbone_scheduler: a schedule of a separate optimizer, with the backbone's two groups (decay, no decay) or one.
-        action_model_scheduler: the same for the other groups.
+        optimizer: an optimizer whose groups have the names in `GROUPS`; some of the four may be missing.
+        backbone_scheduler: a schedule of a separate optimizer. This optimizer has two groups, for the backbone's groups
+            with and without weight decay, or one group for both.
+        action_model_scheduler: likewise, for the two other groups.
 
     Raises:
         OptimizerError: a group has another name.
@@ -43,7 +44,7 @@ class MultiGroupLRScheduler:
     def step(self) -> None:
         """Advance both schedules by one optimizer step."""
         with warnings.catch_warnings():
-            # The schedules' own optimizers only hold the learning rates and never step, which torch warns about.
+            # The schedules' own optimizers only contain learning rates. They never step, which torch warns about.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.backbone_scheduler.step()
             self.action_model_scheduler.step()
@@ -58,19 +59,19 @@ class MultiGroupLRScheduler:
         return rates
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group of the optimizer, which may split groups by dtype and mesh."""
+        """Return the learning rate of each group of the optimizer, which may have several groups of the same name."""
         rates = self.rates()
         return [rates[group["name"]] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of both schedules, serialisable as JSON."""
+        """Return the states of both schedules; serialisable as JSON."""
         return {
             "backbone": self.backbone_scheduler.state_dict(),
             "action_model": self.action_model_scheduler.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and set the learning rates of the optimizer."""
+        """Load the states of both schedules, and set the learning rates of the optimizer."""
         self.backbone_scheduler.load_state_dict(state_dict["backbone"])
         self.action_model_scheduler.load_state_dict(state_dict["action_model"])
         self._apply()

@@ -1,6 +1,7 @@
-"""Warn if ranks or workers have too few samples, episodes or cores, which slows a run down without making it wrong.
+"""Warn about numbers of ranks, workers or episodes that make a run slower or mix its samples less.
 
-Input: the sizes of a run. Output: a sentence per shortage, with its cost and its remedy.
+Input: the numbers of ranks, workers, samples, episodes and cores. Output: a warning for each shortage, with its cost
+and its remedy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from fsdp2_strategy.distributed.log import log
 
 
 def warn_of_shortages(**numbers: int) -> list[str]:
-    """Log a warning once for each shortage that any rank finds; collective.
+    """Log one warning for each shortage that any rank finds; collective.
 
-    Hosts may have different numbers of cores, so each rank checks its own. Rank 0 logs the findings of all ranks.
+    Each rank checks its own host, because hosts may have different numbers of cores. Rank 0 logs the shortages of all
+    ranks.
 
     Args:
-        **numbers: see `shortages`.
+        **numbers: the arguments of `shortages`.
 
     Returns:
         The shortages that this rank finds.
@@ -41,18 +43,18 @@ def shortages(
     num_workers: int,
     cores: int | None = None,
 ) -> list[str]:
-    """Return a sentence for each shortage; not collective.
+    """Return the text of a warning for each shortage; not collective.
 
     Args:
         ranks: number of ranks that share the data.
-        local_ranks: number of them on this host.
-        global_batch_size: samples of a batch over all ranks.
-        lanes: see `EpisodeOrder`.
-        pool: number of episodes that all ranks together mix at a time.
+        local_ranks: number of ranks on this host.
+        global_batch_size: samples per batch, on all ranks together.
+        lanes: number of lanes; see `EpisodeOrder`.
+        pool: number of episodes that are mixed at a time, on all ranks together.
         episodes: number of episodes in the data set.
-        batches: batches per epoch, at least 1.
+        batches: number of batches per epoch, at least 1.
         num_workers: worker processes per rank.
-        cores: cores that this process may run on; by default they are counted.
+        cores: number of cores that this process may run on; by default taken from the operating system.
 
     Example:
         >>> facts = dict(ranks=2, local_ranks=2, lanes=2, pool=8, episodes=20, batches=50, num_workers=1, cores=4)

@@ -1,9 +1,9 @@
 """VITRA's training strategy on FSDP2: set up a VLA, train it, and resume it exactly.
 
-Input: a VLA, its options, a loader. Output: a trained model, checkpoints with VITRA's names, and metrics.
+Input: a VLA, its options, and a loader. Output: a trained model, checkpoints with VITRA's names, and metrics.
 
-    run_setup: shard -> groups -> optimizer -> schedule
-    run_training: epochs -> loop -> metrics, saves
+    run_setup: shard the model -> parameter groups -> optimizer -> schedule
+    run_training: epochs -> training loop -> metrics, checkpoints
 """
 
 from __future__ import annotations
@@ -60,44 +60,47 @@ _INPUTS = {
 
 
 class VLAFSDPStrategy(TrainingStrategy):
-    """Train a vision-language-action model; one object per process, with the same arguments on every rank.
+    """Train a vision-language-action model; every rank constructs one object with the same arguments.
 
-    Construction starts the process group if there is none, and is then collective. ``close`` or the end of a ``with``
-    block destroys it. docs/vla.md lists the differences from VITRA's class of this name.
+    If there is no process group, the constructor starts one and is collective; ``close`` or the end of a ``with`` block
+    destroys this group. docs/vla.md lists the differences from VITRA's class of this name.
 
     Args:
-        vla: a model whose backbone has "backbone" in its parameters' names; frozen parameters are not trained.
+        vla: a model with "backbone" in the names of its backbone's parameters. Parameters that do not require gradients
+            stay frozen.
         device_id: this rank's accelerator; ignored without CUDA.
         stage: name of the training stage, for the log.
         epochs: number of epochs.
         max_steps: optimizer steps after which training ends, or None.
-        global_batch_size: samples of one optimizer step over all ranks.
-        per_device_batch_size: samples of one micro-batch of one rank.
+        global_batch_size: samples per optimizer step, on all ranks together.
+        per_device_batch_size: samples per micro-batch on each rank.
         learning_rate, weight_decay, action_model_learning_rate, action_model_weight_decay,
-            cognition_token_weight_decay, move_word_embedding_to_action_model, as_flattened: as for
+            cognition_token_weight_decay, move_word_embedding_to_action_model, as_flattened: see
             `vla_parameter_groups`.
-        max_grad_norm: global norm to which gradients are clipped; 0 or None for no clipping.
+        max_grad_norm: maximum global norm of the gradients; 0 or None for no clipping.
         lr_scheduler_type: "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or
             "backbone-freeze-warmup"; see `build_scheduler`.
-        warmup_ratio: fraction of all steps in which the learning rate rises.
+        warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps.
         enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
-        enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise everything is in fp32.
-        reduce_in_full_precision: reduce gradients and keep buffers in fp32; otherwise both in bf16.
-        mixed_precision_dtype: ``torch.bfloat16``, or ``torch.float32`` to compute in fp32.
+        enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise compute in fp32.
+        reduce_in_full_precision: with mixed precision, reduce gradients and keep buffers in fp32; otherwise both in
+            bf16.
+        mixed_precision_dtype: ``torch.bfloat16``, or ``torch.float32`` to disable mixed precision.
         sharding_strategy: "shard-grad-op" keeps parameters all-gathered from forward to backward; "full-shard" reshards
-            them after forward and all-gathers them again. Both shard within a node and replicate across nodes.
+            them after forward and all-gathers them again in backward.
         state_dict_type: ignored; all ranks write checkpoints in parallel, to files that contain full tensors.
         llm_freeze_step: steps for which "backbone-freeze-warmup" keeps the backbone's learning rate at 0.
         optimizer_betas: Adam's betas.
-        cast_buffers: cast buffers to the reduction dtype, as VITRA does. bf16 rounds rotary frequencies.
-        shard_size: number of ranks that a parameter is sharded over; by default the ranks of a node.
-        max_num: checkpoints to keep; None for all.
-        max_mem: GB (10^9 bytes) that all checkpoints may take; None for no limit.
+        cast_buffers: cast buffers to the dtype of gradient reduction, as VITRA does. bf16 rounds rotary frequencies.
+        shard_size: number of ranks that a parameter is sharded over. By default, shard within each node and replicate
+            across nodes.
+        max_num: maximum number of checkpoints to keep; None for all.
+        max_mem: maximum total size of all checkpoints in GB (10^9 bytes); None for no limit.
         async_save: whether `run_training` writes checkpoints in the background.
-        config: other settings; the arguments above take precedence.
+        config: further settings; the arguments above take precedence.
 
     Raises:
-        ConfigError, OptimizerError: an option is not valid.
+        ConfigError, OptimizerError: an argument is invalid.
     """
 
     def __init__(
@@ -180,14 +183,14 @@ class VLAFSDPStrategy(TrainingStrategy):
         auto_wrap_policy_modules: Classes = None,
         checkpointing_policy_modules: Classes = None,
     ) -> None:
-        """Shard the model, build optimizer and schedule, and seed each rank differently; collective.
+        """Shard the model, build the optimizer and the schedule, and seed each rank differently; collective.
 
         Args:
             run_dir: directory of the run.
-            n_train_examples: number of samples in the data.
-            auto_wrap_policy_modules: classes, or their names, of the modules that become units; by default those that
+            n_train_examples: number of samples per epoch.
+            auto_wrap_policy_modules: classes, or class names, of the modules that become units; by default those that
                 `find_blocks` finds.
-            checkpointing_policy_modules: classes, or their names, of the modules whose activations are recomputed.
+            checkpointing_policy_modules: classes, or class names, of the modules whose activations are recomputed.
 
         Raises:
             ShardError, OptimizerError: on every rank: a class matches no module, or no parameter is trainable.
@@ -231,13 +234,13 @@ class VLAFSDPStrategy(TrainingStrategy):
         log("%s", summary(self, n_train_examples))
 
     def _node_shard_size(self) -> int:
-        """Return the number of ranks of a node if all nodes have as many, or -1 for all ranks."""
+        """Return the number of ranks per node; -1 (all ranks) for one node, or if nodes differ in this number."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         return local if 0 < local < self.world_size and self.world_size % local == 0 else -1
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """The dtype of gradient reduction and of buffers."""
+        """The dtype of gradient reduction, and of buffers with ``cast_buffers``."""
         return torch.bfloat16 if self.config.bf16 and not self.config.reduce_in_full_precision else torch.float32
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -254,26 +257,28 @@ class VLAFSDPStrategy(TrainingStrategy):
     ) -> bool:
         """Train until ``max_steps`` or the end of the last epoch; collective.
 
-        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even in the middle of an epoch or an
-        accumulation. Data and random numbers are the same as without the interruption.
+        After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even in the middle of an epoch. The
+        resumed run draws the same data and random numbers as an uninterrupted run.
 
         Args:
             dataloader: yields this rank's micro-batches as mappings of tensors. Pass a ResumableLoader with a global
                 batch of per_device_batch_size x ranks samples. Other loaders resume only on the same number of ranks.
-            metrics: receives losses and learning rates. Checkpoints are saved to its ``run_dir``.
-            save_interval: optimizer steps between checkpoints; None for no checkpoints between steps.
+            metrics: receives losses and learning rates. Checkpoints are saved below ``metrics.run_dir``.
+            save_interval: optimizer steps between checkpoints; None for no checkpoints within an epoch. The step
+                ``max_steps`` is always saved.
             epoch_save_interval: epochs between checkpoints at the end of an epoch; None for none. If either interval is
-                given, the end of the last epoch is saved in any case. The step ``max_steps`` is always saved.
-            start_epoch: the first epoch. After loading a checkpoint it must agree with it, or be 0.
-            start_global_step: optimizer steps taken before; the same rule applies.
+                given, the end of the last epoch is also saved, unless its last step is already saved.
+            start_epoch: the first epoch. After a checkpoint is loaded, pass its epoch or 0.
+            start_global_step: optimizer steps taken before. After a checkpoint is loaded, pass its step or 0.
             save_full_model: whether checkpoints contain all frozen weights.
 
         Returns:
-            Whether training is finished. False means that SIGTERM stopped the run and that a checkpoint was saved. Exit
-            with a non-zero status then, so that the run is started again.
+            True at the end of training. False if SIGTERM stopped the run; its last step is then saved. In this case,
+            exit with a non-zero status, so that the run is started again.
 
         Raises:
-            StepError, CheckpointError, ConfigError: on every rank. A loss that is not finite skips its step instead.
+            StepError, DataError, CheckpointError, ConfigError: on every rank. A gradient norm that is not finite raises
+                nothing; its step is skipped.
         """
         self._check_start(start_epoch, start_global_step)
         resumed = self._resumed
@@ -299,7 +304,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         metrics.commit(global_step=self.global_step(self.vla), epoch=data.epoch)
         if self.is_finished():
             return True
-        stop = Preemption()  # SIGTERM is handled here only during this call
+        stop = Preemption()  # handles SIGTERM during this call only
         with (
             closing(stop),
             tqdm(
@@ -329,8 +334,8 @@ class VLAFSDPStrategy(TrainingStrategy):
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; override it for other models.
 
-        ``pixel_values`` is passed as ``rgb`` and ``actions`` as ``action_labels``. VITRA's other inputs, and keys that
-        are parameters of the forward, keep their names. Further keys are left out. ``data_source`` is ["action"].
+        ``pixel_values`` is passed as ``rgb``, and ``actions`` as ``action_labels``. VITRA's other inputs, and keys that
+        are parameters of the forward, keep their names. Other keys are dropped. ``data_source=["action"]`` is added.
         """
         given = {_INPUTS.get(name, name): value for name, value in batch.items()}
         inputs = {name: value for name, value in given.items() if name in _INPUTS.values() or name in self._accepted}
@@ -341,12 +346,12 @@ class VLAFSDPStrategy(TrainingStrategy):
         return frozenset(inspect.signature(self.vla.forward).parameters)
 
     def is_finished(self) -> bool:
-        """Return whether ``max_steps`` steps are taken; not collective."""
+        """Return whether ``max_steps`` optimizer steps have been taken; not collective."""
         return self.max_steps is not None and self.global_step(self.vla) >= self.max_steps
 
     @property
     def pending_micro_batches(self) -> int:
-        """Micro-batches since the last optimizer step."""
+        """Number of micro-batches since the last optimizer step."""
         return self._state_of(self.vla).accumulation.micro_batches
 
     @pending_micro_batches.setter
@@ -362,7 +367,10 @@ class VLAFSDPStrategy(TrainingStrategy):
             return None
 
     def clip_grad_norm(self, model: nn.Module | None = None, max_norm: float | None = None) -> float:
-        """Clip the gradients to ``max_grad_norm``, and return their global norm; collective; `run_training` does it."""
+        """Clip the gradients to ``max_grad_norm``, and return the norm before clipping; collective.
+
+        `run_training` clips in each step without this call.
+        """
         return super().clip_grad_norm(self.vla if model is None else model, max_norm)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -383,7 +391,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             run_dir: directory of the run.
             global_step: optimizer steps taken.
             epoch: the current epoch.
-            only_trainable: leave frozen weights out; see `save_ckpt`.
+            only_trainable: omit frozen weights; see `save_ckpt`.
             is_epoch_end: whether the epoch has ended.
             async_save: write in the background; `run_training` passes the strategy's ``async_save``.
 
@@ -391,7 +399,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             The checkpoint's directory. With ``async_save`` it exists only after the write has finished.
 
         Raises:
-            CheckpointError: on every rank; see `save_ckpt`.
+            CheckpointError: on every rank, for the reasons of `save_ckpt`.
         """
         tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
         progress = {"epoch": epoch, "global_step": global_step}
@@ -426,22 +434,22 @@ class VLAFSDPStrategy(TrainingStrategy):
         strict: bool = True,
         trust: bool = False,
     ) -> dict[str, int] | None:
-        """Load optimizer, schedule and random state with the weights that they belong to; collective.
+        """Load the weights, optimizer, schedule and random state of a checkpoint; collective.
 
         Call it after `run_setup`. `run_training` then resumes at the checkpoint.
 
         Args:
             checkpoint_folder: a checkpoint, or a run's directory, whose newest checkpoint is loaded.
-            load_weights: whether to load the weights; otherwise the model keeps its present ones.
-            load_data_position: resume at the checkpoint's position within the epoch, if it contains one.
-            strict: names in checkpoint, model and optimizer must agree.
+            load_weights: whether to load the weights; otherwise the model keeps its current weights.
+            load_data_position: resume at the data position in the checkpoint, if there is one.
+            strict: raise if the checkpoint, the model and the optimizer have different parameter names.
             trust: also load checkpoints that VITRA wrote. They are pickles, which can execute code.
 
         Returns:
             "epoch" and "global_step", or None if the run's directory contains no checkpoint yet.
 
         Raises:
-            CheckpointError: on every rank: the named checkpoint does not exist, or for the reasons of `load_ckpt`.
+            CheckpointError: on every rank: the checkpoint does not exist, or for the reasons of `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
         directory = folder / _CHECKPOINTS if from_rank_0((folder / _CHECKPOINTS).is_dir()) else folder
@@ -456,10 +464,10 @@ class VLAFSDPStrategy(TrainingStrategy):
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _check_start(self, epoch: int, step: int) -> None:
-        """Check the start arguments against the loaded checkpoint; without one, advance the schedule to ``step``.
+        """Compare the start arguments with the loaded checkpoint; without one, advance the schedule to ``step``.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: the arguments differ from the checkpoint, or ``step`` from the steps taken.
         """
         accumulation = self._state_of(self.vla).accumulation
         if self._resumed is not None:

@@ -1,6 +1,6 @@
-"""Describe the set-up of a VLA's training for the log.
+"""Describe the settings of a VLA training run for the log.
 
-Input: a strategy after `run_setup` has built its optimizer. Output: text.
+Input: a strategy whose `run_setup` has built the optimizer and schedule. Output: text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def summary(strategy: Any, n_train_examples: int) -> str:
     """Describe batches, precision, schedule, learning rates and steps, one fact per line.
 
     Args:
-        strategy: a `VLAFSDPStrategy`; not in the annotation, because its module imports this one.
-        n_train_examples: samples per epoch.
+        strategy: a `VLAFSDPStrategy`. It is annotated as Any, because its module imports this one.
+        n_train_examples: number of samples per epoch.
     """
     s, config = strategy, strategy.config
     computed = torch.bfloat16 if config.bf16 else torch.float32

@@ -1,9 +1,10 @@
-"""Measure how fast a trainer gets its data and how much time it spends waiting, per rank and over all ranks.
+"""Measure frames per second and the share of time spent waiting for data, per rank and over all ranks.
 
-Input: the batches of a loader, and their numbers of frames. Output: rates, the same on every rank.
+Input: the batches of a loader, and their numbers of frames. Output: rates, which are the same on every rank.
 
-The first step is warm-up: workers start, files are opened, the first forward and backward allocate memory. The waiting
-time for its batch is reported separately. Frames and times are counted from the request for the second batch.
+The first step is warm-up: workers start, files are opened, and the first forward and backward allocate memory. The time
+spent waiting for the first batch is reported separately. All other times, and the frames, are counted from the request
+for the second batch on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RankRates:
     waiting_seconds: float
     """Part of ``seconds`` that was spent waiting for batches."""
     first_batch_seconds: float
-    """Time spent waiting for the very first batch; not part of ``seconds`` or ``waiting_seconds``."""
+    """Time spent waiting for the first batch of the run; not part of ``seconds`` or ``waiting_seconds``."""
 
     @property
     def frames_per_second(self) -> float:
@@ -36,7 +37,7 @@ class RankRates:
 
     @property
     def waiting_share(self) -> float:
-        """Fraction of the time that this rank spent waiting for data, 0 to 1."""
+        """Fraction of its time that this rank spent waiting for data, 0 to 1."""
         return self.waiting_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -48,13 +49,13 @@ class Rates:
 
     @property
     def frames_per_second(self) -> float:
-        """Frames of all ranks divided by the longest of their times."""
+        """Frames of all ranks, divided by the time of the slowest rank; 0 if no time has passed."""
         seconds = max(rank.seconds for rank in self.ranks)
         return sum(rank.frames for rank in self.ranks) / seconds if seconds else 0.0
 
     @property
     def waiting_share(self) -> float:
-        """Largest waiting share of any rank; the other ranks wait for that rank in their next collective."""
+        """Largest waiting share of any rank, because all other ranks wait for this rank in the next collective."""
         return max(rank.waiting_share for rank in self.ranks)
 
     @property
@@ -73,10 +74,10 @@ class Rates:
 
 
 class Throughput:
-    """A meter of frames per second and of the time spent waiting for data.
+    """A meter of frames per second and of the time spent waiting for data, on every rank.
 
     Args:
-        clock: returns the time in seconds.
+        clock: function that returns the time in seconds.
 
     Example:
         >>> meter = Throughput()
@@ -95,7 +96,7 @@ class Throughput:
         self._lap: tuple[int, float, float] | None = None  # frames, waiting seconds and time at the end of the last lap
 
     def over(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches, and measure the waiting time of each; not collective."""
+        """Yield batches, and measure the time spent waiting for each; not collective."""
         iterator = iter(batches)
         while True:
             requested = self._clock()
@@ -113,14 +114,14 @@ class Throughput:
             yield batch
 
     def count(self, frames: int) -> None:
-        """Count the frames of a batch; call it after the step of that batch; not collective."""
+        """Add the frames of a batch; call it after the step with this batch; not collective."""
         if self._start is not None:
             self.frames += frames
 
     def lap(self) -> Rates:
-        """Return the rates since the last lap; collective.
+        """Return the rates since the previous call; collective.
 
-        On an accelerator, call it after an operation that synchronises with the device, such as reading the loss.
+        On an accelerator, call it after an operation that synchronises with the device, such as ``loss.item()``.
         """
         now = self._clock()
         rates = self._since(self._lap, now)

@@ -1,6 +1,6 @@
 """VITRA's training loop: micro-batches, optimizer steps, metrics and saves, until the end or a request to stop.
 
-Input: a strategy after its set-up, and epochs of batches. Output: a trained model, checkpoints, metric records.
+Input: a strategy that is set up, and epochs of batches. Output: a trained model, checkpoints, metric records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp2_strategy.vla.epochs import Epochs
 from fsdp2_strategy.vla.metrics import VLAMetrics
 from fsdp2_strategy.vla.parameter_groups import GROUPS
 
-# The metrics' names for the learning rates of the groups.
+# The metric of each parameter group's learning rate.
 _METRIC_NAMES = dict(
     zip(GROUPS, ("backbone_decay_lr", "backbone_no_decay_lr", "action_decay_lr", "action_no_decay_lr"), strict=True)
 )
@@ -72,7 +72,7 @@ class Loop:
     """Whether steps were taken since the last checkpoint."""
 
     def run(self) -> bool:
-        """Train, and return True at the end of the run, or False if a signal stopped it before."""
+        """Train, and return True at the end of the run, or False if SIGTERM stopped it earlier."""
         for epoch in range(self.data.epoch, self.strategy.epochs):
             self.strategy.vla.train()
             for batch in self.data.batches(epoch):
@@ -127,8 +127,8 @@ class Loop:
     def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each of the four groups.
 
-        A group without parameters gets the learning rate of the other group of its half (backbone or other), or 0 if
-        that group has no parameters either.
+        A group without parameters gets the learning rate of the group whose name has the same first word ("backbone"
+        or "other"), or 0 if that group has no parameters either.
         """
         found = {group["name"]: group["lr"] for group in self.strategy.optimizer.param_groups}
         of_half = {name.partition("_")[0]: rate for name, rate in found.items()}
@@ -147,7 +147,7 @@ class Loop:
         self._unsaved = False
 
     def _stop_requested(self) -> bool:
-        # Only the main thread can handle signals.
+        # `requested` installs a signal handler, which only the main thread can do.
         return threading.current_thread() is threading.main_thread() and self.stop.requested()
 
     def _drop_pending_micro_batches(self) -> None:

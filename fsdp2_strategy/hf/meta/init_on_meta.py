@@ -1,7 +1,7 @@
 """Build models on the meta device: constructors and ``from_pretrained`` run without creating or reading values.
 
-Input: calls of ``from_pretrained`` and constructors inside `init_on_meta`. Output: models on meta, whose modules store
-which files contain their values.
+Input: calls of ``from_pretrained`` and constructors inside `init_on_meta`. Output: models on meta. Each module of a
+pretrained model stores which files contain its values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from fsdp2_strategy.hf.weights_folder import WeightsSource, remember_origin
 def init_on_meta() -> Iterator[None]:
     """Build models inside this context on the meta device, without allocating memory; not collective.
 
-    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads only the configuration; dtype,
-    attn_implementation and its other arguments keep their meaning, and each module stores the folder. ``prepare_model``
-    or `load_weights` later loads the values; each rank reads those of its shards.
+    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads no weights; each module stores their
+    location. device_map is ignored; dtype, attn_implementation and the other arguments keep their meaning.
+    ``prepare_model`` or `load_weights` loads the values later; each rank reads the values of its shards.
 
     Raises:
-        CheckpointError: another thread is in such a context; or ``from_pretrained`` gets a ``state_dict``, an adapter,
-            quantised weights, or a folder without safetensors files.
+        CheckpointError: another thread is in such a context; a tensor from an earlier context is changed; or
+            ``from_pretrained`` gets a ``state_dict``, an adapter, quantised weights, or a folder without safetensors
+            files.
     """
     if is_recording():
         yield  # nested: the outer context is active
@@ -51,14 +52,14 @@ def init_on_meta() -> Iterator[None]:
 
 
 def _patches(recording: Recording) -> list[tuple[Any, str, Any]]:
-    """Return patches for the three steps of from_pretrained that would touch values, and for init_weights.
+    """Return patches for init_weights, and for the steps of from_pretrained that place, read or initialise tensors.
 
     The patched init_weights calls the original, and then records that transformers has initialised the model.
     """
     from transformers import modeling_utils  # noqa: PLC0415
 
     def no_device_map(device_map: Any) -> None:
-        """Accept any device map: the mesh decides where parameters are."""
+        """Ignore the device map: the mesh decides where parameters are."""
 
     def store_files(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
@@ -105,7 +106,7 @@ def _nothing_loaded() -> Any:
 
 
 def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:
-    """Cast the parameters that the model keeps in another dtype to that dtype, as loading would."""
+    """Cast tensors to the dtypes that ``plan`` sets for their name patterns, as loading would."""
     from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
 
     if not plan:
@@ -117,7 +118,7 @@ def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> Non
 
 
 def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:
-    """Store on each module of a model which files contain its values."""
+    """Attach to each module of a model the location of its values, after a check of the files' format."""
     where = str(load_config.pretrained_model_name_or_path)
     if load_config.hf_quantizer is not None:
         raise CheckpointError(
@@ -143,7 +144,7 @@ def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:
 
 
 def _move_parameters_to_meta(model: nn.Module) -> None:
-    """Move parameters that were created on other devices: ``torch.FloatTensor`` ignores the default device."""
+    """Move to meta the parameters that are elsewhere: ``torch.FloatTensor`` ignores the default device."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
@@ -151,7 +152,7 @@ def _move_parameters_to_meta(model: nn.Module) -> None:
 
 
 def _index_of(file: Path) -> Path | None:
-    """Return the index of a file whose name has the form model[.variant]-00001-of-00002.safetensors."""
+    """Return the index for a file named model[.variant]-00001-of-00002.safetensors; None if there is no index."""
     match = re.fullmatch(r"model(\..+)?-\d+-of-\d+\.safetensors", file.name)
     index = file.with_name(f"model.safetensors.index{match[1] or ''}.json") if match else None
     return index if index is not None and index.is_file() else None

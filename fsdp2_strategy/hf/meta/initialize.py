@@ -2,15 +2,18 @@
 
 Input: a model whose tensors have memory, and a list of those without values. Output: the same tensors, filled.
 
-A tensor's values come from the first of these that applies: the recorded operations, if some of them changed it after
-transformers had initialised it; ``_init_weights`` of a transformers model; the recorded operations of the constructor;
-``reset_parameters`` of the module, if no operations were recorded.
+A tensor's values come from the first of these that applies:
+
+1. the recorded operations, if one of them changed the tensor and transformers did not initialise it afterwards;
+2. ``_init_weights`` of a transformers model;
+3. the recorded operations of the constructor;
+4. ``reset_parameters`` of the module, if no operations were recorded.
 
 [Note: lazy initialisation] Init functions draw full tensors and change them in place. They run on a skeleton of the
 model in which a `_LazyTensor` replaces each tensor without values. The first operation on it allocates a full tensor on
 every rank, and all ranks draw from the same random state. When the init function returns, each rank keeps its rows and
-frees the full tensor. So the values are those of the unsharded model at every world size, and tensors that no init
-function writes are detected.
+frees the full tensor. So the values are those of the unsharded model at every world size. Full tensors start with a
+marker value, so that tensors that no init function writes are detected.
 """
 
 from __future__ import annotations
@@ -59,17 +62,17 @@ class TensorWithoutValues:
     tensor: torch.Tensor
     registrations: Sequence[tuple[nn.Module, str]]
     dtype: torch.dtype | None
-    """The requested dtype, in which transformers draws the values; the tensor's may be wider (master weights)."""
+    """The dtype in which values are drawn; None for the tensor's own, which may be wider (master weights)."""
 
     @property
     def recorded(self) -> RecordedTensor | None:
-        """How it was made, if that was recorded."""
+        """The record of how the tensor was made; None if there is none."""
         return next((found for module, key in self.registrations if (found := recorded_tensor(module, key))), None)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> list[str]:
-    """Initialise tensors as the code that built their modules would have; collective.
+    """Initialise tensors with the values that they would have if their modules were built with memory; collective.
 
     Args:
         model: the model, whose tensors have memory.
@@ -80,7 +83,7 @@ def initialize(model: nn.Module, empty: Sequence[TensorWithoutValues], device: t
         The names of the tensors that nothing initialises.
     """
     with _random_states_of_rank_0(device):
-        # Without tensors that were added or changed after transformers had initialised the model.
+        # Tensors that were added or changed after transformers had initialised the model are replayed below.
         waiting = [e for e in empty if e.recorded is None or not e.recorded.was_changed_later]
         filled = _run_init_weights(model, waiting, device)
         filled |= _replay([e for e in empty if id(e.tensor) not in filled], device)
@@ -90,12 +93,12 @@ def initialize(model: nn.Module, empty: Sequence[TensorWithoutValues], device: t
 
 
 def recording_digests(empty: Sequence[TensorWithoutValues]) -> list[str]:
-    """Return digests of the operations that were recorded for tensors without values, to compare across ranks."""
+    """Return a digest of each recording's operations for tensors without values, to compare them across ranks."""
     return [recording.digest(set(by_storage)) for recording, by_storage in _by_recording(empty).items()]
 
 
 _ByStorage = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
-"""For each recorded storage, the recorded meta tensors that use it, and the tensors to fill with their values."""
+"""For each recorded storage: pairs of a meta tensor in this storage and the tensor to fill with its values."""
 
 
 def _by_recording(empty: Sequence[TensorWithoutValues]) -> dict[Recording, _ByStorage]:
@@ -108,7 +111,7 @@ def _by_recording(empty: Sequence[TensorWithoutValues]) -> dict[Recording, _BySt
 
 
 def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
-    """Run the init functions of each transformers model within the model; return the ids of the tensors they fill."""
+    """Run the init functions of all transformers models in a model; return the ids of the tensors that they fill."""
     lazy = _LazyTensors(empty, device)
     skeleton = lazy.skeleton_of(model)
     inner: set[int] = set()
@@ -129,7 +132,7 @@ def _run_init_weights(model: nn.Module, empty: Sequence[TensorWithoutValues], de
 
 
 def _replay(empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
-    """Replay the operations that were recorded for some tensors; return the ids of those that got values."""
+    """Replay the operations that were recorded for tensors; return the ids of the tensors that get values."""
     filled: set[int] = set()
 
     def store_in(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[torch.Tensor], None]:
@@ -146,7 +149,7 @@ def _replay(empty: Sequence[TensorWithoutValues], device: torch.device) -> set[i
 
 
 def _run_reset_parameters(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
-    """Run ``reset_parameters`` of the modules that have empty tensors; return the ids of the tensors they fill."""
+    """Run ``reset_parameters`` of modules with empty tensors; return the ids of the tensors that are filled."""
     lazy = _LazyTensors(empty, device)
 
     def reset(module: nn.Module) -> None:
@@ -161,7 +164,7 @@ def _run_reset_parameters(model: nn.Module, empty: Sequence[TensorWithoutValues]
 
 @contextmanager
 def _random_states_of_rank_0(device: torch.device) -> Iterator[None]:
-    """Use rank 0's random states on every rank; ranks whose own states differed get them back at the end."""
+    """Use rank 0's random states on every rank; afterwards, restore the states of ranks that had others."""
     own = random_states(device)
     shared = from_rank_0(own)
     with drawing_from(None if are_equal(own, shared) else shared, device):
@@ -169,17 +172,17 @@ def _random_states_of_rank_0(device: torch.device) -> Iterator[None]:
 
 
 class _LazyTensors:
-    """The `_LazyTensor` of each tensor without values; ``full`` contains those that currently have a full tensor."""
+    """The lazy tensors of a model; ``full`` contains those that have a full tensor now, by their ids."""
 
     def __init__(self, empty: Sequence[TensorWithoutValues], device: torch.device) -> None:
         self.device = device
         self.by_id = {id(e.tensor): _LazyTensor(e.tensor, self, e.dtype or e.tensor.dtype) for e in empty}
         self.full: dict[int, tuple[_LazyTensor, torch.Tensor]] = {}
         self.filled: set[int] = set()
-        """The ids of the original tensors that have values in all elements."""
+        """The ids of the original tensors whose elements all have values."""
 
     def skeleton_of(self, model: nn.Module) -> nn.Module:
-        """Return a skeleton of a model with the lazy tensors; all other tensors are marked as initialised."""
+        """Return a skeleton of a model with the lazy tensors; mark all other tensors as initialised."""
 
         def replacement(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in self.by_id:
@@ -196,13 +199,13 @@ class _LazyTensors:
             for tensors in both:
                 for name, tensor in tensors.items():
                     if isinstance(tensor, _LazyTensor) and id(tensor) in seen:
-                        # Tied: transformers initialises each occurrence, and then ties all to the first.
+                        # Tied: transformers initialises each occurrence, but keeps only the first.
                         tensors[name] = _LazyTensor(tensor.original, self, tensor.dtype, is_kept=False)
                     seen.add(id(tensor))
         return skeleton
 
     def full_of(self, lazy: _LazyTensor) -> torch.Tensor:
-        """Return the full tensor of a lazy one, with its present values."""
+        """Return the full tensor of a lazy tensor; on first use, gather its values or fill it with the marker."""
         if id(lazy) not in self.full:
             original = lazy.original
             if lazy.is_kept and id(original) in self.filled:
@@ -216,7 +219,7 @@ class _LazyTensors:
         return self.full[id(lazy)][1]
 
     def stored_after(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that then stores this rank's shards of the tensors it wrote, and frees the full tensors."""
+        """Wrap an init function: when it returns, store this rank's shards of written tensors; free full tensors."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             function(*args, **kwargs)
@@ -242,9 +245,9 @@ class _LazyTensor(torch.Tensor):
     original: torch.Tensor
     tensors: _LazyTensors
     changed: bool
-    """Whether an operation wrote to it directly; writes to views of it are not noted here."""
+    """Whether an operation wrote to the tensor itself; writes to its views do not count."""
     is_kept: bool
-    """Whether its values are stored in the original tensor; otherwise they are drawn and dropped."""
+    """Whether the values are stored in the original tensor; otherwise they are drawn and dropped."""
     _is_param: bool
 
     __torch_function__ = without_torch_function

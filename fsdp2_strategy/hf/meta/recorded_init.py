@@ -1,15 +1,16 @@
 """Record the operations of constructors on meta tensors, and replay them for tensors that no file contains.
 
 Input: the tensor operations of a ``with`` block in which modules are built on the meta device. Output: for each
-parameter and buffer of those modules, the operations that compute its values, which `initialize` replays.
+parameter and buffer of those modules, the operations that compute its values. `initialize` replays them.
 
-[Note: recorded initialisation] Code that builds a model also sets values: in ``reset_parameters``, but also with
-``self.head.weight.data.normal_(std=0.01)``, ``nn.Parameter(torch.ones(4))`` or ``register_buffer("mask", ...)``. On
-meta, these have no effect. A `Recording` contains each operation that creates or changes a meta tensor. Tensors are
-identified by their storage, so that views, ``.data`` and a parameter made from a tensor count as the same memory. A
-replay runs the operations that the requested tensors depend on, each once, in the recorded order. After the last
-operation on a tensor, its values are passed to the caller and its memory is freed. If an operation reads a tensor whose
-values are in files, or that was built outside the block, it cannot run; the tensors that it changes get no values.
+[Note: recorded initialisation] Code that builds a model also sets values, in ``reset_parameters`` or directly, for
+example with ``self.head.weight.data.normal_(std=0.01)``, ``nn.Parameter(torch.ones(4))`` or
+``register_buffer("mask", ...)``. On meta tensors, these operations store no values. A `Recording` contains each
+operation that creates or changes a meta tensor. Tensors are identified by their storage, so that views, ``.data`` and a
+parameter made from a tensor count as the same memory. A replay runs the operations that the requested tensors depend
+on, each once, in the recorded order. After the last operation on a tensor, its values are passed to the caller and its
+memory is freed. An operation cannot be replayed if it reads a tensor whose values are in files, or a tensor that was
+built outside the block. The tensors that such an operation changes get no values.
 """
 
 from __future__ import annotations
@@ -60,15 +61,16 @@ class _Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     changes: frozenset[int] = frozenset()
-    """Storages that it wrote to or created."""
+    """Storages that the operation wrote to or created."""
     reads: frozenset[int] = frozenset()
     """Storages of its arguments."""
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Meta tensors that it returned in new storages, by their position among its results."""
+    """Meta tensors that the operation returned in new storages, by their position among the results."""
     sets_random_state: bool = False
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     random_states: list[torch.Tensor] | None = None
-    """The random states before its first replay, if it drew numbers; replays for copied modules start from them too."""
+    """The random states before the first replay, if the operation drew random numbers. Later replays (for copied
+    modules) start from the same states."""
 
     @property
     def name(self) -> str:
@@ -77,7 +79,7 @@ class _Operation:
         return str(schema.name if schema else self.function.__name__)
 
     def run(self, args: Any, kwargs: Any, device: torch.device) -> list[Any]:
-        """Run with the default dtype of the recording and, if it ran before, from the same random states."""
+        """Run the operation with the default dtype of the recording; a second run draws the same random numbers."""
         default, before = torch.get_default_dtype(), random_states(device)
         torch.set_default_dtype(self.default_dtype)
         try:
@@ -91,7 +93,7 @@ class _Operation:
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the random states of the CPU and, if ``device`` is one, of a CUDA device."""
+    """Return the random state of the CPU and, if ``device`` is a CUDA device, that of the device."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
@@ -102,7 +104,7 @@ def are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def drawing_from(states: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from these states within the block, and restore the present ones; None changes nothing."""
+    """Set these random states inside the block, and restore the previous ones after it; a no-op for None."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=states is not None):
         if states is not None:
@@ -119,15 +121,15 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
         self.changed: dict[int, bool] = {}
-        """For each storage, whether it was changed since transformers initialised it, or since it was copied from one
-        that was not changed."""
+        """For each recorded storage: whether an operation changed it without a later initialisation by transformers. A
+        copy is marked like the tensor that it was copied from."""
         self.in_files: set[int] = set()
         """Storages whose values are in files."""
         self._replayed: dict[torch.Tensor, torch.Tensor] = {}
-        """For each result of `get_rng_state`, the random state of the replay at that operation."""
+        """For each tensor that `get_rng_state` returned, the random state of the replay at that point."""
 
     def recorded(self, init: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return an init function that records its call for meta tensors, on which the original has no effect."""
+        """Wrap an init function: record calls on meta tensors, on which the original has no effect."""
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta:
@@ -139,18 +141,18 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """Replace ``torch.manual_seed``."""
+        """Record a call of ``torch.manual_seed`` and run it."""
         self._add(_Operation(_manual_seed, (seed,), {}, sets_random_state=True))
         return _manual_seed(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """Replace ``torch.get_rng_state``: a replay saves its own state here, for a later `set_rng_state`."""
+        """Record a call of ``torch.get_rng_state`` and run it; a replay stores its own random state at this point."""
         state, replayed = _get_rng_state(), self._replayed
         self._add(_Operation(lambda: replayed.update({state: _get_rng_state()}), (), {}, sets_random_state=True))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor) -> None:
-        """Replace ``torch.set_rng_state``."""
+        """Record a call of ``torch.set_rng_state`` and run it; a replay restores the state that it stored itself."""
         replayed = self._replayed
 
         def restore(state: torch.Tensor) -> None:
@@ -164,13 +166,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changed |= dict.fromkeys(operation.changes, True)
 
     def mark_initialized(self, model: nn.Module, *, in_files: bool = False) -> None:
-        """Record that transformers has initialised a model, so that later changes of its tensors are recognised.
+        """Record that transformers has initialised a model, so that later changes of its tensors are detected.
 
         Args:
             model: a model on meta.
             in_files: whether the values of its parameters and persistent buffers are in files.
         """
-        # Only storages that the operations keep alive: the identifiers of others may be used again.
+        # Only recorded storages, because the operations keep them alive. The addresses of other storages may be reused.
         known = self.changed.keys()
         self.changed |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
         if in_files:
@@ -188,7 +190,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         kept_args, kept_kwargs = tree_map(_snapshot, (tuple(args), kwargs))
         result = function(*args, **kwargs)
-        # Detached aliases keep this storage, even if ``.data`` of the parameter is assigned later.
+        # A detached alias refers to this storage, even if the parameter's ``.data`` is assigned later.
         outputs = {
             i: t.detach()
             for i, t in enumerate(tree_leaves(result))
@@ -204,10 +206,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def replay(self, wanted: Mapping[int, Callable[[torch.Tensor], None]], device: torch.device) -> None:
-        """Run the operations that storages depend on; skip storages whose values cannot be computed.
+        """Run the operations that the wanted storages depend on; skip storages whose values cannot be computed.
 
         Args:
-            wanted: for each storage, a function that is called with its values as a flat tensor of bytes.
+            wanted: for each storage, a function that receives the values of the storage as a flat tensor of bytes.
             device: the device on which values are computed.
         """
         operations, computed = self._needed_for(set(wanted))
@@ -230,7 +232,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         wanted[storage](values)
 
     def _needed_for(self, wanted: set[int]) -> tuple[list[_Operation], set[int]]:
-        """Return the operations that can run and that the storages depend on, and the storages that get values.
+        """Return the operations to replay for the wanted storages, and the storages that get values.
 
         A storage gets no values if one of its operations cannot run, or if all of them only allocate memory.
         """
@@ -243,7 +245,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         computable: set[int] = set()
         with_values: set[int] = set()
         for operation in reversed(operations):
-            # The states of generators that a constructor makes are not recorded.
+            # An operation with its own generator cannot be replayed: the generator's state is not recorded.
             own_generator = any(isinstance(a, torch.Generator) for a in (*operation.args, *operation.kwargs.values()))
             if operation.reads <= computable and not own_generator:
                 possible.append(operation)
@@ -255,7 +257,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return possible, computable & with_values
 
     def digest(self, wanted: set[int]) -> str:
-        """Return a hash of the operations that storages depend on, constants included, to compare across ranks."""
+        """Return a hash of the operations that the wanted storages depend on, and of their constant arguments."""
         numbers: dict[int, int] = {}
 
         def described(value: Any) -> Any:
@@ -276,7 +278,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Constants(TorchFunctionMode):
-    """Create tensors from Python numbers on the CPU, then copy them to meta; the recorded copy keeps the values."""
+    """Create tensors from Python numbers on the CPU, then copy them to meta; the recorded copy holds the values."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, device, numbers = dict(kwargs or {}), "meta", args
@@ -292,7 +294,7 @@ class _Constants(TorchFunctionMode):
 
 
 def _bytes_of(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """Return a value as the bytes of a storage with the strides and offset of the meta tensor."""
+    """Return the bytes of a storage that holds ``value`` with the strides and offset of the meta tensor."""
     size = meta.untyped_storage().nbytes()
     if value.is_contiguous() and meta.is_contiguous() and value.nbytes == size:
         return value.reshape(-1).view(torch.uint8)
@@ -309,7 +311,7 @@ def view_like(meta: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _snapshot(argument: Any) -> Any:
-    """Return an argument as it is now: a constructor may change its constants later."""
+    """Return a detached meta tensor, or a copy of any other tensor: a constructor may change its constants later."""
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.detach() if argument.is_meta else argument.detach().clone()
@@ -340,19 +342,19 @@ class RecordedTensor:
 
     recording: Recording
     meta: torch.Tensor
-    """The tensor at the end of the block; keeps the storage alive, which identifies it in the recording."""
+    """The tensor at the end of the block. It keeps its storage alive; the recording identifies tensors by storage."""
 
     def __deepcopy__(self, _memo: object) -> Self:
-        return self  # a copied module was made by the same operations
+        return self  # the same operations produce the tensors of a copied module
 
     @property
     def was_changed_later(self) -> bool:
-        """Whether an operation changed the tensor after transformers had initialised it, or without that."""
+        """Whether an operation changed the tensor and transformers did not initialise it afterwards."""
         return self.recording.changed[storage_of(self.meta)]
 
 
 _recordings: WeakSet[Recording] = WeakSet()
-"""The recordings of earlier blocks that modules still refer to."""
+"""The recordings of earlier blocks to which modules still refer."""
 _recording_lock = threading.Lock()
 _recording_threads: set[int] = set()
 
@@ -362,7 +364,7 @@ def record() -> Iterator[Recording]:
     """Build modules on meta inside this block, and record the operations on their tensors.
 
     Raises:
-        CheckpointError: another recording is active; functions of torch can be patched for only one at a time.
+        CheckpointError: another recording is active, or the block changes a tensor that was built in an earlier block.
     """
     if not _recording_lock.acquire(blocking=False):
         raise CheckpointError(
@@ -394,9 +396,9 @@ def is_recording() -> bool:
 
 
 def _patches(recording: Recording, built: WeakSet[nn.Module]) -> Iterator[tuple[Any, str, Any]]:
-    """Return patches for functions that no mode intercepts: seeding, construction, and some init functions.
+    """Yield patches for functions that no mode intercepts: seeding, construction, and some init functions.
 
-    These init functions have no effect on meta. They are patched in all modules that imported them by name.
+    Without a patch, these init functions have no effect on meta. All modules that imported them by name are patched.
     """
     for function in (recording.manual_seed, recording.get_rng_state, recording.set_rng_state):
         yield torch, function.__name__, function
@@ -418,7 +420,7 @@ def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Ca
 
 
 def _attach(recording: Recording, module: nn.Module) -> None:
-    """Store which tensors of a module a recording contains; unchanged ones keep the recording of an earlier block."""
+    """Attach a module's recorded tensors to it; tensors that this recording did not change keep an earlier one."""
     earlier = attached(module, _RECORDED) or {}
     recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():
@@ -431,11 +433,11 @@ def _attach(recording: Recording, module: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Remove the recorded tensors of all modules of a model; a recording is freed with the last of them."""
+    """Remove the recorded tensors of all modules of a model; a recording is freed once no module refers to it."""
     for module in model.modules():
         remove_attached(module, _RECORDED)
 
 
 def recorded_tensor(module: nn.Module, name: str) -> RecordedTensor | None:
-    """Return how a tensor of a module was made; None if that was not recorded."""
+    """Return the `RecordedTensor` of a module's parameter or buffer; None if it was not recorded."""
     return (attached(module, _RECORDED) or {}).get(name)

@@ -1,7 +1,7 @@
 """Describe the files of a peft model's adapters, in peft's own format.
 
-Input: a model, sharded or not, with adapters. Output: for each adapter the tensors of its file, and its configuration;
-`export` and checkpoints write them.
+Input: a model, sharded or not, with adapters. Output: for each adapter, the tensors of its file and its configuration.
+`export` and checkpoints write the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AdapterFiles:
     """The contents of a model's adapter files."""
 
     regions: Mapping[str, Mapping[str, Region]]
-    """By adapter, then by name in its file; the sources are the model's tensor names."""
+    """For each adapter, the regions by their names in its file; their sources are names of the model's tensors."""
     skeleton: Any
     """Meta skeleton of the peft model, with its own copy of the configurations."""
 
@@ -43,10 +43,10 @@ class AdapterFiles:
         """Return the adapter files of the only peft model within a module; collective.
 
         Returns:
-            The contents of the files, and the tensors of that model by name.
+            The contents of the files, and the tensors of the peft model by name.
 
         Raises:
-            CheckpointError: on every rank, if there is no peft model or several, or if it trains other parameters, too.
+            CheckpointError: on every rank: there is no peft model or several, or other parameters are trained, too.
         """
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
@@ -67,7 +67,7 @@ class AdapterFiles:
         return folder if adapter == "default" else folder / adapter
 
     def write_configuration(self, adapter: str, folder: Path) -> None:
-        """Write the configuration that peft needs to load an adapter's weights into the adapter's folder."""
+        """Write an adapter's configuration, which peft needs to load the weights, to the adapter's folder."""
         config = self.skeleton.peft_config[adapter]
         base = self.skeleton.get_base_model() if hasattr(self.skeleton, "get_base_model") else self.skeleton
         config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
@@ -107,11 +107,11 @@ def _names_in_files(skeleton: Any) -> dict[str, dict[str, str]]:
 
     state = skeleton.state_dict(keep_vars=True)
     own_names = {id(tensor): name for name, tensor in state.items()}
-    # peft reads files with the names of a PeftModel, also for adapters that it injected into a model without one.
+    # peft expects the names of a PeftModel in files, even if it injected the adapters into a plain model.
     prefix = "" if isinstance(skeleton, PeftModel) else "base_model.model."
     found = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # peft warns that it saves embeddings
+        warnings.simplefilter("ignore", UserWarning)  # peft warns if it saves embeddings
         for adapter in skeleton.peft_config:
             held = get_peft_model_state_dict(skeleton, state_dict=state, adapter_name=adapter)
             found[adapter] = {f"{prefix}{key}": own_names[id(tensor)] for key, tensor in held.items()}
@@ -122,7 +122,7 @@ def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
     """Raise if a trainable parameter is not among the tensors of the files.
 
     Raises:
-        CheckpointError: names the parameters.
+        CheckpointError: the message names the parameters.
     """
     there = {id(tensor) for tensor in held}
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:

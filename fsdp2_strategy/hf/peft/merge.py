@@ -1,14 +1,15 @@
-"""Present a peft model as its base model, with the adapters merged into the weights when their values are read.
+"""Present a peft model as its base model; adapters are merged into the weights when the weights are read.
 
 Input: a model, sharded or not, with or without peft layers. Output: a copy of its module tree without peft's modules,
-with Hugging Face names, for files, streams and engines. The model itself does not change.
+with the names of the base model, for files, streams and engines. The model itself does not change.
 
-[Note: row-wise merging] ``fully_shard`` splits weights by rows. To compute its rows of ``W + scaling * B @ A``, a rank
-needs nothing from other ranks but the adapters, which are small and are gathered once. The rows of a weight are merged
-when its values are read, one weight at a time. peft's own ``merge`` does this, on a copy of the layer that has only
-some rows. Rows are merged in chunks that are the same on any number of ranks: a rank fills the rows of a chunk that it
-does not hold with zeros, and drops their results. So the same values are computed on any number of ranks. Without this
-they could differ, because matrix products of other shapes may round differently.
+[Note: row-wise merging] ``fully_shard`` splits weights by rows. A rank computes its rows of ``W + scaling * B @ A``
+from its rows of W and the full adapters. The adapters are small, and are gathered once. Weights are merged one at a
+time, when they are read. peft's own ``merge`` merges the rows, on a copy of the layer that has only these rows.
+
+Rows are merged in chunks whose boundaries do not depend on the number of ranks. If a rank holds only some rows of a
+chunk, it fills the others with zeros and drops their results. So the merged values are the same on any number of ranks.
+With chunks of other sizes they could differ, because matrix products of other shapes may round differently.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Merged:
     """A model without its adapters; see [Note: row-wise merging]."""
 
     model: nn.Module
-    """The model itself if it has no adapters. Call `gather` before you read its adapted weights."""
+    """The base model; the model itself if it has no adapters. Call `gather` before reading its adapted weights."""
     adapters: dict[int, torch.Tensor] = field(default_factory=dict)
     """The parameters of the merged adapters, by their ``id``."""
     gathered: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The same parameters, gathered."""
+    """The full tensors of the same parameters; filled by `gather`."""
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -55,7 +56,7 @@ class Merged:
 
 
 def without_adapters(root: nn.Module) -> Merged:
-    """Return the base model with its active adapters merged, its parameters in sharded form; not collective.
+    """Replace each adapted weight by a sharded placeholder that merges the active adapters; not collective.
 
     Raises:
         CheckpointError: an adapter is of a kind that cannot be merged row by row.
@@ -73,7 +74,7 @@ def without_adapters(root: nn.Module) -> Merged:
         adapters.update({id(p): p for key, p in _own_parameters(layer) if set(key.split(".")) & set(active)})
         for key in _adapted_keys(layer, active):
             weight = layer.get_base_layer()._parameters[key]
-            # A copy, because a forward pass registers gathered parameters in the layer itself.
+            # Copy the layer, because a forward pass registers gathered parameters in the original.
             rows = _Rows(meta_skeleton(layer, lambda tensor: tensor), key, tuple(active), weight, gathered)
             base._parameters[key] = computed(rows.merged, like=weight)
 
@@ -83,7 +84,7 @@ def without_adapters(root: nn.Module) -> Merged:
 
 
 def without_adapter_modules(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without adapters, which shares its parameters; the model if it has no adapters."""
+    """Return a copy of a model without adapters but with the same parameters; the model if it has no adapters."""
     return _remove_adapters(meta_skeleton(model, lambda tensor: tensor), model, None) if has_adapters(model) else model
 
 
@@ -93,7 +94,7 @@ def base_skeleton(model: nn.Module) -> nn.Module:
 
 
 def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Return a model's modules with their names in the base model; modules of adapters are left out."""
+    """Map each module of a model to its name in the base model; modules of adapters are left out."""
     if not has_adapters(model):
         return {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, str] = {}
@@ -132,13 +133,13 @@ def _remove_adapters(
     name: str = "",
     done: dict[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    """Remove the adapters' modules from a copy of a module, and return the rest of it.
+    """Remove the adapters' modules from a copy of a module, and return the module that replaces the copy.
 
     Args:
         new: the copy, which is changed.
         module: the original.
-        merge: called with each adapted layer, its name and the module that replaces it in the copy; None if the merged
-            values are not needed.
+        merge: called with each adapted layer, its name, and the base layer that replaces it in the copy; None if the
+            merged values are not needed.
         name: the name of the module in the model.
         done: results by original module, because a module may be registered several times.
     """
@@ -160,14 +161,14 @@ def _remove_adapters(
 
 
 def _path_inside(module: nn.Module, *, merging: bool) -> str:
-    """Return the path, within a peft module, of the submodule that replaces it; empty for other modules.
+    """Return the path of the submodule that replaces a peft module, relative to it; empty for other modules.
 
     Args:
         module: any module.
-        merging: whether the trained copy in ``modules_to_save`` replaces the module, and not the original.
+        merging: replace a module by its trained copy in ``modules_to_save``; if false, by its original.
 
     Raises:
-        CheckpointError: merging, and the model learns prompts instead of adapting weights.
+        CheckpointError: ``merging`` is true, and the model learns prompts instead of adapting weights.
     """
     from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: PLC0415
@@ -213,7 +214,7 @@ def _untie(model: nn.Module) -> None:
         memo: dict[int, Any] = {}
         for module in part.modules():
             if "config" in vars(module):
-                vars(module)["config"] = copy.deepcopy(vars(module)["config"], memo)  # the model keeps its own
+                vars(module)["config"] = copy.deepcopy(vars(module)["config"], memo)  # the original keeps its own
         config: Any = vars(part)["config"]
         for own in (config, config.get_text_config()):
             own.tie_word_embeddings = False
@@ -228,7 +229,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _active(layer: Any) -> list[str]:
-    """Return the active adapters of a layer that are not merged yet."""
+    """Return the active adapters of a layer that peft has not merged yet."""
     own = {key.split(".")[1] for key, _ in _own_parameters(layer) if key.count(".")}
     return [name for name in layer.active_adapters if name in own and name not in layer.merged_adapters]
 
@@ -241,7 +242,7 @@ def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _check(layer: Any, name: str, active: Sequence[str]) -> None:
-    """Raise if peft cannot merge, or if a merged row needs more than the same row of the weight."""
+    """Raise if peft cannot merge the adapters, or if a merged row depends on other rows of the weight."""
     from peft.tuners.lora import layer as lora  # noqa: PLC0415
     from peft.tuners.lora import variants  # noqa: PLC0415
 
@@ -276,7 +277,7 @@ def _is_transposed(layer: Any) -> bool:
 
 
 def _adapted_keys(layer: Any, active: Sequence[str]) -> list[str]:
-    """Return the names of the base layer's parameters that its adapters change."""
+    """Return the names of the base layer's parameters that the active adapters change."""
     biased = any(layer.lora_bias.get(adapter) for adapter in active)
     return [getattr(layer, "parameter_name", "weight"), *(["bias"] if biased else [])]
 
@@ -320,11 +321,11 @@ class _Rows:
 
     @property
     def _rows_are_inputs(self) -> bool:
-        """Whether a row of the weight belongs to one input of the layer, not to one output."""
+        """Whether each row of the weight belongs to an input of the layer; otherwise it belongs to an output."""
         return self.key != "bias" and (bool(len(self.layer.lora_embedding_A)) or _is_transposed(self.layer))
 
     def _merge(self, rows: torch.Tensor, begin: int) -> torch.Tensor:
-        """Merge the adapters into some rows of the weight with peft, which may write to ``rows``."""
+        """Call peft to merge the adapters into some rows of the weight; peft may write to ``rows``."""
         names = {id(parameter): key for key, parameter in _own_parameters(self.layer)}
         base = self.layer.get_base_layer()
 
@@ -347,7 +348,7 @@ class _Rows:
         return result.detach()
 
     def _cut(self, kind: str, gathered: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-        """Return the part of an adapter's parameter that some rows of the weight need."""
+        """Return the slice of an adapter's parameter that is needed to merge ``length`` rows of the weight."""
         if self._experts > 1:  # A is (experts * rank, in), B is (out, rank * experts)
             apart = (self._experts, -1, gathered.shape[1]) if kind == "lora_A" else (len(gathered), -1, self._experts)
             dim = 0 if kind == "lora_A" else 2
@@ -361,7 +362,7 @@ class _Rows:
         return gathered.narrow(dim, begin, length)
 
     def _other_parameter_shape(self, tensor: torch.Tensor, length: int) -> list[int]:
-        """Return the shape that the base layer's other parameter needs to match ``length`` rows of this one."""
+        """Return the shape of the base layer's other parameter (weight or bias) that fits ``length`` rows of this."""
         shape = list(tensor.shape)
         if self.key == "bias":
             shape[1 if _is_transposed(self.layer) else 0] = length
@@ -371,7 +372,7 @@ class _Rows:
 
 
 def _row_chunks(length: int, size: int) -> list[tuple[int, int]]:
-    """Split rows into chunks that do not depend on the sharding; a short rest joins the chunk before it."""
+    """Split rows into chunks that do not depend on the sharding; a short last chunk joins the previous one."""
     starts = list(range(0, length, size))
     if len(starts) > 1 and length - starts[-1] < size // 4:
         starts.pop()
@@ -379,7 +380,7 @@ def _row_chunks(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def gather_full(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return full tensors on this rank's device, with few collectives; collective if they are sharded."""
+    """Gather full tensors to this rank's device, several in each collective; collective if they are sharded."""
     full: dict[int, torch.Tensor] = {}
     by_group: dict[dist.ProcessGroup, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -397,7 +398,7 @@ def gather_full(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _gather_over(group: dist.ProcessGroup, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return full tensors by one all-reduce of bytes; each byte is zero on all ranks but one, so the sum is exact."""
+    """Gather full tensors with one all-reduce of bytes; each byte is zero on all ranks but one, so sums are exact."""
     starts = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for t in tensors.values()), initial=0))
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device=current_device())
     full: dict[int, torch.Tensor] = {}
