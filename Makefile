@@ -24,7 +24,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python .ci/language.py fsdp2_strategy
+	$(BIN)/python .ci/language.py fsdp2_strategy docs/examples
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
