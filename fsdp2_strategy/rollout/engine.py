@@ -405,6 +405,6 @@ class CountedStream:
         held: dict[str, str] = checksums()
         if wrong := [name for name, checksum in self._checksums.items() if held.get(name) != checksum]:
             raise RolloutError(
-                f"cannot trust the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
+                f"cannot use the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
                 "that were sent, expected none. Update again, and check how the engine loads weights."
             )

@@ -263,7 +263,7 @@ def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, torch.Tenso
             batch.append((str(header["weight"]), tensor))
             nbytes += tensor.nbytes
         elif "end" not in header:
-            raise ConnectionLostError("it ended in the middle of an update")
+            raise ConnectionLostError("it sent another message in the middle of an update")
         elif header["end"] is not None:
             raise RolloutError(f"cannot update weights: the trainer failed: {header['end']}")
         else:

@@ -94,6 +94,6 @@ def shortages(
     if num_workers * local_ranks > cores:
         found.append(
             f"{num_workers} workers x {local_ranks} ranks on a host are more than its {cores} cores: they slow down "
-            f"each other and the ranks. Use at most {cores // local_ranks} per rank."
+            f"each other and the ranks. Use at most {max(cores // local_ranks, 1)} per rank."
         )
     return found

@@ -141,9 +141,15 @@ class VLAFSDPStrategy(TrainingStrategy):
         _check_choice("sharding_strategy", sharding_strategy, _RESHARDS)
         _check_choice("mixed_precision_dtype", mixed_precision_dtype, (torch.bfloat16, torch.float32))
         check_schedule_name(lr_scheduler_type)
-        for name, value in (("epochs", epochs), ("max_steps", max_steps), ("llm_freeze_step", llm_freeze_step + 1)):
-            if value is not None and value < 1:
-                raise ConfigError(f"cannot configure: {name} is {value}, expected at least 1. Pass a whole number.")
+        for name, value, least in (
+            ("epochs", epochs, 1),
+            ("max_steps", max_steps, 1),
+            ("llm_freeze_step", llm_freeze_step, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"cannot configure: {name} is {value}, expected at least {least}. Pass a whole number."
+                )
         super().__init__(
             config=(config or StrategyConfig()).replace(
                 max_norm=max_grad_norm or 0.0,

@@ -92,7 +92,7 @@ def _adapted_model(root: nn.Module) -> nn.Module:
     if len(outermost) != 1:
         raise CheckpointError(
             f"cannot export adapters: {original_class(root).__name__} contains {len(outermost)} peft models, "
-            "expected one. Do not pass merge_adapters."
+            "expected one. Leave out merge_adapters=False, or export one peft model at a time."
         )
     return outermost[0]
 
