@@ -644,6 +644,26 @@ def test_a_stream_that_fails_is_no_update_and_the_next_one_is():
         assert end.weight_checksums() == weight_checksums(stream_weights(build("llama_tied")))
 
 
+def test_a_weight_that_cannot_be_copied_to_the_host_leaves_no_incomplete_message():
+    engine, copies = Keeper(), []
+    copy = connection_module.memory_of
+
+    def failing(tensor):
+        copies.append(tensor)
+        if len(copies) == 3:
+            raise RuntimeError("out of host memory")
+        return copy(tensor)
+
+    weights = [(f"{i}", torch.full((3,), float(i))) for i in range(4)]
+    with served(engine) as end:
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError, match="out of host memory"):
+            patched.setattr(connection_module, "memory_of", failing)
+            end.update_weights(iter(weights))
+        assert end.generate(1) == [(1,), {}]
+        end.update_weights(iter(weights))
+        assert all(torch.equal(engine.held[name], tensor) for name, tensor in weights if name in engine.held)
+
+
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen3_moe", "deepseek_v3"])
 def test_an_engine_is_made_of_a_configuration_alone_also_on_meta(name):
     config, model = build(name).config, build(name)

@@ -217,8 +217,8 @@ def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -
 
 def _read(located: LoadTargets) -> None:
     """Read located tensors into the model; collective."""
-    wishes, broadcasts = divide_reads(located)
+    requests, broadcasts = divide_reads(located)
     with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
-        reader.read(wishes)
+        reader.read(requests)
     for shared in broadcasts:
         shared.run()

@@ -332,10 +332,12 @@ class Connection:
                 f"cannot send a header: it has {len(text)} bytes, expected at most {sizes.HEADER_BYTES}. Send numbers "
                 "as tensors."
             )
+        # Before the header is written: an error here must not leave an incomplete message.
+        memories = [memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()) for tensor in tensors]
         with self._connection_errors():
             self._output.write(struct.pack("<q", len(text)) + text)
-            for tensor in tensors:
-                self._output.write(memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+            for memory in memories:
+                self._output.write(memory)
             if flush:
                 self._output.flush()
 
