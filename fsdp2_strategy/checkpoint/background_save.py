@@ -104,7 +104,7 @@ class _Save:
             self._work = None  # free the objects that the function refers to
             self.ended.set()
 
-    def result(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the save, if it failed.
 
         Raises:
@@ -128,7 +128,7 @@ threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
-_groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
+_background_groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
 """The background groups: by default group, then by the group in use when the background group was created."""
 
 
@@ -143,7 +143,7 @@ def save_in_background(name: str, work: Callable[[], None]) -> None:
     Collective if the group in use has no background group yet.
     """
     wait()
-    _in_flight.append(_Save(name, work, _own_group()))
+    _in_flight.append(_Save(name, work, _background_group()))
 
 
 def wait() -> None:
@@ -156,7 +156,7 @@ def wait() -> None:
         save = _in_flight[0]
         save.ended.wait()  # if this is interrupted, the save stays in flight
         _in_flight.remove(save)
-        save.result()
+        save.raise_if_failed()
 
 
 def finish() -> None:
@@ -177,15 +177,15 @@ def forget_groups() -> None:
 
     Call it before the default group is destroyed.
     """
-    _groups.clear()
+    _background_groups.clear()
 
 
-def _own_group() -> dist.ProcessGroup:
+def _background_group() -> dist.ProcessGroup:
     """Return the background group with the ranks and time-out of the group in use.
 
     Collective if no such group exists yet, because the call creates it.
     """
-    groups, group = _groups.setdefault(dist.group.WORLD, {}), group_in_use()
+    groups, group = _background_groups.setdefault(dist.group.WORLD, {}), group_in_use()
     if group not in groups:
         options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}
         groups[group] = dist.new_group(**options) if group is None else group_among(ranks_of(group), **options)

@@ -41,7 +41,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     require_saved,
     restore_optimizer,
     restore_scheduler,
-    sharded_module_of,
+    unwrap_and_reshard,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -177,12 +177,12 @@ def load_foreign(
     if optimizer is not None:
         check_resident(optimizer, f"load {path}")
     with all_or_none(f"load {path}", CheckpointError):
-        root = sharded_module_of(model)
+        root = unwrap_and_reshard(model)
         if load_model:
             stored_model, tensors, report = _match_model(root, foreign, strict=strict)
         if optimizer is not None:
             stored = require_saved(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
-            stored_state, slots, flat = _match_optimizer(root, stored, optimizer, strict=strict)
+            stored_state, state, flat = _match_optimizer(root, stored, optimizer, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
         if scheduler is not None and foreign.recorded_step is None:
             require_saved(schedule, "scheduler", "load_lr_scheduler_states=False", path)
@@ -194,7 +194,7 @@ def load_foreign(
             stored_model.read(tensors)
         if optimizer is not None:
             stored_state.read(flat)
-            restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
+            restore_optimizer(model, optimizer, state, [{}] * len(optimizer.param_groups), {})
         if load_model:
             refresh_masters_of(root)  # foreign checkpoints hold no master weights
         if scheduler is not None and schedule is not None:
@@ -278,9 +278,9 @@ def _match_optimizer(
     wanted = [f"state.{name}.{key}" for name in named_parameters(root) for key in keys]
     stored = ForeignTensors(path, wanted)
     described = {name: layout for name, layout in stored.described.items() if name.startswith("state.")}
-    slots, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
+    state, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
     check_shapes("optimizer", flat, described)
-    lacking = [name for name, state in slots.items() if not state and name not in stored.parameters_in_groups]
+    lacking = [name for name, own in state.items() if not own and name not in stored.parameters_in_groups]
     if lacking and strict and stored.parameters_in_groups:
         raise CheckpointError(
             f"cannot load the optimizer: {path} lacks {some(lacking)}. Build the optimizer over the same trainable "
@@ -288,7 +288,7 @@ def _match_optimizer(
         )
     if lacking:
         log("%s has no state of %s, which start without state", path, some(lacking), level=logging.WARNING)
-    return stored, slots, flat
+    return stored, state, flat
 
 
 class ForeignTensors:
@@ -318,7 +318,7 @@ class ForeignTensors:
                     stored[name] = (tuple(entry.size), entry.properties.dtype)
                     keys = (metadata.planner_data or {}).get(name, (name,))
                     prefixes[name] = "".join(f"{key}." for key in keys[:-1])
-        prefix = _prefix_of_most(prefixes) if wanted is None else _prefix_of_wanted(stored, set(wanted))
+        prefix = _most_frequent_prefix(prefixes) if wanted is None else _prefix_of_wanted(stored, set(wanted))
         self._prefix = prefix
         self.described: Described = {n.removeprefix(prefix): d for n, d in stored.items() if n.startswith(prefix)}
 
@@ -371,7 +371,7 @@ def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def _prefix_of_most(prefixes: Mapping[str, str]) -> str:
+def _most_frequent_prefix(prefixes: Mapping[str, str]) -> str:
     """Return the most frequent prefix outside optimizer state; append ``module.`` if all its names continue with it."""
     counted = Counter(prefix for prefix in prefixes.values() if "optim" not in prefix)
     most = counted.most_common(1)[0][0] if counted else ""

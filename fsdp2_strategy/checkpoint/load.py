@@ -38,7 +38,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     restore_optimizer,
     restore_scheduler,
     settings_by_group,
-    sharded_module_of,
+    unwrap_and_reshard,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
@@ -162,7 +162,7 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     with all_or_none(f"load {path}", DamageError):
         rng, rank_file = _files_of_rank(opened, state, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
-        root = sharded_module_of(request.model)
+        root = unwrap_and_reshard(request.model)
         plan = _plan(request, root, opened.paths, state)
     left_out = LeftOut.from_json(state.get("left_out") if request.load_model else None)
     others = left_out.find_differing(root, path, strict=request.strict)

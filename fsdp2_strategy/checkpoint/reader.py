@@ -152,24 +152,24 @@ class _ChecksumManifests:
 
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
         """Yield the blocks of further checksum manifests, in the order of [Note: checksum manifests]."""
-        for ranks in self._candidates(path, begin, end):
+        for ranks in self._ranks_to_read(path, begin, end):
             unread = sorted(set(ranks) - self._read)  # reading a manifest twice would duplicate its blocks
             if unread:
-                blocks = self._blocks(unread)
+                blocks = self._read_blocks(unread)
                 self._read.update(unread)
                 yield blocks
 
-    def _candidates(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
+    def _ranks_to_read(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
         """Yield the ranks whose manifests may cover a byte range, in the order of [Note: checksum manifests]."""
         ranks = len(self.digests)
         yield [0] if self.rank is None else [0, self.rank]
         if self.rank is not None:
             yield range(self.rank % self.shard_size, ranks, self.shard_size)
-        shards = self._holders(path, begin, end)
+        shards = self._shards_with(path, begin, end)
         yield [replica + shard for replica in range(0, ranks, self.shard_size) for shard in shards]
         yield range(ranks)
 
-    def _holders(self, path: Path, begin: int, end: int) -> range:
+    def _shards_with(self, path: Path, begin: int, end: int) -> range:
         """Guess the shards that contain a byte range, as if each tensor in the file were sharded on dim 0."""
         if path.suffix != ".safetensors":
             return range(0)
@@ -187,7 +187,7 @@ class _ChecksumManifests:
         first, last = ((byte - entry.offset) // bytes_of_shard for byte in (begin, end - 1))
         return range(first, last + 1)
 
-    def _blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
+    def _read_blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
         """Read the checksum manifests of the given ranks.
 
         Raises:

@@ -32,7 +32,7 @@ from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delet
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, sharded_module_of
+from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, unwrap_and_reshard
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
@@ -43,7 +43,7 @@ from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
-from fsdp2_strategy.model.shards import shard_count
+from fsdp2_strategy.model.shards import shard_size_of_model
 
 
 @on_model_ranks
@@ -133,7 +133,7 @@ def save_checkpoint(
     request.agree_between_ranks(loss_scale, (optimizer, scheduler, ema, dataloader))
     with all_or_none("save", CheckpointError):
         request.check(tokenizer)
-        root = sharded_module_of(model)
+        root = unwrap_and_reshard(model)
         check_usable(root)
         if async_save:  # snapshot: the caller may change these during the background write
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
@@ -241,7 +241,7 @@ def _plan(
         json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files()},
         rng=rng_content(),
         data=data,
-        shard_size=shard_count(root),
+        shard_size=shard_size_of_model(root),
     )
 
 

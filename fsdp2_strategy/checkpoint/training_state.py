@@ -68,7 +68,7 @@ def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
     return content
 
 
-def sharded_module_of(model: nn.Module) -> nn.Module:
+def unwrap_and_reshard(model: nn.Module) -> nn.Module:
     """Unwrap a model, free its unsharded parameters, and return the sharded module.
 
     Raises:

@@ -70,14 +70,14 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
         ThreadPoolExecutor(_THREADS) as pool,
         tqdm(total=total, desc=f"verifying {path.name}", unit="B", unit_scale=True, leave=False, disable=None) as bar,
     ):
-        for (file, block), problem in zip(blocks, pool.map(lambda args: _problem(*args), blocks), strict=True):
+        for (file, block), problem in zip(blocks, pool.map(lambda args: _check_block(*args), blocks), strict=True):
             bar.update(block.end - block.begin)
             if problem:
                 problems.append(f"{_tensor_names(tensors.get(file, []), block)}: {problem}")
     return VerifyReport(problems)
 
 
-def _problem(path: Path, block: Block) -> str:
+def _check_block(path: Path, block: Block) -> str:
     digest, memory = xxhash.xxh3_64(), bytearray(sizes.CACHED_BYTES)
     try:
         fd = os.open(path, os.O_RDONLY)
