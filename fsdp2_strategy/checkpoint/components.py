@@ -173,7 +173,7 @@ class SidecarFiles:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
-        if self.full_policy is not None:  # after ours, so that the policy's own configuration replaces it
+        if self.full_policy is not None:  # last, because it replaces the configuration that was written above
             save_with_own_method(self.full_policy, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
@@ -188,7 +188,7 @@ def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 _FILE_LAYOUT = Slot[tuple[object, FileLayout]]("file layout in checkpoints")
-"""The names, shapes, dtypes and placements of the tensors, and the file layout that was chosen for them."""
+"""The last file layout of a model. The first element of the tuple describes the tensors it was chosen for."""
 
 
 def _cached_file_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
@@ -230,7 +230,11 @@ def match_model(
             f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
             "or pass load_module_strict=False."
         )
-    differences = {"missing": report.missing, "unexpected": report.unexpected, "cast to the model's dtype": report.cast}
+    differences = {
+        "not in the checkpoint": report.missing,
+        "not in the model": report.unexpected,
+        "cast to the model's dtype": report.cast,
+    }
     for what, names in differences.items():
         if names:
             log("%s: %s", what, some(sorted(names)))

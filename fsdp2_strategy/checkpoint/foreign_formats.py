@@ -107,7 +107,9 @@ class Foreign:
         except OSError:
             return {}
         except ValueError as error:
-            raise CheckpointError(f"cannot read {self.path / _META}: {error}, expected JSON. Copy it again.") from error
+            raise CheckpointError(
+                f"cannot read {self.path / _META}: {error}, expected JSON. Copy the file again."
+            ) from error
         return content if isinstance(content, dict) else {}
 
 
@@ -115,7 +117,7 @@ def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
     """Return the foreign checkpoint at a path, else the one with the highest step in its subfolders, else None.
 
     Raises:
-        CheckpointError: there is such a checkpoint, and ``trust`` is False.
+        CheckpointError: a foreign checkpoint is found, and ``trust`` is False.
     """
     foreign = _look_for(path)
     if foreign is not None and not trust:
@@ -283,11 +285,12 @@ def _match_optimizer(
     lacking = [name for name, own in state.items() if not own and name not in stored.parameters_in_groups]
     if lacking and strict and stored.parameters_in_groups:
         raise CheckpointError(
-            f"cannot load the optimizer: {path} lacks {some(lacking)}. Build the optimizer over the same trainable "
-            "parameters, or pass load_module_strict=False, which starts these without state."
+            f"cannot load the optimizer: its parameter groups in {path} lack {some(lacking)}, expected all parameters of "
+            "this optimizer. Build the optimizer over the same trainable parameters, or pass load_module_strict=False "
+            "to start these parameters without state."
         )
     if lacking:
-        log("%s has no state of %s, which start without state", path, some(lacking), level=logging.WARNING)
+        log("%s has no optimizer state for %s: these start without state", path, some(lacking), level=logging.WARNING)
     return stored, state, flat
 
 
@@ -361,7 +364,7 @@ def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], fro
 
 
 def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
-    """Return the prefix under which most of the wanted names are stored."""
+    """Return the prefix with which most of the wanted names are stored; "" if none is stored."""
     found: Counter[str] = Counter()
     for name in stored:
         for at in (0, *(match.end() for match in re.finditer(r"\.", name))):
@@ -372,9 +375,12 @@ def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
 
 
 def _most_frequent_prefix(prefixes: Mapping[str, str]) -> str:
-    """Return the most frequent prefix outside optimizer state; append ``module.`` if all its names continue with it."""
+    """Return the prefix of the most names that are not optimizer state.
+
+    If all names with this prefix continue with ``module.``, which DistributedDataParallel adds, include ``module.``.
+    """
     counted = Counter(prefix for prefix in prefixes.values() if "optim" not in prefix)
     most = counted.most_common(1)[0][0] if counted else ""
     names = [name for name in prefixes if name.startswith(most)]
-    wrapped = all(name.startswith(f"{most}module.") for name in names)  # DistributedDataParallel
+    wrapped = all(name.startswith(f"{most}module.") for name in names)
     return f"{most}module." if names and wrapped else most

@@ -4,8 +4,8 @@ Input: `Component`s, each a folder of files and the tensors to write to it; for 
 files, and the checksums of the bytes that this rank wrote; for a load, filled tensors.
 
 [Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
-ranks times tensors. So they get an empty state dict here, and each rank makes its own plan: offsets follow from names,
-shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file headers, and the
+ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes:
+offsets follow from names, shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file headers, and the
 coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
 
 [Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
@@ -239,7 +239,7 @@ class SafetensorsWriter(StorageWriter):
         requests = [request for component in self._components for request in component.write_requests()]
         written = write_all(requests, hashed=True, create=True)
         self.add_blocks(written)
-        force_to_disk({*written, *(file.path for file in own)})  # files of other ranks may not exist yet
+        force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
         if rank() == 0:
             for component in self._components:
                 if len(component.files) > 1:
@@ -378,7 +378,7 @@ def stage_local(components: Sequence[Component], copy_to_host: CopyToHost) -> li
 
 
 def stage_gathered(components: Sequence[Component], copy_to_host: CopyToHost) -> list[Component]:
-    """Return the components with copies of their gathered values and without tensors.
+    """Return the components with copies of their gathered values, and without references to the model's tensors.
 
     Collective if a region is gathered.
     """

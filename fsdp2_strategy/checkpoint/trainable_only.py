@@ -45,7 +45,7 @@ from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
 
 _LAST_COMPARISON = Slot[tuple[frozenset[str], frozenset[str]]]("last comparison of frozen weights with folders")
-"""The fingerprints and files of the last comparison; and the names of the weights whose values are in the files."""
+"""The input of the last comparison (fingerprints, and sizes and times of files), and its result: names of weights."""
 
 _DEFAULT_ELEMENTS = 1 << 16
 """Block size of the fingerprints in old checkpoints, which do not record their block size."""
@@ -71,7 +71,7 @@ class LeftOut:
             if len(frozen) == len(parameters):
                 raise CheckpointError(
                     f"cannot save the trainable weights of {type(root).__name__}: it has no trainable weights, "
-                    "expected some. Save the full model."
+                    "expected at least one. Save the full model."
                 )
             own = outermost_models(root).items()
             found = {name: str(folder.resolve()) for name, model in own if (folder := folder_of(model))}
@@ -81,7 +81,7 @@ class LeftOut:
         weights = fingerprints(frozen, local)
         saved = set(changed) - _names_in_folders(root, changed, weights, folders)
         if saved:
-            log("frozen weights that are not reloadable are saved, too: %s", some(sorted(saved)))
+            log("saving frozen weights that a load cannot restore from elsewhere: %s", some(sorted(saved)))
         return cls({name: fingerprint for name, fingerprint in weights.items() if name not in saved}, folders)
 
     @classmethod
@@ -115,9 +115,9 @@ class LeftOut:
             if lost := [name for name in differing if name not in located]:
                 raise CheckpointError(
                     f"cannot load {path}: it contains only trainable weights, and {type(root).__name__} has other "
-                    f"frozen weights than the saved model: {some(lost)}. They are not in the folders that the saved "
-                    f"model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model with the "
-                    "same frozen weights, or load a checkpoint of the full model."
+                    f"values than the saved model in the frozen weights {some(lost)}, which are not in the folders that "
+                    f"the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model "
+                    "with the same frozen weights, or load a checkpoint of the full model."
                 )
             return found
 
@@ -170,9 +170,9 @@ def _same_on_all_ranks(folders: dict[str, str]) -> dict[str, str]:
 def _names_in_folders(
     root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return those of the named weights whose present values the folders contain; collective.
+    """Return the names of the weights whose current values are in the files of the folders; collective.
 
-    The result is cached until weights or files change. A weight that cannot be read or compared is not returned.
+    The result is cached until weights or files change. It omits weights that cannot be read or compared.
     """
     if not names:
         return frozenset()
@@ -191,13 +191,13 @@ def _names_in_folders(
             check_equal(
                 f"compare with {folder}", [n for n, _, _ in located], CheckpointError, "the same files everywhere."
             )
-            for name, region, tensor in located:  # one at a time: all of them can be as large as the model
+            for name, region, tensor in located:  # one at a time: together they can be as large as the model
                 stored = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
                 _read_weights([(name, region, stored[name])])
                 if fingerprints(stored, local_sums(stored))[name] == found[name]:
                     equal.add(name)
         except CheckpointError as error:  # raised on all ranks
-            log("frozen weights are saved; comparing them with %s failed: %s", folder, error, level=logging.WARNING)
+            log("comparing frozen weights with %s failed, so they are saved: %s", folder, error, level=logging.WARNING)
     return model_state(root).set(_LAST_COMPARISON, (state, frozenset(equal)))[1]
 
 

@@ -59,7 +59,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
                 found = opened.checksums.covering(file, 0, size)
                 blocks += [(file, block) for block in found]
                 if found and found[-1].end != size:
-                    problems.append(f"{file} is {size} bytes long, and its checksums cover {found[-1].end}")
+                    problems.append(f"the checksums of {file} cover {found[-1].end} bytes, but the file has {size}")
             if file.suffix == ".safetensors":
                 tensors[file] = list(read_header(file).values())
         except CheckpointError as error:
@@ -78,6 +78,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
 
 
 def _check_block(path: Path, block: Block) -> str:
+    """Read a block and compare its checksum; return the problem, or "" if there is none."""
     digest, memory = xxhash.xxh3_64(), bytearray(sizes.CACHED_BYTES)
     try:
         fd = os.open(path, os.O_RDONLY)
