@@ -285,8 +285,8 @@ def _match_optimizer(
     lacking = [name for name, own in state.items() if not own and name not in stored.parameters_in_groups]
     if lacking and strict and stored.parameters_in_groups:
         raise CheckpointError(
-            f"cannot load the optimizer: its parameter groups in {path} lack {some(lacking)}, expected all parameters of "
-            "this optimizer. Build the optimizer over the same trainable parameters, or pass load_module_strict=False "
+            f"cannot load the optimizer: its parameter groups in {path} lack {some(lacking)}, expected all parameters "
+            "of this optimizer. Build the optimizer over the same trainable parameters, or pass load_module_strict=False "
             "to start these parameters without state."
         )
     if lacking:

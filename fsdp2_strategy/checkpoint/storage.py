@@ -4,9 +4,9 @@ Input: `Component`s, each a folder of files and the tensors to write to it; for 
 files, and the checksums of the bytes that this rank wrote; for a load, filled tensors.
 
 [Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
-ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes:
-offsets follow from names, shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file headers, and the
-coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
+ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes.
+Offsets follow from names, shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file
+headers, and the coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
 
 [Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
 recently used layouts are cached. The key contains everything that a layout depends on: names, shapes, dtypes,

@@ -115,8 +115,8 @@ class LeftOut:
             if lost := [name for name in differing if name not in located]:
                 raise CheckpointError(
                     f"cannot load {path}: it contains only trainable weights, and {type(root).__name__} has other "
-                    f"values than the saved model in the frozen weights {some(lost)}, which are not in the folders that "
-                    f"the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model "
+                    f"frozen values in {some(lost)}, expected those of the saved model. They are not in the folders "
+                    f"that the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model "
                     "with the same frozen weights, or load a checkpoint of the full model."
                 )
             return found
