@@ -466,12 +466,12 @@ class WithScalar(nn.Sequential):
 def lists_read(path, load):
     """Return which ranks' lists of checksums this rank reads in a load."""
     read = set()
-    original = _ChecksumManifests._blocks
-    _ChecksumManifests._blocks = lambda self, numbers: read.update(numbers) or original(self, numbers)
+    original = _ChecksumManifests._read_blocks
+    _ChecksumManifests._read_blocks = lambda self, numbers: read.update(numbers) or original(self, numbers)
     try:
         load()
     finally:
-        _ChecksumManifests._blocks = original
+        _ChecksumManifests._read_blocks = original
     return read
 
 

@@ -286,8 +286,8 @@ def _match_optimizer(
     if lacking and strict and stored.parameters_in_groups:
         raise CheckpointError(
             f"cannot load the optimizer: its parameter groups in {path} lack {some(lacking)}, expected all parameters "
-            "of this optimizer. Build the optimizer over the same trainable parameters, or pass load_module_strict=False "
-            "to start these parameters without state."
+            "of this optimizer. Build the optimizer over the same trainable parameters, or pass "
+            "load_module_strict=False to start these parameters without state."
         )
     if lacking:
         log("%s has no optimizer state for %s: these start without state", path, some(lacking), level=logging.WARNING)

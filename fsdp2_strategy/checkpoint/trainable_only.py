@@ -116,8 +116,8 @@ class LeftOut:
                 raise CheckpointError(
                     f"cannot load {path}: it contains only trainable weights, and {type(root).__name__} has other "
                     f"frozen values in {some(lost)}, expected those of the saved model. They are not in the folders "
-                    f"that the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model "
-                    "with the same frozen weights, or load a checkpoint of the full model."
+                    f"that the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the "
+                    "model with the same frozen weights, or load a checkpoint of the full model."
                 )
             return found
 
