@@ -79,7 +79,7 @@ def save_checkpoint(
     directory to ``tag``, which commits the checkpoint. So a crash leaves a complete checkpoint or none.
 
     After the commit, rank 0 deletes old checkpoints of ``save_dir``, oldest first: all but the newest ``max_num``, and
-    more of them while all checkpoints together are larger than ``max_mem``. The new checkpoint, protected checkpoints
+    further ones while all checkpoints together are larger than ``max_mem``. The new checkpoint, protected checkpoints
     and the checkpoint with the best ``metric`` are never deleted. Protected checkpoints count towards ``max_mem`` only.
     Old checkpoints are renamed at once, and a background thread deletes their files.
 
@@ -107,7 +107,7 @@ def save_checkpoint(
         max_num: maximum number of unprotected checkpoints in ``save_dir``; None for no limit.
         max_mem: maximum total size of all checkpoints in ``save_dir``, in GB (10^9 bytes); None for no limit.
         save_latest: point the file ``latest``, or LeRobot's link ``last``, to this checkpoint.
-        protect: never delete this checkpoint.
+        protect: exclude this checkpoint from rotation.
         metric: quality of the checkpoint, for example a validation accuracy.
         higher_is_better: whether a higher ``metric`` is better.
         async_save: write, commit and rotate in a background thread.
