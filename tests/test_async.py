@@ -329,9 +329,9 @@ def test_one_process_group_serves_all_saves(tmp_path):
         model, *_ = prepared(strategy, "mlp")
         strategy.save_ckpt(model, tmp_path / str(n), async_save=True)
         strategy.close()
-        groups |= {id(group) for made in background_save._groups.values() for group in made.values()}
+        groups |= {id(group) for made in background_save._background_groups.values() for group in made.values()}
     assert len(groups) == 1
-    [group] = background_save._groups[dist.group.WORLD].values()
+    [group] = background_save._background_groups[dist.group.WORLD].values()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60), "the default group's"
 
 

@@ -2,6 +2,7 @@
 
 `save` and `load` are collective; both succeed or raise on all ranks. They combine these modules:
 
+- Arguments of a save: `save_request`
 - Files on disk: `layout`, `paths`, `directory` (commit), `lock`, `rotation`
 - Content: `components`, `training_state`, `random_state`, `data_position`, `trainable_only`, `gathered_policy`
 - Tensor I/O with `torch.distributed.checkpoint`, and checksums: `storage`, `reader`

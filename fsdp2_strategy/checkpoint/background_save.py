@@ -1,7 +1,7 @@
 """Save asynchronously: copy this rank's tensors to host memory, and write the copies in a background thread.
 
 Input: tensors that the trainer changes later, and a function that writes a checkpoint. Output: copies of the tensors in
-host buffers, and the error of the function.
+host buffers, and the error that the function raised, if any.
 
 [Note: background saves] The background threads of all ranks use a separate process group, so that their collectives
 cannot mix with the trainer's. Only one save is in flight at a time. A save fails on all ranks or on none
@@ -52,7 +52,7 @@ class Staging:
         self._current, self._filled_bytes = 0, 0
 
     def copy_to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors to host memory, wait for the copies, and return them."""
+        """Copy tensors to host memory, and return the copies once they are complete."""
         copies = [self._allocate(tensor) for tensor in tensors]
         with CopyQueue() as queue:
             queue.copy_all(copies, tensors)
@@ -104,7 +104,7 @@ class _Save:
             self._work = None  # free the objects that the function refers to
             self.ended.set()
 
-    def result(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the save, if it failed.
 
         Raises:
@@ -122,28 +122,28 @@ def _at_exit() -> None:
         wait()
 
 
-# Functions that are registered here run in reverse order: `_at_exit` runs before the function of concurrent.futures.
-# `atexit` functions run later.
+# `threading` calls the registered functions in reverse order. So `_at_exit` runs before the function with which
+# concurrent.futures shuts down its thread pools. Functions registered with `atexit` would run too late.
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
 _in_flight: list[_Save] = []
-_groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
-"""The background groups: by default group, then by the group in use when the background group was created."""
+_background_groups: WeakKeyDictionary[Any, dict[dist.ProcessGroup | None, dist.ProcessGroup]] = WeakKeyDictionary()
+"""For each default group: the background group of each group in use; None as a key stands for the default group."""
 
 
 def staging() -> Staging:
-    """Return this process's host buffers for copies. They may be overwritten once `wait` has returned."""
+    """Return this process's host buffers. Call `wait` before overwriting them: a save in flight reads them."""
     return _staging
 
 
 def save_in_background(name: str, work: Callable[[], None]) -> None:
     """Wait for the previous save, then run ``work`` in a background thread. See [Note: background saves].
 
-    Collective if the group in use has no background group yet.
+    Collective if the group in use has no background group yet, because the call then creates it.
     """
     wait()
-    _in_flight.append(_Save(name, work, _own_group()))
+    _in_flight.append(_Save(name, work, _background_group()))
 
 
 def wait() -> None:
@@ -156,7 +156,7 @@ def wait() -> None:
         save = _in_flight[0]
         save.ended.wait()  # if this is interrupted, the save stays in flight
         _in_flight.remove(save)
-        save.result()
+        save.raise_if_failed()
 
 
 def finish() -> None:
@@ -177,15 +177,15 @@ def forget_groups() -> None:
 
     Call it before the default group is destroyed.
     """
-    _groups.clear()
+    _background_groups.clear()
 
 
-def _own_group() -> dist.ProcessGroup:
-    """Return the background group with the ranks and time-out of the group in use.
+def _background_group() -> dist.ProcessGroup:
+    """Return the background group of the group in use, which has the same ranks and time-out.
 
-    Collective if no such group exists yet, because the call creates it.
+    Collective if no such group exists yet, because the call then creates it.
     """
-    groups, group = _groups.setdefault(dist.group.WORLD, {}), group_in_use()
+    groups, group = _background_groups.setdefault(dist.group.WORLD, {}), group_in_use()
     if group not in groups:
         options: dict[str, Any] = {"backend": "gloo", "timeout": group_timeout()}
         groups[group] = dist.new_group(**options) if group is None else group_among(ranks_of(group), **options)

@@ -77,14 +77,14 @@ class ModelComponents:
         inner = inner_model(root)
         base = without_adapter_modules(inner)
         tensors = tensors_to_write(base)
-        arranged = _cached_arrangement(inner, base, tensors)
-        components = [Component.of(paths.model, tensors, arranged.regions, metadata=arranged.metadata)]
+        layout = _cached_file_layout(inner, base, tensors)
+        components = [Component.of(paths.model, tensors, layout.regions, metadata=layout.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
             rest = {name: tensor for name, tensor in _tensors_of(root).items() if id(tensor) not in inside}
             if rest:
                 components.append(Component.of(paths.state / WRAPPER, rest))
-        return cls(components, SidecarFiles.of(paths.model, base, arranged.regions, folder_of(inner)))
+        return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
 
     @classmethod
     def of_policy(
@@ -105,17 +105,17 @@ class ModelComponents:
             regions: Mapping[str, Region] = {}
             if left_out is None:
                 own = tensors_to_write(base)
-                arranged = _cached_arrangement(root, base, own)
-                regions = arranged.regions
+                layout = _cached_file_layout(root, base, own)
+                regions = layout.regions
                 folder = paths.state / MODEL if lerobot.gather_for_save_pretrained else paths.model
-                components = [Component.of(folder, own, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
+                components = [Component.of(folder, own, regions, max_file_bytes=sys.maxsize, metadata=layout.metadata)]
             else:
                 components = cls.of(root, paths, left_out).components
             if adapters is not None:
                 for name, of_adapter in adapters.regions.items():
                     folder = adapters.adapter_folder(name, paths.model)
                     components.append(
-                        Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize)
+                        Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, max_file_bytes=sys.maxsize)
                     )
             sidecars = replace(
                 SidecarFiles.of(paths.model, base, regions, folder_of(root)),
@@ -173,7 +173,7 @@ class SidecarFiles:
                 self.adapters.write_configuration(adapter, self.adapters.adapter_folder(adapter, self.folder))
         if self.policy is not None:
             self.policy.write(self.folder)
-        if self.full_policy is not None:  # after ours, so that the policy's own configuration replaces it
+        if self.full_policy is not None:  # last, because it replaces the configuration that was written above
             save_with_own_method(self.full_policy, self.folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
@@ -187,11 +187,11 @@ def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(root), **persistent_buffers(root)}
 
 
-_ARRANGEMENT = Slot[tuple[object, FileLayout]]("arrangement in checkpoints")
-"""The names, shapes, dtypes and placements of the tensors, and the file layout that was chosen for them."""
+_FILE_LAYOUT = Slot[tuple[object, FileLayout]]("file layout in checkpoints")
+"""The last file layout of a model. The first element of the tuple describes the tensors it was chosen for."""
 
 
-def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+def _cached_file_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     """Return the file layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
 
     Args:
@@ -200,9 +200,9 @@ def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str,
         tensors: the base model's tensors by name.
     """
     key = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
-    cached = model_state(inner).get(_ARRANGEMENT)
+    cached = model_state(inner).get(_FILE_LAYOUT)
     if cached is None or cached[0] != key:
-        cached = model_state(inner).set(_ARRANGEMENT, (key, choose_layout(meta_skeleton(base), tensors)))
+        cached = model_state(inner).set(_FILE_LAYOUT, (key, choose_layout(meta_skeleton(base), tensors)))
     return cached[1]
 
 
@@ -230,7 +230,11 @@ def match_model(
             f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
             "or pass load_module_strict=False."
         )
-    differences = {"missing": report.missing, "unexpected": report.unexpected, "cast to the model's dtype": report.cast}
+    differences = {
+        "not in the checkpoint": report.missing,
+        "not in the model": report.unexpected,
+        "cast to the model's dtype": report.cast,
+    }
     for what, names in differences.items():
         if names:
             log("%s: %s", what, some(sorted(names)))

@@ -1,8 +1,8 @@
 """Save and restore the state of a data loader: one state for all ranks, or one per rank.
 
 Input: a loader. Output: JSON in ``trainer_state.json`` if the loader's state is the same on every rank
-(``ResumableLoader``). For other loaders: one safetensors file per rank. The file contains the tensors of the state. Its
-header contains the nested structure and all other values as JSON.
+(``ResumableLoader``). The state of another loader is saved in one safetensors file per rank. The file contains the
+tensors of the state. Its header contains the nested structure and all other values as JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DataPosition:
         if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
             raise CheckpointError(
                 f"cannot save: the data loader is a {type(loader).__name__}, expected one with state_dict and "
-                "load_state_dict. Use ResumableLoader, or leave dataloader out."
+                "load_state_dict. Use ResumableLoader, or omit dataloader."
             )
         state = loader.state_dict()
         if _is_shared(loader):
@@ -98,7 +98,7 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
 
 
 def restore_position(loader: Any, saved: Mapping[str, Any], rank_file: bytes | None) -> None:
-    """Load a saved position into a loader, from its rank's file if there is one."""
+    """Load a saved position into a loader; read it from ``rank_file``, this rank's file, if there is one."""
     loader.load_state_dict(saved["state"] if rank_file is None else _deserialize(rank_file))
 
 

@@ -133,15 +133,15 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
         CheckpointError: rank 0 does not see the checksum manifest of another rank.
     """
     save_dir, final = partial.root.parent, partial.root.with_name(tag)
-    for path in shared_files(partial):  # each rank has fsynced its files in the other folders
+    for path in shared_files(partial):  # each rank has already fsynced its own files in the per-rank folders
         fsync(path)
     files = sorted(path for path in partial.root.rglob("*") if path.is_file())
     checksums = [partial.rank_file(CHECKSUMS, rank) for rank in range(len(digests))]
     if unseen := {*checksums} - {*files}:
         raise CheckpointError(
-            f"cannot commit {final}: rank 0 does not see {partial.name_of(min(unseen))} and {len(unseen) - 1} other "
-            "files that other ranks wrote, expected one directory for all ranks. Save into a file system that all "
-            "hosts share."
+            f"cannot commit {final}: rank 0 does not see {partial.name_of(min(unseen))}, which another rank wrote "
+            f"({len(unseen)} of {len(checksums)} such files are missing), expected one directory for all ranks. Save "
+            "into a file system that all hosts share."
         )
     sequence = max((c.sequence for c in checkpoints_with_manifest(save_dir)), default=0) + 1
     manifest = {
@@ -211,8 +211,8 @@ def _delete_all(paths: Sequence[Path]) -> None:
 def delete(path: Path) -> None:
     """Delete a checkpoint's directory.
 
-    ``pretrained_model/`` is deleted first. So if the deletion is interrupted, `has_only_checkpoint_entries` is true for
-    the remaining files, and the next save deletes them.
+    ``pretrained_model/`` is deleted first. So `has_only_checkpoint_entries` is also true after an interrupted deletion,
+    and the next save deletes the rest.
     """
     if (path / PRETRAINED_MODEL).is_dir():
         shutil.rmtree(path / PRETRAINED_MODEL)

@@ -41,7 +41,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     require_saved,
     restore_optimizer,
     restore_scheduler,
-    sharded_module_of,
+    unwrap_and_reshard,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -107,7 +107,9 @@ class Foreign:
         except OSError:
             return {}
         except ValueError as error:
-            raise CheckpointError(f"cannot read {self.path / _META}: {error}, expected JSON. Copy it again.") from error
+            raise CheckpointError(
+                f"cannot read {self.path / _META}: {error}, expected JSON. Copy the file again."
+            ) from error
         return content if isinstance(content, dict) else {}
 
 
@@ -115,7 +117,7 @@ def find_foreign(path: Path, *, trust: bool) -> Foreign | None:
     """Return the foreign checkpoint at a path, else the one with the highest step in its subfolders, else None.
 
     Raises:
-        CheckpointError: there is such a checkpoint, and ``trust`` is False.
+        CheckpointError: a foreign checkpoint is found, and ``trust`` is False.
     """
     foreign = _look_for(path)
     if foreign is not None and not trust:
@@ -177,12 +179,12 @@ def load_foreign(
     if optimizer is not None:
         check_resident(optimizer, f"load {path}")
     with all_or_none(f"load {path}", CheckpointError):
-        root = sharded_module_of(model)
+        root = unwrap_and_reshard(model)
         if load_model:
             stored_model, tensors, report = _match_model(root, foreign, strict=strict)
         if optimizer is not None:
             stored = require_saved(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
-            stored_state, slots, flat = _match_optimizer(root, stored, optimizer, strict=strict)
+            stored_state, state, flat = _match_optimizer(root, stored, optimizer, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
         if scheduler is not None and foreign.recorded_step is None:
             require_saved(schedule, "scheduler", "load_lr_scheduler_states=False", path)
@@ -194,7 +196,7 @@ def load_foreign(
             stored_model.read(tensors)
         if optimizer is not None:
             stored_state.read(flat)
-            restore_optimizer(model, optimizer, slots, [{}] * len(optimizer.param_groups), {})
+            restore_optimizer(model, optimizer, state, [{}] * len(optimizer.param_groups), {})
         if load_model:
             refresh_masters_of(root)  # foreign checkpoints hold no master weights
         if scheduler is not None and schedule is not None:
@@ -278,17 +280,18 @@ def _match_optimizer(
     wanted = [f"state.{name}.{key}" for name in named_parameters(root) for key in keys]
     stored = ForeignTensors(path, wanted)
     described = {name: layout for name, layout in stored.described.items() if name.startswith("state.")}
-    slots, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
+    state, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
     check_shapes("optimizer", flat, described)
-    lacking = [name for name, state in slots.items() if not state and name not in stored.parameters_in_groups]
+    lacking = [name for name, own in state.items() if not own and name not in stored.parameters_in_groups]
     if lacking and strict and stored.parameters_in_groups:
         raise CheckpointError(
-            f"cannot load the optimizer: {path} lacks {some(lacking)}. Build the optimizer over the same trainable "
-            "parameters, or pass load_module_strict=False, which starts these without state."
+            f"cannot load the optimizer: its parameter groups in {path} lack {some(lacking)}, expected all parameters "
+            "of this optimizer. Build the optimizer over the same trainable parameters, or pass "
+            "load_module_strict=False to start these parameters without state."
         )
     if lacking:
-        log("%s has no state of %s, which start without state", path, some(lacking), level=logging.WARNING)
-    return stored, slots, flat
+        log("%s has no optimizer state for %s: these start without state", path, some(lacking), level=logging.WARNING)
+    return stored, state, flat
 
 
 class ForeignTensors:
@@ -318,7 +321,7 @@ class ForeignTensors:
                     stored[name] = (tuple(entry.size), entry.properties.dtype)
                     keys = (metadata.planner_data or {}).get(name, (name,))
                     prefixes[name] = "".join(f"{key}." for key in keys[:-1])
-        prefix = _prefix_of_most(prefixes) if wanted is None else _prefix_of_wanted(stored, set(wanted))
+        prefix = _most_frequent_prefix(prefixes) if wanted is None else _prefix_of_wanted(stored, set(wanted))
         self._prefix = prefix
         self.described: Described = {n.removeprefix(prefix): d for n, d in stored.items() if n.startswith(prefix)}
 
@@ -361,7 +364,7 @@ def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], fro
 
 
 def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
-    """Return the prefix under which most of the wanted names are stored."""
+    """Return the prefix with which most of the wanted names are stored; "" if none is stored."""
     found: Counter[str] = Counter()
     for name in stored:
         for at in (0, *(match.end() for match in re.finditer(r"\.", name))):
@@ -371,10 +374,13 @@ def _prefix_of_wanted(stored: Iterable[str], wanted: set[str]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def _prefix_of_most(prefixes: Mapping[str, str]) -> str:
-    """Return the most frequent prefix outside optimizer state; append ``module.`` if all its names continue with it."""
+def _most_frequent_prefix(prefixes: Mapping[str, str]) -> str:
+    """Return the prefix of the most names that are not optimizer state.
+
+    If all names with this prefix continue with ``module.``, which DistributedDataParallel adds, include ``module.``.
+    """
     counted = Counter(prefix for prefix in prefixes.values() if "optim" not in prefix)
     most = counted.most_common(1)[0][0] if counted else ""
     names = [name for name in prefixes if name.startswith(most)]
-    wrapped = all(name.startswith(f"{most}module.") for name in names)  # DistributedDataParallel
+    wrapped = all(name.startswith(f"{most}module.") for name in names)
     return f"{most}module." if names and wrapped else most

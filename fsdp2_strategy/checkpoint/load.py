@@ -38,7 +38,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     restore_optimizer,
     restore_scheduler,
     settings_by_group,
-    sharded_module_of,
+    unwrap_and_reshard,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
@@ -85,21 +85,23 @@ def load_checkpoint(
             optimizer is given, because then the run continues.
         scheduler: restore its state.
         ema: averages of parameters by name (``EMA.averages``); restore their values.
-        dataloader: restore its position, for a ResumableLoader on any number of ranks. The loader must not have
-            started. Pass LATER if a later load will restore it.
+        dataloader: restore its position. The loader must not have started. A ResumableLoader can be restored on any
+            number of ranks, another loader only on the number of ranks of the save. Pass LATER if a later load will
+            restore the position.
         load_model: load parameters and buffers.
         strict: raise if the checkpoint and the model have different names. If False, load the names that both have and
             report the others. Shapes must always match.
         verify: verify the checksums of the bytes that are read.
-        fallback: if the checkpoint is corrupted, load the newest intact one that is older, and log a warning.
+        fallback: if the checkpoint is corrupted, log a warning, and load the newest intact checkpoint that is older.
+            This needs a directory of checkpoints as ``load_dir``, or the link ``last``.
         trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
 
     Returns:
         A report of the load; None if the directory is missing or contains no checkpoint.
 
     Raises:
-        CheckpointError: on every rank: no such tag, different names or shapes, no state for an object to restore. If
-            the headers show the error, it is raised before the model is modified.
+        CheckpointError: on every rank: the tag does not exist, names or shapes differ, or the checkpoint has no state
+            for an object to restore. These errors are raised before the model is modified.
         DamageError: on every rank: files are corrupted, or the folder of the frozen weights has changed. If this is
             found only during the read, model and optimizer raise when used, until a load succeeds.
     """
@@ -140,7 +142,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadRequest:
-    """The objects to restore, and options, as for `load_checkpoint`."""
+    """The objects to restore, and options; `load_checkpoint` documents them."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -162,7 +164,7 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     with all_or_none(f"load {path}", DamageError):
         rng, rank_file = _files_of_rank(opened, state, request.loader)
     with all_or_none(f"load {path}", CheckpointError):
-        root = sharded_module_of(request.model)
+        root = unwrap_and_reshard(request.model)
         plan = _plan(request, root, opened.paths, state)
     left_out = LeftOut.from_json(state.get("left_out") if request.load_model else None)
     others = left_out.find_differing(root, path, strict=request.strict)
@@ -227,7 +229,7 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
     """Open a checkpoint, and read its ``trainer_state.json``; collective.
 
     Raises:
-        DamageError: on every rank: the manifest, a file's length, a header or the state is corrupted.
+        DamageError: on every rank: the manifest, a file's length, a header or ``trainer_state.json`` is corrupted.
     """
     with all_or_none(f"load {path}", DamageError):
         manifest = check_structure(path) if is_rank_0() else {}
@@ -242,7 +244,10 @@ def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
 def _files_of_rank(
     opened: Opened, state: Mapping[str, Any], loader: Loader | None
 ) -> tuple[bytes | None, bytes | None]:
-    """Return this rank's random state and its loader's state; None if the number of ranks changed or no file exists."""
+    """Return the content of this rank's files: the random state, and the loader's state.
+
+    Both are None if the number of ranks has changed. The second is None if the loader has no file per rank.
+    """
     if state["world_size"] != world_size():
         return None, None
     rng = opened.read(opened.paths.rank_file(RNG, rank()))
@@ -285,8 +290,8 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
         optimizer_state, tensors = allocate_optimizer_state(root, optimizer, layout, strict=request.strict)
         targets += targets_by_name("optimizer", tensors, stored)
     if request.ema is not None:
-        require_saved((paths.state / EMA).is_dir() or None, "ema", "ema=None", paths.root)
-        targets += targets_by_name("ema", request.ema, stored_in(paths.state / EMA))
+        require_saved((paths.state / EMA).is_dir() or None, "averages (ema)", "ema=None", paths.root)
+        targets += targets_by_name("averages (ema)", request.ema, stored_in(paths.state / EMA))
     if request.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", paths.root)
     if request.loader is not None:

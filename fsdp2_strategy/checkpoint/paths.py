@@ -32,8 +32,8 @@ PRETRAINED_MODEL = "pretrained_model"
 TRAINING_STATE = "training_state"
 TRAINING_STEP = "training_step.json"
 
-_OF_RANKS = (RNG, DATA, CHECKSUMS)
-_ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_OF_RANKS, TRAINER_STATE, META, MANIFEST, TRAINING_STEP}
+_PER_RANK_FOLDERS = (RNG, DATA, CHECKSUMS)
+_ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_PER_RANK_FOLDERS, TRAINER_STATE, META, MANIFEST, TRAINING_STEP}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CheckpointPaths:
     @property
     def per_rank_folders(self) -> frozenset[Path]:
         """The folders that contain one file per rank."""
-        return frozenset(self.state / name for name in _OF_RANKS)
+        return frozenset(self.state / name for name in _PER_RANK_FOLDERS)
 
     def rank_file(self, folder: str, rank: int) -> Path:
         """Return the path of a rank's file; ``folder`` is the name of a folder with one file per rank."""

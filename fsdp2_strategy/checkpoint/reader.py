@@ -3,8 +3,8 @@
 Input: a checkpoint's directory. Output: its manifest, its small files, and checksums for any range of its files.
 
 [Note: checksum manifests] In a save, each rank writes a checksum manifest of the blocks that it wrote. The total size
-of these manifests grows with the product of ranks and tensors. So a loading rank reads them in the order below, and
-stops when the blocks cover the byte range that it needs.
+of these manifests grows with the number of ranks times the number of tensors. So a rank that loads reads them in the
+order below, and stops when their blocks cover the byte range that it needs.
 
 1. the manifest of rank 0, which covers headers and sidecar files
 2. its own manifest, which usually suffices if the number of ranks is unchanged
@@ -12,7 +12,7 @@ stops when the blocks cover the byte range that it needs.
 4. the manifests of the ranks whose shards probably contain the range
 5. all other manifests
 
-Each manifest records its maximum block size.
+Each checksum manifest records its maximum block size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DEFAULT_BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was opened for reading. Its files have the lengths that its manifest lists."""
+    """A checkpoint that is open for reading. `check_structure` has compared its files with its manifest."""
 
     paths: CheckpointPaths
     manifest: dict[str, Any]
@@ -141,7 +141,7 @@ def open_checkpoint(path: Path, manifest: Mapping[str, Any] | None = None, *, ra
 
 @dataclass
 class _ChecksumManifests:
-    """Read the checksum manifests that a byte range needs; see [Note: checksum manifests]."""
+    """A `ManifestReader` that reads each checksum manifest once; see [Note: checksum manifests]."""
 
     paths: CheckpointPaths
     digests: Mapping[str, str]
@@ -151,26 +151,26 @@ class _ChecksumManifests:
     _headers: dict[Path, list[Entry]] = field(default_factory=dict)
 
     def __call__(self, path: Path, begin: int, end: int) -> Iterator[dict[Path, list[Block]]]:
-        """Yield the blocks of further checksum manifests, in the order of [Note: checksum manifests]."""
-        for ranks in self._candidates(path, begin, end):
+        """Yield the blocks of the checksum manifests that were not read before, in the order of the note."""
+        for ranks in self._ranks_to_read(path, begin, end):
             unread = sorted(set(ranks) - self._read)  # reading a manifest twice would duplicate its blocks
             if unread:
-                blocks = self._blocks(unread)
+                blocks = self._read_blocks(unread)
                 self._read.update(unread)
                 yield blocks
 
-    def _candidates(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
-        """Yield the ranks whose manifests may cover a byte range, in the order of [Note: checksum manifests]."""
+    def _ranks_to_read(self, path: Path, begin: int, end: int) -> Iterator[Iterable[int]]:
+        """Yield the ranks whose checksum manifests to read for a byte range, in the order of the note."""
         ranks = len(self.digests)
         yield [0] if self.rank is None else [0, self.rank]
         if self.rank is not None:
             yield range(self.rank % self.shard_size, ranks, self.shard_size)
-        shards = self._holders(path, begin, end)
+        shards = self._shards_with(path, begin, end)
         yield [replica + shard for replica in range(0, ranks, self.shard_size) for shard in shards]
         yield range(ranks)
 
-    def _holders(self, path: Path, begin: int, end: int) -> range:
-        """Guess the shards that contain a byte range, as if each tensor in the file were sharded on dim 0."""
+    def _shards_with(self, path: Path, begin: int, end: int) -> range:
+        """Guess which shards contain a byte range: assume that each tensor in the file is sharded on dim 0."""
         if path.suffix != ".safetensors":
             return range(0)
         if path not in self._headers:
@@ -187,7 +187,7 @@ class _ChecksumManifests:
         first, last = ((byte - entry.offset) // bytes_of_shard for byte in (begin, end - 1))
         return range(first, last + 1)
 
-    def _blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
+    def _read_blocks(self, ranks: Iterable[int]) -> dict[Path, list[Block]]:
         """Read the checksum manifests of the given ranks.
 
         Raises:
@@ -200,10 +200,10 @@ class _ChecksumManifests:
                 content = path.read_bytes()
             except OSError as error:
                 raise DamageError(f"cannot read {path}: {error.strerror}. Load another checkpoint.") from error
-            if digest_of(content) != self.digests[name]:
+            if (digest := digest_of(content)) != self.digests[name]:
                 raise DamageError(
-                    f"cannot verify {self.paths.root}: {name} does not match its checksum in the manifest; it is "
-                    "corrupt, or the manifest belongs to another checkpoint. Load another checkpoint."
+                    f"cannot verify {self.paths.root}: {name} has the checksum {digest}, expected "
+                    f"{self.digests[name]}, as in the manifest. Load another checkpoint."
                 )
             try:
                 listed = json.loads(content)

@@ -1,4 +1,4 @@
-"""Choose the checkpoints that rotation deletes. All checkpoints on disk count, also those from before a restart.
+"""Choose the checkpoints that rotation deletes, among all checkpoints on disk, also those from before a restart.
 
 Input: the committed checkpoints of a directory, and limits. Output: the checkpoints to delete, never the newest.
 """
@@ -24,8 +24,8 @@ def checkpoints_to_delete(
     ``max_num``. All checkpoints count towards ``max_mem``.
 
     Args:
-        checkpoints: oldest first.
-        max_num: maximum number of checkpoints, at least 1; None for no limit.
+        checkpoints: all committed checkpoints of a directory, oldest first.
+        max_num: maximum number of unprotected checkpoints, at least 1; None for no limit.
         max_mem: maximum total size in GB (10^9 bytes); None for no limit.
     """
     # The newest checkpoint with a metric decides whether higher is better. Of equal metrics, the newest counts as best.

@@ -32,7 +32,7 @@ from fsdp2_strategy.checkpoint.rotation import check_space, checkpoints_to_delet
 from fsdp2_strategy.checkpoint.save_request import SaveRequest
 from fsdp2_strategy.checkpoint.storage import Component, stage_gathered, stage_local, write_components
 from fsdp2_strategy.checkpoint.trainable_only import LeftOut
-from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, sharded_module_of
+from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, unwrap_and_reshard
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
@@ -43,7 +43,7 @@ from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
-from fsdp2_strategy.model.shards import shard_count
+from fsdp2_strategy.model.shards import shard_size_of_model
 
 
 @on_model_ranks
@@ -75,6 +75,18 @@ def save_checkpoint(
 ) -> Path:
     """Save a sharded model and its training state as one committed checkpoint; collective.
 
+    The ranks write their shards into a hidden directory, in parallel. Rank 0 then writes the manifest and renames the
+    directory to ``tag``, which commits the checkpoint. So a crash leaves a complete checkpoint or none.
+
+    After the commit, rank 0 deletes old checkpoints of ``save_dir``, oldest first: all but the newest ``max_num``, and
+    further ones while all checkpoints together are larger than ``max_mem``. The new checkpoint, protected checkpoints
+    and the checkpoint with the best ``metric`` are never deleted. Protected checkpoints count towards ``max_mem`` only.
+    Old checkpoints are renamed at once, and a background thread deletes their files.
+
+    With ``async_save``, the call returns once this rank's values are copied to host memory. A background thread then
+    writes, commits and rotates, so later changes by the trainer are not saved. Only one save is in flight. The next
+    save, a load, `wait_for_save` and ``close`` first wait for it, and raise its error if it failed.
+
     Args:
         model: a sharded model, or its wrapper.
         save_dir: directory of all checkpoints of the run, on a file system that all ranks share.
@@ -88,24 +100,23 @@ def save_checkpoint(
             the folder that the model was loaded from, if it is known.
         ema: averages of parameters by name (``EMA.averages``).
         loss_scale: state of a loss scale, as JSON.
-        dataloader: a ResumableLoader, whose position is the same on all ranks; or another loader with ``state_dict``,
-            whose state is saved per rank and can only be loaded on the same number of ranks.
+        dataloader: a ResumableLoader, whose position is the same on all ranks; or another loader with ``state_dict``
+            and ``load_state_dict``. The state of another loader is saved per rank, and loads only on the same number of
+            ranks.
         seed: a load on another number of ranks derives the random state from it.
-        max_num: checkpoints to keep; older ones are deleted after this one is committed. None for no limit.
-        max_mem: total GB (10^9 bytes) of all checkpoints in ``save_dir``; None for no limit.
+        max_num: maximum number of unprotected checkpoints in ``save_dir``; None for no limit.
+        max_mem: maximum total size of all checkpoints in ``save_dir``, in GB (10^9 bytes); None for no limit.
         save_latest: point the file ``latest``, or LeRobot's link ``last``, to this checkpoint.
-        protect: exclude it from rotation.
-        metric: quality of the checkpoint; rotation never deletes the checkpoint with the best metric.
+        protect: exclude this checkpoint from rotation.
+        metric: quality of the checkpoint, for example a validation accuracy.
         higher_is_better: whether a higher ``metric`` is better.
-        async_save: return after this rank's shards are copied to host memory; write, commit and rotate in the
-            background. Later changes by the trainer are not saved. Only one save is in flight: the next save, a load,
-            `wait_for_save` and ``close`` wait for it, and raise its error.
-        only_trainable: omit frozen weights that a load can restore from elsewhere. All other weights are in
+        async_save: write, commit and rotate in a background thread.
+        only_trainable: omit frozen weights that a load can restore from elsewhere. All other weights are written to
             ``trainable/``, and there is no folder for ``from_pretrained``. A load compares the model's frozen weights
-            with the omitted ones. See [Note: reloadable weights] in `trainable_only`.
+            with fingerprints of the omitted ones. See [Note: reloadable weights] in `trainable_only`.
         meta: JSON content of ``meta.json``, for other programs.
-        layout: LeRobot's layout, with the objects that it saves with the weights; by default our own layout. A peft
-            model is then saved as with ``only_trainable``, and its adapters also in peft's format.
+        layout: LeRobot's layout, with the objects that it saves with the weights; by default our own layout. In
+            LeRobot's layout, a peft model is saved as with ``only_trainable``, and its adapters also in peft's format.
 
     Returns:
         The checkpoint's directory; an asynchronous save creates it when it commits.
@@ -133,7 +144,7 @@ def save_checkpoint(
     request.agree_between_ranks(loss_scale, (optimizer, scheduler, ema, dataloader))
     with all_or_none("save", CheckpointError):
         request.check(tokenizer)
-        root = sharded_module_of(model)
+        root = unwrap_and_reshard(model)
         check_usable(root)
         if async_save:  # snapshot: the caller may change these during the background write
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
@@ -206,7 +217,8 @@ def _plan(
 ) -> _SavePlan:
     """Collect the content of the checkpoint, and check that it can be saved.
 
-    The objects are those of `save_checkpoint`; ``trainer_state`` has the entries that do not come from these objects.
+    ``tokenizer`` to ``dataloader`` are arguments of `save_checkpoint`. ``trainer_state`` contains the entries of
+    ``trainer_state.json`` that do not come from these objects.
 
     Raises:
         CheckpointError: a value cannot be saved, or a failed load left the optimizer unusable.
@@ -241,7 +253,7 @@ def _plan(
         json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files()},
         rng=rng_content(),
         data=data,
-        shard_size=shard_count(root),
+        shard_size=shard_size_of_model(root),
     )
 
 
@@ -250,7 +262,7 @@ def _execute(plan: _SavePlan) -> None:
     request, save_dir = plan.request, plan.request.save_dir
     partial = request.partial_paths
     final = partial.moved_to(request.path)
-    _create_folders(plan)  # not in the try block, which deletes: another run may be saving the same tag
+    _create_folders(plan)  # outside the try block: if it raises, another run may own the ``.partial`` directory
     try:
         digests = _write(plan)
         with all_or_none(f"commit {request.tag}", CheckpointError):
@@ -260,14 +272,14 @@ def _execute(plan: _SavePlan) -> None:
                     directory.update_latest(final)
     except CheckpointError:
         if is_rank_0():
-            with contextlib.suppress(OSError):  # otherwise, the next save deletes it
+            with contextlib.suppress(OSError):  # the next save deletes what is left
                 directory.delete(partial.root)
         raise
     with all_or_none(f"rotate the checkpoints in {save_dir}", CheckpointError):
         if is_rank_0():
             max_num, max_mem = request.max_num, request.max_mem
             old = checkpoints_to_delete(list_checkpoints(save_dir), max_num=max_num, max_mem=max_mem)
-            if latest_tag(save_dir) in {o.tag for o in old}:  # not updated, because of save_latest=False
+            if latest_tag(save_dir) in {o.tag for o in old}:  # possible with save_latest=False
                 directory.update_latest(final)
             directory.remove(old)
             for checkpoint in old:
@@ -276,7 +288,9 @@ def _execute(plan: _SavePlan) -> None:
 
 
 def _create_folders(plan: _SavePlan) -> None:
-    """Lock the directory, delete leftovers of crashed runs, and create the folders of the files; collective.
+    """Lock the directory, delete leftovers of crashed runs, and create the folders of the other files; collective.
+
+    The other files are those that are not in a component. `write_components` creates the folders of the components.
 
     Raises:
         CheckpointError: on every rank: another run saves into the directory, the tag cannot be replaced, or the

@@ -59,7 +59,7 @@ class SaveRequest:
         layout = self.layout and (self.layout.batch_size, self.layout.gather_for_save_pretrained)
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
         arguments = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
-        expected = "the same directory, tag, step, limits and objects to save on all ranks. Make the tag from the step."
+        expected = "the same directory, tag, step, limits and objects to save on all ranks. Pass the same arguments."
         check_equal("save", arguments, CheckpointError, expected)
 
     def check(self, tokenizer: object) -> None:
@@ -71,7 +71,7 @@ class SaveRequest:
         check_tag(self.tag, reserved=LAST if self.layout else LATEST)
         check_limits(self.max_num, self.max_mem)
         if self.metric is not None and not math.isfinite(self.metric):
-            raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Omit it.")
+            raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Pass metric=None.")
         if self.only_trainable and tokenizer is not None and self.layout is None:
             raise CheckpointError(
                 "cannot save the tokenizer: only_trainable is True, expected a checkpoint with a folder for "
@@ -80,7 +80,7 @@ class SaveRequest:
         check_json(self.meta, "meta")
 
     def snapshot(self) -> Self:
-        """Return the request with a copy of the layout's objects on rank 0.
+        """Return a request with a copy of the layout's objects; on other ranks than 0, return the request itself.
 
         Rank 0 writes these objects later, when the trainer may have changed the originals.
         """
@@ -88,7 +88,7 @@ class SaveRequest:
 
     @property
     def partial_paths(self) -> CheckpointPaths:
-        """The paths under ``.partial``, which the files are written to before the commit."""
+        """The paths under ``.partial``, where the files are written before the commit."""
         return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), lerobot=self.layout is not None)
 
     def manifest_entries(self, shard_size: int) -> dict[str, Any]:

@@ -4,9 +4,9 @@ Input: `Component`s, each a folder of files and the tensors to write to it; for 
 files, and the checksums of the bytes that this rank wrote; for a load, filled tensors.
 
 [Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
-ranks times tensors. So they get an empty state dict here, and each rank makes its own plan: offsets follow from names,
-shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file headers, and the
-coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
+ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes.
+Offsets follow from names, shapes and dtypes, which are the same on all ranks. A rank sends only a digest of the file
+headers, and the coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
 
 [Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
 recently used layouts are cached. The key contains everything that a layout depends on: names, shapes, dtypes,
@@ -84,29 +84,29 @@ class Layout:
         tensors: Mapping[str, torch.Tensor],
         regions: Mapping[str, Region] | None,
         stem: str,
-        most_bytes: int | None,
+        max_file_bytes: int | None,
         metadata: Mapping[str, str],
     ) -> Layout:
         """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
-        kind = (stem, most_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
+        kind = (stem, max_file_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_layout_key(tensors))
         if key in _layouts:
             _layouts[key] = _layouts.pop(key)  # most recently used last
         else:
-            while len(_layouts) >= _LAYOUTS:
+            while len(_layouts) >= _MAX_LAYOUTS:
                 del _layouts[next(iter(_layouts))]
             given = regions
             if regions is None:
                 regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
             regions = dict(sorted(regions.items()))
-            files = files_for(Path(), stem, regions, most_bytes or file_bytes(regions), metadata=metadata)
+            files = files_for(Path(), stem, regions, max_file_bytes or file_bytes(regions), metadata=metadata)
             direct = {name: region for name, region in regions.items() if is_direct(region, tensors)}
             gathered = {name: region for name, region in regions.items() if name not in direct}
             _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
         return _layouts[key][1]
 
 
-_LAYOUTS = 16
+_MAX_LAYOUTS = 16
 """Maximum number of layouts in the cache: one per folder. A layout takes about a kilobyte per tensor."""
 _layouts: dict[object, tuple[object, Layout]] = {}
 """The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
@@ -145,7 +145,7 @@ class Component:
         regions: Mapping[str, Region] | None = None,
         *,
         stem: str = "model",
-        most_bytes: int | None = None,
+        max_file_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> Component:
         """Lay out a folder. Only names and full sizes decide which tensor is in which file.
@@ -155,10 +155,10 @@ class Component:
             tensors: the tensors to write, by name in the model.
             regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
             stem: prefix of the file names.
-            most_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
+            max_file_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
             metadata: metadata of the file headers.
         """
-        return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, most_bytes, metadata))
+        return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, max_file_bytes, metadata))
 
     @cached_property
     def files(self) -> list[File]:
@@ -236,10 +236,10 @@ class SafetensorsWriter(StorageWriter):
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
         create_files(own)
-        jobs = [job for component in self._components for job in component.write_requests()]
-        written = write_all(jobs, hashed=True, create=True)
+        requests = [request for component in self._components for request in component.write_requests()]
+        written = write_all(requests, hashed=True, create=True)
         self.add_blocks(written)
-        force_to_disk({*written, *(file.path for file in own)})  # files of other ranks may not exist yet
+        force_to_disk({*written, *(file.path for file in own)})  # other files may not exist yet
         if rank() == 0:
             for component in self._components:
                 if len(component.files) > 1:
@@ -356,9 +356,9 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
         save({}, storage_writer=writer, process_group=group_in_use(), no_dist=not dist.is_initialized())
     for component in components:
         if component.staged is None:
-            for name, jobs in _gathered_jobs(component):
+            for name, requests in _gather_regions(component):
                 with all_or_none(f"write {name}", CheckpointError):
-                    writer.add_blocks(write_all(jobs, hashed=True))
+                    writer.add_blocks(write_all(requests, hashed=True))
                     force_to_disk([component.entries[name].path])
     return writer.blocks
 
@@ -378,29 +378,29 @@ def stage_local(components: Sequence[Component], copy_to_host: CopyToHost) -> li
 
 
 def stage_gathered(components: Sequence[Component], copy_to_host: CopyToHost) -> list[Component]:
-    """Return the components with copies of their gathered values and without tensors.
+    """Return the components with copies of their gathered values, and without references to the model's tensors.
 
     Collective if a region is gathered.
     """
     staged = []
     for component in components:
         gathered: list[WriteRequest] = []
-        for name, jobs in _gathered_jobs(component):
+        for name, requests in _gather_regions(component):
             with all_or_none(f"copy {name}", CheckpointError):
-                tensors = copy_to_host([job.tensor for job in jobs])
-                gathered += [replace(job, tensor=tensor) for job, tensor in zip(jobs, tensors, strict=True)]
+                tensors = copy_to_host([request.tensor for request in requests])
+                gathered += [replace(request, tensor=tensor) for request, tensor in zip(requests, tensors, strict=True)]
         # Drop the references, so that tensors that the trainer replaces or offloads during the write are freed.
         staged.append(replace(component, staged_gathered=gathered, tensors={}))
     return staged
 
 
-def _gathered_jobs(component: Component) -> Iterator[tuple[str, list[WriteRequest]]]:
+def _gather_regions(component: Component) -> Iterator[tuple[str, list[WriteRequest]]]:
     """Gather the regions that need it, one at a time, and yield this rank's write requests for each; collective."""
     gathered: dict[str, torch.Tensor] = {}
     for name, region in component.layout.gathered.items():
         with all_or_none(f"gather {name}", CheckpointError):  # one phase per region: the next gather needs every rank
-            jobs = gathered_write_requests(region, component.tensors, gathered, component.entries[name])
-        yield name, jobs
+            requests = gathered_write_requests(region, component.tensors, gathered, component.entries[name])
+        yield name, requests
 
 
 def read_all(requests: Sequence[ReadRequest], checksums: Checksums | None, label: str) -> None:

@@ -44,8 +44,8 @@ from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
 from fsdp2_strategy.model.state import Slot, model_state
 
-_COMPARED = Slot[tuple[frozenset[str], frozenset[str]]]("frozen weights in its folders")
-"""The fingerprints and files of the last comparison; and the names of the weights whose values are in the files."""
+_LAST_COMPARISON = Slot[tuple[frozenset[str], frozenset[str]]]("last comparison of frozen weights with folders")
+"""The input of the last comparison (fingerprints, and sizes and times of files), and its result: names of weights."""
 
 _DEFAULT_ELEMENTS = 1 << 16
 """Block size of the fingerprints in old checkpoints, which do not record their block size."""
@@ -71,7 +71,7 @@ class LeftOut:
             if len(frozen) == len(parameters):
                 raise CheckpointError(
                     f"cannot save the trainable weights of {type(root).__name__}: it has no trainable weights, "
-                    "expected some. Save the full model."
+                    "expected at least one. Save the full model."
                 )
             own = outermost_models(root).items()
             found = {name: str(folder.resolve()) for name, model in own if (folder := folder_of(model))}
@@ -79,9 +79,9 @@ class LeftOut:
         folders = _same_on_all_ranks(found)
         changed = changed_since_initial(root, frozen, local)
         weights = fingerprints(frozen, local)
-        saved = set(changed) - _in_folders(root, changed, weights, folders)
+        saved = set(changed) - _names_in_folders(root, changed, weights, folders)
         if saved:
-            log("frozen weights that are not reloadable are saved, too: %s", some(sorted(saved)))
+            log("saving frozen weights that a load cannot restore from elsewhere: %s", some(sorted(saved)))
         return cls({name: fingerprint for name, fingerprint in weights.items() if name not in saved}, folders)
 
     @classmethod
@@ -115,9 +115,9 @@ class LeftOut:
             if lost := [name for name in differing if name not in located]:
                 raise CheckpointError(
                     f"cannot load {path}: it contains only trainable weights, and {type(root).__name__} has other "
-                    f"frozen weights than the saved model: {some(lost)}. They are not in the folders that the saved "
-                    f"model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the model with the "
-                    "same frozen weights, or load a checkpoint of the full model."
+                    f"frozen values in {some(lost)}, expected those of the saved model. They are not in the folders "
+                    f"that the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the "
+                    "model with the same frozen weights, or load a checkpoint of the full model."
                 )
             return found
 
@@ -131,7 +131,7 @@ class LeftOut:
             return
         folders = ", ".join(self.folders.values())
         log("%d frozen weights are read from %s", len(found), folders)
-        _read(found)
+        _read_weights(found)
         if differing := self._differing(root, path, strict=False):
             raise DamageError(
                 f"cannot load {path}: the frozen weights of the saved model are no longer in {folders}: "
@@ -167,12 +167,12 @@ def _same_on_all_ranks(folders: dict[str, str]) -> dict[str, str]:
     return {name: folder for name, folder in folders.items() if all(o.get(name) == folder for o in of_ranks)}
 
 
-def _in_folders(
+def _names_in_folders(
     root: nn.Module, names: Sequence[str], found: Mapping[str, Fingerprint], folders: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return those of the named weights whose present values the folders contain; collective.
+    """Return the names of the weights whose current values are in the files of the folders; collective.
 
-    The result is cached until weights or files change. A weight that cannot be read or compared is not returned.
+    The result is cached until weights or files change. It omits weights that cannot be read or compared.
     """
     if not names:
         return frozenset()
@@ -180,34 +180,34 @@ def _in_folders(
         files = [(file, file.stat()) for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
         versions = [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in files]
         state = frozenset([*(f"{name} {found[name].exact}" for name in names), *versions])
-    cached = model_state(root).get(_COMPARED)
+    cached = model_state(root).get(_LAST_COMPARISON)
     if not any_rank(cached is None or cached[0] != state) and cached is not None:
         return cached[1]
     equal: set[str] = set()
-    for where, folder in folders.items():
+    for module_name, folder in folders.items():
         try:
             with all_or_none(f"compare with {folder}", CheckpointError):
-                located = _locate(root, names, {where: folder})
+                located = _locate(root, names, {module_name: folder})
             check_equal(
                 f"compare with {folder}", [n for n, _, _ in located], CheckpointError, "the same files everywhere."
             )
-            for name, region, tensor in located:  # one at a time: all of them can be as large as the model
+            for name, region, tensor in located:  # one at a time: together they can be as large as the model
                 stored = {name: sharded_like(tensor, torch.empty_like(values_of(tensor)))}
-                _read([(name, region, stored[name])])
+                _read_weights([(name, region, stored[name])])
                 if fingerprints(stored, local_sums(stored))[name] == found[name]:
                     equal.add(name)
         except CheckpointError as error:  # raised on all ranks
-            log("frozen weights are saved; comparing them with %s failed: %s", folder, error, level=logging.WARNING)
-    return model_state(root).set(_COMPARED, (state, frozenset(equal)))[1]
+            log("comparing frozen weights with %s failed, so they are saved: %s", folder, error, level=logging.WARNING)
+    return model_state(root).set(_LAST_COMPARISON, (state, frozenset(equal)))[1]
 
 
 def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -> LoadTargets:
     """Locate the named weights in the folders' files; omit weights that are not found."""
     found: list[tuple[str, Region, torch.Tensor]] = []
-    for where, folder in folders.items():
-        within = {name for name in names if name.startswith(f"{where}." if where else "")}
+    for module_name, folder in folders.items():
+        within = {name for name in names if name.startswith(f"{module_name}." if module_name else "")}
         if within and Path(folder).is_dir():
-            model = root.get_submodule(where)
+            model = root.get_submodule(module_name)
             origin = open_folder(model, folder)
             known = {module: (origin, name) for module, name in names_without_adapters(model).items()}
             targets, _ = match_tensors(root, known, "anything")
@@ -215,10 +215,10 @@ def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -
     return found
 
 
-def _read(located: LoadTargets) -> None:
+def _read_weights(located: LoadTargets) -> None:
     """Read located tensors into the model; collective."""
     requests, broadcasts = divide_reads(located)
     with all_or_none("read frozen weights", DamageError), Reader("reading frozen weights") as reader:
         reader.read(requests)
-    for shared in broadcasts:
-        shared.run()
+    for broadcast in broadcasts:
+        broadcast.run()

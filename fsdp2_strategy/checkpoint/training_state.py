@@ -55,20 +55,26 @@ class LoadedCheckpoint:
 
 
 def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
-    """Return ``content``, one part of a checkpoint; raise if the checkpoint lacks this part.
+    """Return ``content``; raise if it is None, because the checkpoint does not contain it.
+
+    Args:
+        content: state from a checkpoint.
+        what: name of the state, for the message.
+        option: argument of a load that skips the state, for the message.
+        path: the checkpoint.
 
     Raises:
         CheckpointError: ``content`` is None.
     """
     if content is None:
         raise CheckpointError(
-            f"cannot load the {what}: {path} was saved without one, expected its state. Pass {option} to "
-            f"start with a new {what}."
+            f"cannot load the {what}: {path} was saved without it, expected a checkpoint with it. Pass {option} to "
+            "load the rest of the checkpoint."
         )
     return content
 
 
-def sharded_module_of(model: nn.Module) -> nn.Module:
+def unwrap_and_reshard(model: nn.Module) -> nn.Module:
     """Unwrap a model, free its unsharded parameters, and return the sharded module.
 
     Raises:
@@ -137,15 +143,16 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
     if missing and strict:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint lacks {len(missing)} parameters that this optimizer steps, "
-            f"{missing[0]} first. Build the optimizer over the same trainable parameters, or pass "
-            "load_module_strict=False, which starts these without state."
+            f"for example {missing[0]}, expected all of them. Build the optimizer over the same trainable parameters, "
+            "or pass load_module_strict=False to start these parameters without state."
         )
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Load a saved state into a schedule, and set the schedule's learning rates in the optimizer's groups.
 
-    If the saved optimizer had another number of groups, the base learning rates are taken from the present groups.
+    If the saved optimizer had another number of groups, the learning rates are taken from the groups that the optimizer
+    has now.
     """
     state, groups = dict(state), scheduler.optimizer.param_groups
     if len(state.get("base_lrs", groups)) != len(groups):
@@ -200,8 +207,8 @@ def allocate_optimizer_state(
     if unexpected and strict:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint holds state of {len(unexpected)} parameters that this "
-            f"optimizer does not have, {min(unexpected)} first. Build the optimizer over the same trainable "
-            "parameters, or pass load_module_strict=False."
+            f"optimizer does not have, for example {min(unexpected)}, expected only its own parameters. Build the "
+            "optimizer over the same trainable parameters, or pass load_module_strict=False to skip that state."
         )
     return state, flat
 

@@ -59,7 +59,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
                 found = opened.checksums.covering(file, 0, size)
                 blocks += [(file, block) for block in found]
                 if found and found[-1].end != size:
-                    problems.append(f"{file} is {size} bytes long, and its checksums cover {found[-1].end}")
+                    problems.append(f"the checksums of {file} cover {found[-1].end} bytes, but the file has {size}")
             if file.suffix == ".safetensors":
                 tensors[file] = list(read_header(file).values())
         except CheckpointError as error:
@@ -70,14 +70,15 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
         ThreadPoolExecutor(_THREADS) as pool,
         tqdm(total=total, desc=f"verifying {path.name}", unit="B", unit_scale=True, leave=False, disable=None) as bar,
     ):
-        for (file, block), problem in zip(blocks, pool.map(lambda args: _problem(*args), blocks), strict=True):
+        for (file, block), problem in zip(blocks, pool.map(lambda args: _check_block(*args), blocks), strict=True):
             bar.update(block.end - block.begin)
             if problem:
                 problems.append(f"{_tensor_names(tensors.get(file, []), block)}: {problem}")
     return VerifyReport(problems)
 
 
-def _problem(path: Path, block: Block) -> str:
+def _check_block(path: Path, block: Block) -> str:
+    """Read a block and compare its checksum; return the problem, or "" if there is none."""
     digest, memory = xxhash.xxh3_64(), bytearray(sizes.CACHED_BYTES)
     try:
         fd = os.open(path, os.O_RDONLY)

@@ -58,6 +58,6 @@ def shard_view(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def shard_count(model: nn.Module) -> int:
+def shard_size_of_model(model: nn.Module) -> int:
     """Return the shard size of a model's first sharded parameter; 1 if none is sharded; not collective."""
     return next((shard_size_of(p) for p in model.parameters() if isinstance(p, DTensor)), 1)
