@@ -553,8 +553,8 @@ GOOD = {"state": np.zeros((3, 2), np.float32), "note": ["a", "b", "c"]}
         ({"note": ["a", "b", 3]}, "'note' is not a sequence of strings"),
         ({"stat": np.zeros((3, 2), np.float32)}, "'stat' is not a feature.*Did you mean 'state'"),
         ({"index": np.arange(3)}, "'index' is not a feature"),
-        ({"state": None}, r"expected \['state'\] too"),
-        ({"state": np.zeros((0, 2), np.float32), "note": []}, "expected the same number for all, at least 1"),
+        ({"state": None}, r"frames lacks \['state'\], expected all of"),
+        ({"state": np.zeros((0, 2), np.float32), "note": []}, "expected the same number for all features, at least 1"),
     ],
 )
 def test_an_episode_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, change, message):

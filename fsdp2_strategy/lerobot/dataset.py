@@ -107,8 +107,7 @@ class LeRobotDataset(Dataset[Sample]):
         if pool < 1 or not 1 <= decoder_cache <= _MAX_DECODERS:
             raise DataError(
                 f"cannot read a data set: pool is {pool} and decoder_cache is {decoder_cache}, expected a pool of at "
-                f"least 1, and a decoder_cache of 1 to {_MAX_DECODERS}. Change them; each open video takes some MB in each "
-                "worker."
+                f"least 1, and a decoder_cache of 1 to {_MAX_DECODERS}. Change them; an open video takes some MB."
             )
         self._folder = _Folder(cache_dir)
         options = {"tries": tries, "timeout_seconds": timeout_seconds, "storage_options": storage_options}

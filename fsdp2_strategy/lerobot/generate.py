@@ -270,7 +270,8 @@ class DatasetWriter:
             if name not in expected:
                 raise DataError(
                     f"cannot add an episode: {name!r} is not a feature, expected {expected}."
-                    f"{did_you_mean(name, expected)} Add it to features, or leave it out; the writer itself adds times and indices."
+                    f"{did_you_mean(name, expected)} Add it to features, or leave it out. The writer itself "
+                    "adds times and indices."
                 )
         if missing := [name for name in expected if name not in frames]:
             raise DataError(f"cannot add an episode: frames lacks {missing}, expected all of {expected}. Add them.")

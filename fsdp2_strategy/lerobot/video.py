@@ -126,7 +126,7 @@ class _Decoder:
         target = round(second / self._time_base)
         frame = self._nearest(target)
         if frame is None or abs(_pts(frame) - target) > max(tolerance_s / self._time_base, 0.5):
-            found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "no frame there"
+            found = f"its nearest frame is at {_pts(frame) * self._time_base:f}" if frame is not None else "no frame"
             raise corrupt(self._source, self._path, found, f"a frame within {tolerance_s:g} of {second:f} seconds")
         if frame.is_corrupt:
             raise corrupt(self._source, self._path, f"the frame at {second:f} seconds is corrupt", "a valid frame")
