@@ -146,15 +146,15 @@ def test_steps_that_are_no_frames_and_arguments_that_do_not_fit_are_refused(root
     for options, message in [
         (
             {"delta_timestamps": {"action": [0.1, 0.15]}},
-            r"\[0.15\], expected at least one, all multiples of 1/10 within 0.0001",
+            r"\[0.15\], expected at least one step, all multiples of 1/10 within 0.0001",
         ),
         ({"delta_timestamps": {"actoin": [0.0]}}, "Did you mean 'action'"),
         ({"delta_timestamps": {"action": []}}, "at least one"),
-        ({"episodes": [1, 8]}, "all in 0 to 7"),
-        ({"episodes": [1, 1]}, "each once"),
+        ({"episodes": [1, 8]}, "all from 0 to 7"),
+        ({"episodes": [1, 1]}, "none twice"),
         ({"episodes": []}, "expected at least one"),
         ({"pool": 0}, "pool is 0"),
-        ({"decoder_cache": 129}, "decoder_cache 129"),
+        ({"decoder_cache": 129}, "decoder_cache is 129"),
         ({"on_corrupt": "ignore"}, "'ignore'"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -725,9 +725,9 @@ def test_letting_go_asks_nothing_of_the_server(roots, server, tmp_path):
     served = server(roots("gop 2"))
     with contextlib.closing(LeRobotDataset(served.url, cache_dir=tmp_path)) as dataset:
         fetcher = EpisodeFetcher(dataset._source, dataset.metadata, dataset._rows)
-        fetcher.announce([0, 1, 2])
+        fetcher.set_wanted([0, 1, 2])
         fetcher.fetch(0)  # cuts out all three, of one file
-        fetcher.announce([1, 2])
+        fetcher.set_wanted([1, 2])
         fetcher.release(0)
         fetcher.fetch(1)
         fetcher.fetch(2)
@@ -743,11 +743,11 @@ def test_rows_that_left_while_they_were_extract_leave_no_file(roots):
         fetcher, extract = EpisodeFetcher(dataset._source, dataset.metadata, dataset._rows), dataset._rows.extract
 
         def late(episodes):
-            fetcher.announce([0, 3])
+            fetcher.set_wanted([0, 3])
             extract(episodes)
 
         dataset._rows.extract = late
-        fetcher.announce([0, 1, 2])
+        fetcher.set_wanted([0, 1, 2])
         fetcher.fetch(0)
         assert [path.name for path in dataset._folder.path.glob("episode-*")] == ["episode-000000.arrow"]
 

@@ -548,13 +548,13 @@ GOOD = {"state": np.zeros((3, 2), np.float32), "note": ["a", "b", "c"]}
         ({"state": np.zeros((3, 2))}, r"'state' is float64 of shape \(3, 2\), expected float32 of shape \('T', 2\)"),
         ({"state": np.zeros((3, 3), np.float32)}, r"of shape \(3, 3\), expected"),
         ({"state": np.zeros(3, np.float32)}, r"of shape \(3,\), expected"),
-        ({"state": np.zeros((2, 2), np.float32)}, "numbers of frames are {'state': 2, 'note': 3}"),
+        ({"state": np.zeros((2, 2), np.float32)}, "numbers of values are {'state': 2, 'note': 3}"),
         ({"note": "abc"}, "'note' is not a sequence of strings"),
         ({"note": ["a", "b", 3]}, "'note' is not a sequence of strings"),
         ({"stat": np.zeros((3, 2), np.float32)}, "'stat' is not a feature.*Did you mean 'state'"),
         ({"index": np.arange(3)}, "'index' is not a feature"),
-        ({"state": None}, r"expected \['state'\] too"),
-        ({"state": np.zeros((0, 2), np.float32), "note": []}, "expected the same number for all, at least 1"),
+        ({"state": None}, r"frames lacks \['state'\], expected all of"),
+        ({"state": np.zeros((0, 2), np.float32), "note": []}, "expected the same number for all features, at least 1"),
     ],
 )
 def test_an_episode_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, change, message):
@@ -592,7 +592,7 @@ def test_tasks_are_one_or_one_a_frame(tmp_path):
         ({"dtype": "float32"}, r"has shape \(\), expected \(n,\)"),
         ({"dtype": "float32", "shape": (2, 2)}, "Flatten it"),
         ({"dtype": "float32", "shape": (0,)}, "Flatten it"),
-        ({"dtype": "string", "shape": (2,)}, r"for strings \(1,\)"),
+        ({"dtype": "string", "shape": (2,)}, r"or \(1,\) for strings"),
         ({"dtype": "video", "shape": (64, 96)}, "Crop or scale"),
         ({"dtype": "video", "shape": (64, 96, 4)}, "Crop or scale"),
         ({"dtype": "video", "shape": (63, 96, 3)}, "Crop or scale"),
@@ -648,7 +648,7 @@ def test_a_closed_writer_takes_no_more_and_may_be_closed_again(tmp_path):
 
 
 def test_an_empty_set_cannot_be_finished(tmp_path):
-    with pytest.raises(DataError, match="it has 0 episodes"):
+    with pytest.raises(DataError, match="it has 0 complete episodes"):
         DatasetWriter(tmp_path / "set", fps=10, features=SIMPLE).close()
 
 
@@ -672,9 +672,9 @@ def test_a_writer_whose_files_failed_does_not_go_on(tmp_path, monkeypatch):
         patch.setattr(generate.VideoFile, "append", fails)
         with pytest.raises(OSError, match="No space left"):
             writer.add_episode(frames, "go")
-    with pytest.raises(DataError, match="the writer has written an episode only in part"):
+    with pytest.raises(DataError, match="the writer failed during an earlier episode"):
         writer.add_episode(frames, "go")
-    with pytest.raises(DataError, match="1 episodes and a part of one"):
+    with pytest.raises(DataError, match="1 complete episodes and an incomplete one"):
         writer.close()
     assert not (tmp_path / "set/meta/info.json").exists()
 

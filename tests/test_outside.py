@@ -419,7 +419,7 @@ def train_beside_one_that_dies(address, name):
     if engine is not None:
         engine.generate("fault", "dies")
     began = time.monotonic()
-    with pytest.raises(RolloutError, match=f"the engine at {address} is gone"):
+    with pytest.raises(RolloutError, match=f"the engine at {address} is lost"):
         strategy.update_engine_weights(actor)
     assert time.monotonic() - began < 5
     dist.barrier()
@@ -433,10 +433,10 @@ def train_beside_one_that_is_killed(address, name):
         os.kill(engine.generate("pid"), signal.SIGKILL)
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(RolloutError, match=f"the engine at {address} is gone .* Start it again"):
+        with pytest.raises(RolloutError, match=f"the engine at {address} is lost .* Start the engine again"):
             strategy.update_engine_weights(actor)
     if engine is not None:
-        with pytest.raises(RolloutError, match=f"cannot generate: the engine at {address} is gone"):
+        with pytest.raises(RolloutError, match=f"cannot call generate: .* engine at {address} is lost"):
             engine.generate("pid")
     assert time.monotonic() - began < 5
     dist.barrier()
@@ -593,7 +593,7 @@ def test_arguments_and_results_are_what_they_were():
                 engine.generate("x" * 1000)
         with pytest.raises(RolloutError, match="failed: cannot send the result: it is a Keeper"):
             engine.generate("itself")
-        with pytest.raises(RolloutError, match="Keeper does not have this method"):
+        with pytest.raises(RolloutError, match="Keeper has no method of this name"):
             engine.weight_checksums()
         assert engine.is_asleep is False
         engine.sleep()
@@ -601,7 +601,7 @@ def test_arguments_and_results_are_what_they_were():
         engine.wake_up()
         assert engine.is_asleep is False
         assert engine.generate() == [(), {}]
-    with pytest.raises(RolloutError, match=r"is gone \(it was closed\)"):
+    with pytest.raises(RolloutError, match=r"is lost \(it was closed\)"):
         engine.generate()
 
 
@@ -696,7 +696,7 @@ def test_an_end_that_is_closed_in_the_middle_of_another_threads_call_breaks_it_o
         time.sleep(0.2)
         end.close()
         thread.join(1)
-    assert len(failures) == 1 and "is gone (it was closed)" in failures[0]
+    assert len(failures) == 1 and "is lost (it was closed)" in failures[0]
 
 
 def test_whoever_takes_longer_than_silence_is_borne_is_waited_for(monkeypatch):
@@ -744,15 +744,15 @@ def test_silence_of_the_other_end_is_heard_of_also_between_calls(silent, monkeyp
             assert ours.recv() == [(), {}]
             os.kill(other.pid, signal.SIGSTOP)
             thread.join(60)
-            assert not thread.is_alive() and "is gone: no heartbeat for 3 s" in caplog.text
+            assert not thread.is_alive() and "is lost: no heartbeat for 3 s" in caplog.text
         else:
             end = RemoteEngine(address, timeout_seconds=20)
-            end._connection._seconds = 3
+            end._connection._timeout_seconds = 3
             assert end.generate() == [(), {}]
             os.kill(other.pid, signal.SIGSTOP)
             assert end._connection._closed.wait(60), "nobody asks while it falls silent"
             for _ in range(2):
-                with pytest.raises(RolloutError, match=r"is gone \(no heartbeat for 3 s\)"):
+                with pytest.raises(RolloutError, match=r"is lost \(no heartbeat for 3 s\)"):
                     end.generate()
     finally:
         other.kill()
@@ -823,7 +823,7 @@ def test_what_cannot_be_understood_ends_the_session_and_not_the_server(said, cap
             else:
                 connection._output.write(part)
                 connection._output.flush()
-        with pytest.raises(RolloutError, match="is gone"):
+        with pytest.raises(RolloutError, match="is lost"):
             end.generate()
     assert "it violates the protocol" in caplog.text or "in the middle of an update" in caplog.text
 
@@ -831,7 +831,7 @@ def test_what_cannot_be_understood_ends_the_session_and_not_the_server(said, cap
 def test_what_the_engine_says_and_cannot_be_understood_is_a_lost_engine(monkeypatch):
     with served(Keeper()) as end:
         monkeypatch.setattr(remote_module, "to_json", lambda *_: {"tensor": 7})
-        with pytest.raises(RolloutError, match=r"is gone \(it violates the protocol: IndexError"):
+        with pytest.raises(RolloutError, match=r"is lost \(it violates the protocol: IndexError"):
             end.generate()
 
 
@@ -915,7 +915,7 @@ def test_where_nobody_serves_and_what_is_no_place_is_an_error_that_says_so():
         with pytest.raises(RolloutError, match="cannot reach another process"):
             RemoteEngine(**options)
     with served(Keeper()) as first:
-        with pytest.raises(RolloutError, match=r"has not answered in 0\.3 s, expected a server without a trainer"):
+        with pytest.raises(RolloutError, match=r"has not answered in 0\.3 s, expected an answer"):
             RemoteEngine(first._where, timeout_seconds=0.3)
     with socket.socket() as taken:
         taken.bind(("localhost", 0))

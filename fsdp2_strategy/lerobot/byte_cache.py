@@ -1,11 +1,11 @@
 """Cache fetched blocks of remote files on disk: one sparse local file per remote file, shared by processes and threads.
 
-Input: paths of cached files, sizes of remote files, and fetched blocks. Output: the list of missing blocks, and bytes.
+Input: paths of cached files, sizes of remote files, and fetched blocks. Output: the missing blocks, and cached bytes.
 
 [Note: cached files] A cached file contains a header and the blocks of the remote file:
 
     byte 0                    valid byte: 1 after the size is written
-    bytes 4 to 7              number of calls that freed blocks, little-endian
+    bytes 4 to 7              number of calls of `CacheFile.free`, little-endian
     bytes 8 to 15             size of the remote file, little-endian
     bytes 16 ...              one flag per block of 64 KiB: 1 if the block is cached
     next page boundary ...    the content of the remote file
@@ -16,7 +16,7 @@ Processes and threads share the file safely by five rules:
 2. Write the data before the flag. A crash between the two writes is then harmless.
 3. To drop the file, unlink it, then truncate it. Its disk space is free at once, even if other processes have it open.
    These processes find no valid byte, and create a new file.
-4. To free blocks, clear their flags, then increment the number of calls in bytes 4 to 7, then free the disk space.
+4. To free blocks, clear their flags, then increment the number in bytes 4 to 7, then free the disk space.
 5. To read, copy the bytes, and use them only if bytes 0 to 7 are the same before and after the copy.
 """
 
@@ -66,7 +66,7 @@ class CacheFile:
                     if not _is_valid(fd) and os.fstat(fd).st_nlink:
                         _write(fd, request_size().to_bytes(8, "little"), _SIZE_OFFSET)
                         _write(fd, bytes([1]), 0)
-                    # If `drop` unlinks the file after this check, it also truncates it: `is_dropped` is true then.
+                    # If `drop` unlinks the file after this check, it also truncates it, and `is_dropped` returns True.
                     if os.fstat(fd).st_nlink:
                         size = int.from_bytes(os.pread(fd, 8, _SIZE_OFFSET), "little")
                         if _is_valid(fd):
@@ -88,12 +88,15 @@ class CacheFile:
 
     @contextmanager
     def locked(self, first: int, end: int) -> Iterator[None]:
-        """Lock a range of blocks for fetching; wait until no other process or thread has locked any of them."""
+        """Lock a range of blocks to fetch or free them; wait while another process or thread has locked any of them."""
         with _locked(self._fd, _FLAGS_OFFSET + first, end - first):
             yield
 
     def write(self, start: int, data: bytes) -> None:
-        """Write full blocks (the last may be shorter) from offset ``start`` on; a dropped file stays empty."""
+        """Write blocks from offset ``start`` on, unless the file was dropped.
+
+        All blocks are full, except that the last block of the file may be shorter.
+        """
         _write(self._fd, data, self._data_offset + start)
         _write(self._fd, bytes([1]) * blocks(len(data)), _FLAGS_OFFSET + start // BLOCK_BYTES)
         if self.is_dropped():  # `drop` truncated the file before this write
@@ -162,7 +165,7 @@ def _write(fd: int, data: bytes, offset: int) -> None:
 
 @contextmanager
 def _locked(fd: int, start: int, length: int) -> Iterator[None]:
-    """Lock bytes of a file; excludes threads and processes that have opened the file separately."""
+    """Lock bytes of a file against all threads and processes that have opened the file separately."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     try:
         yield

@@ -55,8 +55,8 @@ class LeRobotLayout:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"cannot lay out checkpoints: {name} is {value!r}, expected an integer of at least 1. Pass the "
-                    "number of optimizer steps of the run, and of samples per batch of one process."
+                    f"cannot create the checkpoint layout: {name} is {value!r}, expected an integer of at least 1. "
+                    "Pass the run's optimizer steps as total_steps, and one process's samples per batch as batch_size."
                 )
         check_sidecars(self.train_config, self.preprocessor, self.postprocessor)
 
@@ -90,7 +90,7 @@ class PolicySidecars:
     """The objects that are saved as sidecar files of a policy."""
 
     config: Any
-    """A copy of the policy's configuration; None for a transformers model, or if it has no ``save_pretrained``."""
+    """A copy of the policy's configuration. None if it has no ``save_pretrained``, and for transformers models."""
     train_config: Any
     preprocessor: Any
     postprocessor: Any

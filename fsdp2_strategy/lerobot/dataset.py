@@ -65,9 +65,10 @@ class LeRobotDataset(Dataset[Sample]):
             indices. With ``"skip"``, every sample has ``"sample_mask"`` (bool), which is False for skipped samples, and
             `counts` contains the number of skipped samples.
         video_dtype: dtype of all camera images: float32 (0 to 1) or uint8 (0 to 255).
-        image_transforms: function that is called with the images of each feature, (C, H, W) or (T, C, H, W).
-        cache_dir: folder for fetched bytes and extracted rows; by default the system's folder for temporary files. Both
-            are deleted with this object.
+        image_transforms: function from the images of one feature, of shape (C, H, W) or (T, C, H, W), to the images in
+            the sample.
+        cache_dir: folder for fetched bytes and extracted rows; by default the system's folder for temporary files. The
+            fetched bytes and extracted rows are deleted by `close`, or when this object is garbage-collected.
         disk_bytes: disk space of the cache above which no further episodes are fetched ahead. By default there is no
             limit, and the cache contains up to about 2 x ``pool`` episodes.
         tries: maximum number of attempts per request to a remote root; the pauses between attempts grow.
@@ -99,14 +100,14 @@ class LeRobotDataset(Dataset[Sample]):
     ) -> None:
         if on_corrupt not in {"raise", "skip"} or video_dtype not in {torch.float32, torch.uint8}:
             raise DataError(
-                f"cannot read a data set: on_corrupt is {on_corrupt!r} and video_dtype {video_dtype}, expected 'raise' "
-                "or 'skip', and torch.float32 or torch.uint8. Pass one of these."
+                f"cannot read a data set: on_corrupt is {on_corrupt!r} and video_dtype is {video_dtype}, expected "
+                "on_corrupt 'raise' or 'skip', and video_dtype torch.float32 or torch.uint8. Pass one of these."
             )
         decoder_cache = min(pool, _MAX_DECODERS) if decoder_cache is None else decoder_cache
         if pool < 1 or not 1 <= decoder_cache <= _MAX_DECODERS:
             raise DataError(
-                f"cannot read a data set: pool is {pool} and decoder_cache {decoder_cache}, expected at least 1, and 1 "
-                f"to {_MAX_DECODERS}. Pass such numbers; an open video takes some MB in each worker."
+                f"cannot read a data set: pool is {pool} and decoder_cache is {decoder_cache}, expected a pool of at "
+                f"least 1, and a decoder_cache of 1 to {_MAX_DECODERS}. Change them; an open video takes some MB."
             )
         self._folder = _Folder(cache_dir)
         options = {"tries": tries, "timeout_seconds": timeout_seconds, "storage_options": storage_options}
@@ -160,8 +161,8 @@ class LeRobotDataset(Dataset[Sample]):
         """Start to fetch episodes, and release all others; `ResumableLoader` calls it.
 
         Args:
-            now: the episodes of the samples in flight, as positions in the list of episodes in use.
-            soon: the episodes of the samples after these, likewise.
+            now: the episodes of the samples that workers are loading, as positions in the list of episodes in use.
+            soon: the episodes of the next samples, as positions in the same list.
 
         Raises:
             DataError: the episodes in ``now`` of an earlier call needed more than ``disk_bytes``.
@@ -185,7 +186,7 @@ class LeRobotDataset(Dataset[Sample]):
         fetcher = EpisodeFetcher(self._source, self.metadata, self._rows)
         cached_bytes = partial(used_bytes, self._folder.path)
         self._prefetcher = EpisodePrefetcher(
-            fetcher.announce, fetcher.fetch, fetcher.release, cached_bytes, max_bytes=disk_bytes
+            fetcher.set_wanted, fetcher.fetch, fetcher.release, cached_bytes, max_bytes=disk_bytes
         )
         self._prefetcher.end_with(self)
 
@@ -320,8 +321,8 @@ def _check_episodes(episodes: Sequence[int] | None, total: int) -> npt.NDArray[n
     chosen = np.arange(total) if episodes is None else np.asarray(list(episodes), dtype=np.int64)
     if not chosen.size or chosen.min() < 0 or chosen.max() >= total or len(np.unique(chosen)) < len(chosen):
         raise DataError(
-            f"cannot select episodes: the first ones are {chosen[:5].tolist()}, expected at least one, all in 0 to "
-            f"{total - 1}, each once. Change episodes."
+            f"cannot select episodes: episodes begins with {chosen[:5].tolist()}, expected at least one episode, "
+            f"all from 0 to {total - 1}, and none twice. Change episodes."
         )
     return chosen
 

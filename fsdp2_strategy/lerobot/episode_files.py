@@ -34,7 +34,7 @@ class File(Protocol[_Episode_contra]):
     """A file of episodes that is being written."""
 
     def bytes_with(self, episode: _Episode_contra) -> float:
-        """Estimate the size of the file in bytes with one more episode."""
+        """Estimate the size in bytes that the file would have after this episode is appended."""
 
     def append(self, episode: _Episode_contra) -> int:
         """Append an episode; return the number of rows or frames before it in the file."""
@@ -104,7 +104,7 @@ class RowsFile:
         self._writer = pq.ParquetWriter(path, schema, compression="snappy", use_dictionary=True)
 
     def bytes_with(self, episode: pa.Table) -> float:
-        """Estimate the size of the file in bytes with one more episode, from the mean size of its rows so far."""
+        """Estimate the size in bytes after this episode is appended, from the mean size of the rows so far."""
         size = self._path.stat().st_size
         return size + size / self._rows * len(episode)
 
@@ -121,7 +121,7 @@ class RowsFile:
 
 
 class EpisodesFile:
-    """A parquet file with one metadata row per episode; `close` writes it. Each row contains the file's indices."""
+    """A parquet file with one metadata row per episode, written by `close`. Each row contains the file's indices."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._bytes = path, 0
@@ -132,7 +132,7 @@ class EpisodesFile:
         self._location = {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
 
     def bytes_with(self, episode: dict[str, Any]) -> float:
-        """Estimate the size of the file by the size of its rows in memory, because no row is written before `close`."""
+        """Estimate the size in bytes from the rows in memory, because no row is written before `close`."""
         return self._bytes + _table_bytes(episode)
 
     def append(self, episode: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Check the features of a data set to be written and their values, and convert the values to table columns.
+"""Check the features and values of a data set before they are written, and convert the values to table columns.
 
 Input: a caller's features and their values. Output: checked features and values, a schema, and columns.
 """
@@ -42,7 +42,7 @@ def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
     """Return a feature in the form of ``meta/info.json``.
 
     Raises:
-        DataError: its name is empty, reserved or contains "/", or its dtype or shape is not supported.
+        DataError: the name is empty, reserved or contains "/", or the dtype or shape is not supported.
     """
     dtype, shape = feature.get("dtype"), [int(n) for n in feature.get("shape", ())]
     cannot = f"cannot write a data set: feature {name!r}"
@@ -54,11 +54,11 @@ def checked_feature(name: str, feature: Mapping[str, Any]) -> Feature:
         is_image = len(shape) == 3 and 3 in (shape[0], shape[-1]) and min(shape) > 0
         if not is_image or (dtype == "video" and any(n % 2 for n in size_of(shape))):
             raise DataError(
-                f"{cannot} has shape {tuple(shape)}, expected (height, width, 3) or (3, height, width), for videos "
-                "with an even height and width. Crop or scale it."
+                f"{cannot} has shape {tuple(shape)}, expected (height, width, 3) or (3, height, width); "
+                "videos need an even height and width. Crop or scale the images."
             )
     elif len(shape) != 1 or shape[0] < 1 or (dtype == "string" and shape != [1]):
-        raise DataError(f"{cannot} has shape {tuple(shape)}, expected (n,), for strings (1,). Flatten it.")
+        raise DataError(f"{cannot} has shape {tuple(shape)}, expected (n,), or (1,) for strings. Flatten it.")
     return {"dtype": dtype, "shape": shape, "names": feature.get("names")}
 
 
@@ -66,13 +66,14 @@ def checked_values(name: str, feature: Feature, value: Any) -> Any:
     """Return the values of a feature as a list of strings or an array; images are returned with their channels last.
 
     Raises:
-        DataError: they have another dtype or shape than the feature.
+        DataError: the values have another dtype or shape than the feature.
     """
     dtype, shape = feature["dtype"], tuple(feature["shape"])
     if dtype == "string":
         if isinstance(value, str) or not all(isinstance(text, str) for text in value):
             raise DataError(
-                f"cannot add an episode: {name!r} is not a sequence of strings, expected one per frame. Convert it."
+                f"cannot add an episode: {name!r} is not a sequence of strings, expected one string per frame. "
+                "Convert it."
             )
         return list(value)
     array = np.asarray(value)

@@ -44,17 +44,17 @@ class EpisodeFetcher:
 
     def __init__(self, source: Source, metadata: Metadata, rows: EpisodeRows) -> None:
         self._source, self._metadata, self._rows = source, metadata, rows
-        self._announced: dict[str, set[int]] = {}
+        self._wanted: dict[str, set[int]] = {}
         self._packets: dict[str, _Packets] = {}
         self._ranges: dict[str, dict[int, Range]] = {}
         self._lock = threading.Lock()
 
-    def announce(self, episodes: Iterable[int]) -> None:
-        """Set the episodes that will be fetched, so that `fetch` can extract all those of one data file together."""
-        announced: dict[str, set[int]] = {}
+    def set_wanted(self, episodes: Iterable[int]) -> None:
+        """Set the episodes to fetch; `fetch` then extracts the rows of all these episodes in one data file together."""
+        wanted: dict[str, set[int]] = {}
         for episode in episodes:
-            announced.setdefault(self._metadata.data_path(episode), set()).add(episode)
-        self._announced = announced
+            wanted.setdefault(self._metadata.data_path(episode), set()).add(episode)
+        self._wanted = wanted
 
     def fetch(self, episode: int) -> None:
         """Fetch the rows of an episode and, if the root is remote, its videos.
@@ -66,9 +66,9 @@ class EpisodeFetcher:
         path = self._metadata.data_path(episode)
         with self._lock:
             self._ranges.setdefault(path, {})[episode] = _EMPTY
-        together = self._announced.get(path, set()) - {episode}
+        together = self._wanted.get(path, set()) - {episode}
         self._rows.extract({episode, *together})
-        for released in together - self._announced.get(path, set()):
+        for released in together - self._wanted.get(path, set()):
             self._rows.delete(released)
         if not isinstance(self._source, RemoteFiles):
             return

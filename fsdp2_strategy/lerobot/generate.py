@@ -155,12 +155,16 @@ class DatasetWriter:
             task: the text of the task, for the episode or for each frame.
 
         Raises:
-            DataError: the writer is closed, the encoder rejects the images, or a feature is missing, unknown, or of
-                another shape or dtype. In these cases, no part of the episode is written.
+            DataError: the writer is closed or an earlier episode is incomplete; a feature is missing or unknown; values
+                have another shape, dtype or length; ``task`` is invalid; or the encoder rejects the images. In these
+                cases, no part of the episode is written.
         """
         if self._is_closed or self._is_broken:
-            state = "has written an episode only in part" if self._is_broken else "is closed"
-            raise DataError(f"cannot add an episode: the writer {state}, expected an open one. Write a new data set.")
+            state = "failed during an earlier episode" if self._is_broken else "is closed"
+            raise DataError(
+                f"cannot add an episode: the writer {state}, expected an open writer whose episodes are complete. "
+                "Write a new data set."
+            )
         values = self._checked(frames)
         length = len(next(iter(values.values())))
         tasks = [task] * length if isinstance(task, str) else list(task)
@@ -201,9 +205,10 @@ class DatasetWriter:
             return
         self._close_files()
         if self._is_broken or not self._n_episodes:
-            written = f"{self._n_episodes} episodes{' and a part of one' if self._is_broken else ''}"
+            incomplete = " and an incomplete one" if self._is_broken else ""
             raise DataError(
-                f"cannot finish a data set: it has {written}, expected complete ones, at least 1. Write it again."
+                f"cannot finish a data set: it has {self._n_episodes} complete episodes{incomplete}, expected at least "
+                "1 complete episode and no incomplete one. Write it again."
             )
         stats = {name: aggregate(episodes) for name, episodes in self._stats.items()}
         as_lists = {name: {key: value.tolist() for key, value in of.items()} for name, of in stats.items()}
@@ -265,16 +270,17 @@ class DatasetWriter:
             if name not in expected:
                 raise DataError(
                     f"cannot add an episode: {name!r} is not a feature, expected {expected}."
-                    f"{did_you_mean(name, expected)} Add it to features, or leave it out; times and indices are added."
+                    f"{did_you_mean(name, expected)} Add it to features, or leave it out. The writer itself "
+                    "adds times and indices."
                 )
         if missing := [name for name in expected if name not in frames]:
-            raise DataError(f"cannot add an episode: frames contains {list(frames)}, expected {missing} too. Add them.")
+            raise DataError(f"cannot add an episode: frames lacks {missing}, expected all of {expected}. Add them.")
         values = {name: checked_values(name, self._features[name], frames[name]) for name in expected}
         lengths = {name: len(array) for name, array in values.items()}
         if len(set(lengths.values())) != 1 or not all(lengths.values()):
             raise DataError(
-                f"cannot add an episode: the numbers of frames are {lengths}, expected the same number for all, at "
-                "least 1. Pass as many values of each feature."
+                f"cannot add an episode: the numbers of values are {lengths}, expected the same number for all "
+                "features, at least 1. Pass one value per frame for each feature."
             )
         return values
 

@@ -209,7 +209,7 @@ def _episodes(source: Source, wanted: list[str], count: int, chunk_files: int) -
     if rows != count or (columns["episode_index"] != np.arange(count)).any():
         raise CorruptDataError(
             f"cannot read the data set at {source.location('')}: its {rows} episodes are not numbered "
-            f"consecutively, expected 0 to {count - 1}, each once. Write its metadata again."
+            f"consecutively, expected each number from 0 to {count - 1} once. Write its metadata again."
         )
     return columns
 
@@ -250,10 +250,11 @@ def parsing(source: Source, path: str) -> Iterator[None]:
 
 
 def corrupt(source: Source, path: str, found: object, expected: str) -> CorruptDataError:
-    """Build the error for a file with invalid content."""
+    """Build the error for a file with invalid content. Metadata files are always needed; other files can be skipped."""
+    skip = ', or skip its samples with on_corrupt="skip", or exclude its episodes with episodes='
     return CorruptDataError(
-        f"cannot read {source.location(path)}: {found}, expected {expected}. Download the file again, "
-        'or exclude its samples by on_corrupt="skip", or its episodes by episodes=.',
+        f"cannot read {source.location(path)}: {found}, expected {expected}. Download the file again"
+        f"{'' if path.startswith('meta/') else skip}.",
         location=source.location(path),
     )
 

@@ -67,8 +67,8 @@ class Encoding:
         """Return the codec's options."""
         common = {"g": str(self.gop), "crf": str(self.quality), "preset": _PRESET[self.codec]}
         if self.codec == "libx264":
-            # sc_threshold=0 allows key frames only at multiples of gop. mbtree=0 makes the bytes reproducible: with
-            # B-frames, mbtree makes them differ from run to run.
+            # sc_threshold=0 allows key frames only at multiples of gop. mbtree=0 disables macroblock-tree rate control:
+            # with it and B-frames, equal frames can give different bytes in different runs.
             fixed = {"sc_threshold": "0", "mbtree": "0", "threads": "1"}
             return common | fixed | {"bf": str(self.b_frames)}
         order = 2 if self.b_frames else 1
@@ -132,7 +132,7 @@ class VideoFile:
         self._container: OutputContainer = av.open(str(path), "w", format="mp4", options={"movflags": "faststart"})
 
     def bytes_with(self, episode: EncodedEpisode) -> float:
-        """Estimate the size of the file in bytes with one more episode."""
+        """Estimate the size in bytes that the file would have after this episode is appended."""
         return self._bytes + len(episode.mp4)
 
     def append(self, episode: EncodedEpisode) -> int:

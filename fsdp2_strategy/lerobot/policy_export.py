@@ -52,8 +52,8 @@ def save_policy(
             mixed-precision training, this is fp32, the dtype of the master weights.
 
     Raises:
-        CheckpointError: on every rank: an object cannot be saved, the folder contains adapters and the policy has none
-            (or the reverse), or for the reasons of `save_model`.
+        CheckpointError: on every rank, if an object cannot be saved; if the policy has adapters and the folder contains
+            full weights, or the reverse; or if `save_model` raises.
     """
     folder, adapted = Path(output_dir), has_adapters(policy)
     with all_or_none("export a policy", CheckpointError):

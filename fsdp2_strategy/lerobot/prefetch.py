@@ -23,7 +23,7 @@ class EpisodePrefetcher:
     """Threads that fetch episodes; `hold` sets the episodes to fetch, and releases the others.
 
     Args:
-        announce: function that is called with all current and next episodes before they are fetched.
+        set_wanted: function that is called with all current and next episodes before they are fetched.
         fetch: function that fetches an episode; threads call it. Its errors are not raised here, because the worker
             that reads the episode raises them.
         release: function that releases an episode.
@@ -33,13 +33,13 @@ class EpisodePrefetcher:
 
     def __init__(
         self,
-        announce: Callable[[Iterable[int]], None],
+        set_wanted: Callable[[Iterable[int]], None],
         fetch: Callable[[int], None],
         release: Callable[[int], None],
         used_bytes: Callable[[], int],
         max_bytes: int | None,
     ) -> None:
-        self._announce, self._fetch, self._release = announce, fetch, release
+        self._set_wanted, self._fetch, self._release = set_wanted, fetch, release
         self._used_bytes, self._max_bytes = used_bytes, max_bytes
         self._now: list[int] = []
         self._soon: list[int] = []
@@ -68,7 +68,7 @@ class EpisodePrefetcher:
         with self._changed:
             before = self._started.union(self._now, self._soon)  # also those that only workers fetched
             self._now, self._soon = now, soon
-            self._announce([*now, *soon])
+            self._set_wanted([*now, *soon])
             for episode in before.difference(now, soon) - self._in_progress:
                 self._release_episode(episode)
             self._is_open = True

@@ -139,7 +139,7 @@ class EpisodeRows:
         if len(is_right) != self._metadata.lengths[episode] or not is_right.all():
             return False
         unfinished = self._path(episode).with_suffix(f".{os.getpid()}")
-        with cache_errors(f"the rows of episode {episode}", self._folder):  # else `parsing` names the data file
+        with cache_errors(f"the rows of episode {episode}", self._folder):  # `parsing` would name the data file
             try:
                 with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table.combine_chunks())

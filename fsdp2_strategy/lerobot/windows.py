@@ -41,9 +41,10 @@ def offsets_of(
         offsets = np.rint(steps * fps).astype(np.int64)
         wrong = steps[np.abs(offsets / fps - steps) > tolerance_s]
         if wrong.size or not steps.size:
+            found_steps = f"its steps in seconds include {wrong[:3].tolist()}" if wrong.size else "it has no steps"
             raise DataError(
-                f"cannot make windows of {key!r}: its steps in seconds are {wrong[:3].tolist()}, expected at least "
-                f"one, all multiples of 1/{fps:g} within {tolerance_s:g}. Round them, or increase tolerance_s."
+                f"cannot make windows of {key!r}: {found_steps}, expected at least one step, all "
+                f"multiples of 1/{fps:g} within {tolerance_s:g}. Round them, or increase tolerance_s."
             )
         found[key] = offsets
     return found

@@ -2,12 +2,16 @@
 
 Input: this rank's shards, as parts. Output: full tensors, from buckets that gather the shards of all ranks.
 
-[Note: buckets] A bucket's buffer has one row of bytes per rank. A row contains the rank's shards one after another,
-cast and padded to the same length on all ranks. Each rank writes its own row, and the collective fills in the other
-rows. FSDP2 splits a dimension into chunks of equal length, except for the last chunks. So the padded chunks of a
-tensor, in rank order, are the tensor followed by padding. If a bucket contains only one tensor, and the tensor is split
-along its first dimension, the full tensor is a view of the buffer; it is copied if its row is padded for alignment. In
-a bucket with several sharded tensors, each full tensor is copied.
+[Note: buckets] A bucket's buffer has one row of bytes per rank. Each rank writes its shards into its own row, one after
+another, cast to the dtype in which they are sent. A collective then copies every row to all ranks. The rows of all
+ranks have the same length: each shard is padded to the length of the longest shard of its tensor, and then to a
+multiple of 16 bytes.
+
+FSDP2 splits a dimension into chunks of equal length; only the last chunks may be shorter or empty. So the padded chunks
+of a tensor, joined in rank order, are the tensor followed by padding. In a bucket with one sharded tensor, these chunks
+are adjacent in the buffer. If the tensor is split along its first dimension, and its chunks need no padding to 16
+bytes, the full tensor is therefore a view of the buffer. Otherwise, and in a bucket with several sharded tensors, each
+full tensor is copied.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class Route:
     """How the values of a tensor are sent to every rank."""
 
     group: Any = None
-    """The group of the ranks that hold the shards; None if no collective on shards is needed, or DTensor runs it."""
+    """The group of the ranks that hold the shards; None if the tensor is not sharded, or if DTensor gathers it."""
     dim: int = 0
     """The dimension of the tensor that is split."""
     from_rank_0_of: Any = None
@@ -101,7 +105,7 @@ class Part:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Number of bytes of the part's slice of a row; at least 1 element, because torch cannot view empty rows."""
+        """Number of bytes of the part's slice of a row, at least one element: torch cannot view empty rows."""
         return -(-max(1, prod(self.padded)) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def write(self, row: torch.Tensor) -> None:
@@ -197,12 +201,12 @@ def _gather(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
 def may_start_early(buckets: Sequence[Bucket], bucket_bytes: int) -> bool:
     """Return whether any three consecutive buckets fit in the memory limit; the same on all ranks.
 
-    A ``for`` loop holds the last tensor of a bucket, and so the buffer, until it receives the first tensor of the
-    second bucket. If the third bucket is started before that, three buffers are in memory.
+    A ``for`` loop holds the last tensor of a bucket, and with it the bucket's buffer, until it receives the first
+    tensor of the next bucket. If the bucket after the next one is started before that, three buffers are in memory.
 
     Args:
         buckets: the buckets in the order in which they are gathered.
-        bucket_bytes: half of the memory limit; the size of the largest bucket is used if larger.
+        bucket_bytes: half of the memory limit. If the largest bucket is larger, the limit is twice that bucket.
     """
     nbytes = [bucket.nbytes for bucket in buckets]
     three = [sum(nbytes[i : i + 3]) for i in range(len(nbytes))]

@@ -71,7 +71,7 @@ def peer_name(address: str | None, peer: int | None) -> str:
     """
     if (address is None) == (peer is None):
         raise RolloutError(
-            f"cannot reach another process: address is {address!r} and peer is {peer!r}, expected one of them. Set the "
+            f"cannot reach another process: address is {address!r} and peer is {peer!r}, expected exactly one. Set the "
             "address 'host:port', or the rank in the default group (remote_engine_address or remote_engine_rank)."
         )
     if address is not None:
@@ -116,7 +116,8 @@ class Listener:
     def __init__(self, listening: socket.socket, key: bytes) -> None:
         self.key = key
         self._socket = listening
-        self._halves: dict[bytes, dict[bytes, socket.socket]] = {}
+        self._incomplete: dict[bytes, dict[bytes, socket.socket]] = {}
+        """The sockets by purpose of trainers of which one socket is still missing, by the trainer's random id."""
         self._waiting: deque[tuple[socket.socket, socket.socket]] = deque()
 
     @property
@@ -124,22 +125,26 @@ class Listener:
         """The port of the listening socket."""
         return int(self._socket.getsockname()[1])
 
-    def accept(self, seconds: float) -> Connection:
-        """Wait for a trainer without a time-out, and return the connection to it."""
+    def accept(self, timeout_seconds: float) -> Connection:
+        """Wait for a trainer, however long it takes, and return the connection to it.
+
+        Args:
+            timeout_seconds: see `Connection`.
+        """
         while True:
             while not self._waiting:
-                self._greet()
+                self._accept_socket()
             requests, heartbeats = self._waiting.popleft()
             try:
                 requests.sendall(_ACCEPTED)
                 if _read(requests, len(_ACCEPTED)) == _ACCEPTED:
-                    return Connection(requests, heartbeats, seconds)
+                    return Connection(requests, heartbeats, timeout_seconds)
             except OSError:  # this trainer has given up
                 pass
             requests.close()
             heartbeats.close()
 
-    def _greet(self) -> None:
+    def _accept_socket(self) -> None:
         """Accept one socket; add the trainer to the queue once both of its sockets are accepted."""
         other, _ = self._socket.accept()
         other.settimeout(_HANDSHAKE_SECONDS)
@@ -150,14 +155,14 @@ class Listener:
         if key != self.key or purpose not in (_REQUESTS, _HEARTBEATS):
             other.close()
             return
-        both = self._halves.setdefault(trainer, {})
-        both[purpose] = other
-        if len(both) == 2:
-            self._waiting.append((both[_REQUESTS], both[_HEARTBEATS]))
-            del self._halves[trainer]
-        elif len(self._halves) > _BACKLOG:  # the oldest: its trainer has probably died
-            for half in self._halves.pop(next(iter(self._halves))).values():
-                half.close()
+        sockets = self._incomplete.setdefault(trainer, {})
+        sockets[purpose] = other
+        if len(sockets) == 2:
+            self._waiting.append((sockets[_REQUESTS], sockets[_HEARTBEATS]))
+            del self._incomplete[trainer]
+        elif len(self._incomplete) > _BACKLOG:  # close the oldest: its trainer has probably died
+            for oldest in self._incomplete.pop(next(iter(self._incomplete))).values():
+                oldest.close()
 
 
 _listeners: dict[str, Listener] = {}
@@ -180,7 +185,7 @@ def listen(address: str | None, peer: int | None) -> Listener:
                 _listeners[where] = Listener(_listen_at(*_split(address)), _OPEN_TO_ALL)
         except (OSError, OverflowError) as error:
             raise RolloutError(
-                f"cannot serve at {where} ({_first_line(error)}), expected a free port of this host. Check the address."
+                f"cannot serve at {where}: {_first_line(error)}, expected a free port of this host. Check the address."
             ) from error
     listener = _listeners[where]
     if address is None:
@@ -190,15 +195,15 @@ def listen(address: str | None, peer: int | None) -> Listener:
             store.set(_entry(dist.get_rank(), peer), json.dumps(published))
         except RuntimeError as error:
             raise RolloutError(
-                f"cannot serve {where}: the store of the default group is gone ({_first_line(error)}), expected it to "
-                "be reachable. Start all ranks again."
+                f"cannot serve {where}: writing to the store of the default group failed ({_first_line(error)}), "
+                "expected a reachable store. Start all ranks again."
             ) from error
     return listener
 
 
 def _listen_at(host: str, port: int) -> socket.socket:
-    [(family, _, _, _, place), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    [(family, _, _, _, found), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.create_server(found[:2], family=family, backlog=_BACKLOG)
 
 
 def _listen_on_all_interfaces() -> socket.socket:
@@ -215,19 +220,25 @@ def _entry(server: int, trainer: int | None) -> str:
 # --- the trainer's end -----------------------------------------------------------------------------------------------
 
 
-def connect(address: str | None, peer: int | None, seconds: float) -> Connection:
-    """Connect to a server, and wait at most ``seconds`` while it serves another trainer.
+def connect(address: str | None, peer: int | None, timeout_seconds: float) -> Connection:
+    """Connect to a server.
+
+    Args:
+        address: address of the server; see `peer_name`.
+        peer: rank of the server; an alternative to ``address``.
+        timeout_seconds: maximum time to wait until the server starts and is not serving another trainer. Also the
+            time-out of the connection; see `Connection`.
 
     Raises:
         RolloutError: the address or rank is invalid, no server listens there, or the server does not accept this
             trainer in time.
     """
     where = peer_name(address, peer)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_seconds
     if address is not None:
         hosts, port, key = [_split(address)[0]], _split(address)[1], _OPEN_TO_ALL
     else:
-        hosts, port, key = _published_address(peer, where, seconds)
+        hosts, port, key = _published_address(peer, where, timeout_seconds)
     sockets: list[socket.socket] = []
     try:
         trainer = secrets.token_bytes(_ID_BYTES)
@@ -243,31 +254,31 @@ def connect(address: str | None, peer: int | None, seconds: float) -> Connection
             each.close()
         if isinstance(error, TimeoutError):
             raise RolloutError(
-                f"cannot reach an engine: {where} has not answered in {seconds:g} s, expected a server without a "
-                "trainer. Call serve there, and close the connection of its current trainer."
+                f"cannot reach an engine: {where} has not answered in {timeout_seconds:g} s, expected an answer. Check "
+                "that the process there calls serve, and is not serving another trainer."
             ) from error
         if isinstance(error, OSError):
             raise RolloutError(
-                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server. "
-                "Start it again."
+                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server "
+                "of an engine. Check the address, or start the server again."
             ) from error
         raise
     requests, heartbeats = sockets
-    return Connection(requests, heartbeats, seconds)
+    return Connection(requests, heartbeats, timeout_seconds)
 
 
-def _published_address(peer: int | None, where: str, seconds: float) -> tuple[list[str], int, bytes]:
+def _published_address(peer: int | None, where: str, timeout_seconds: float) -> tuple[list[str], int, bytes]:
     """Read the hosts, port and key of a server from the default store."""
     store, entry = default_store(), _entry(peer or 0, dist.get_rank())
     try:
-        store.wait([entry], timedelta(seconds=seconds))
-        told = json.loads(store.get(entry))
+        store.wait([entry], timedelta(seconds=timeout_seconds))
+        published = json.loads(store.get(entry))
     except (RuntimeError, ValueError) as error:
         raise RolloutError(
-            f"cannot reach an engine: {where} has not answered in {seconds:g} s ({_first_line(error)}), expected a "
-            "server. Call serve there."
+            f"cannot reach an engine: {where} has not published an address in {timeout_seconds:g} s "
+            f"({_first_line(error)}), expected a server. Call serve there."
         ) from error
-    return told["hosts"], told["port"], bytes.fromhex(told["key"])
+    return published["hosts"], published["port"], bytes.fromhex(published["key"])
 
 
 def _connect_to(hosts: Sequence[str], port: int, where: str, deadline: float) -> socket.socket:
@@ -297,13 +308,13 @@ class Connection:
     Args:
         requests: the connected socket for headers and tensors.
         heartbeats: the connected socket for heartbeats.
-        seconds: time without a heartbeat after which the connection is closed; raised to two intervals of heartbeats
-            if shorter.
+        timeout_seconds: time without a heartbeat after which the connection is closed. If it is shorter than two
+            heartbeat intervals, two intervals are used.
     """
 
-    def __init__(self, requests: socket.socket, heartbeats: socket.socket, seconds: float) -> None:
+    def __init__(self, requests: socket.socket, heartbeats: socket.socket, timeout_seconds: float) -> None:
         self._requests, self._heartbeats = requests, heartbeats
-        self._seconds = max(seconds, 2 * _HEARTBEAT_SECONDS)
+        self._timeout_seconds = max(timeout_seconds, 2 * _HEARTBEAT_SECONDS)
         self._closed = threading.Event()
         self._in_use = threading.RLock()
         self._reason = ""
@@ -329,8 +340,8 @@ class Connection:
         text = json.dumps({**header, "tensors": described} if described else header).encode()
         if len(text) > sizes.HEADER_BYTES:
             raise RolloutError(
-                f"cannot send a header: it has {len(text)} bytes, expected at most {sizes.HEADER_BYTES}. Send numbers "
-                "as tensors."
+                f"cannot send a header: it has {len(text)} bytes, expected at most {sizes.HEADER_BYTES}. Pass long "
+                "lists of numbers as tensors."
             )
         # Before the header is written: an error here must not leave an incomplete message.
         memories = [memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()) for tensor in tensors]
@@ -375,7 +386,7 @@ class Connection:
 
     def _watch(self) -> None:
         """Send and receive heartbeats; see [Note: heartbeats]."""
-        heard = time.monotonic()
+        last_heartbeat = time.monotonic()
         self._heartbeats.setblocking(False)
         with self._heartbeats, suppress(OSError):
             while not self._closed.wait(_HEARTBEAT_SECONDS):
@@ -385,9 +396,9 @@ class Connection:
                     if not self._heartbeats.recv(1 << 12):
                         self._reason = _CLOSED
                         break
-                    heard = time.monotonic()
-                if time.monotonic() - heard >= self._seconds:
-                    self._reason = f"no heartbeat for {self._seconds:g} s"
+                    last_heartbeat = time.monotonic()
+                if time.monotonic() - last_heartbeat >= self._timeout_seconds:
+                    self._reason = f"no heartbeat for {self._timeout_seconds:g} s"
                     break
         self.close()
 
@@ -439,6 +450,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def to_json(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
     """Return a value as JSON content; append its tensors to ``tensors``.
 
+    Args:
+        value: the value.
+        what: name of the value in error messages.
+        tensors: the list to which plain tensors of the value are appended.
+
     Raises:
         RolloutError: the value, or a value in it, has a type that cannot be sent.
     """
@@ -456,7 +472,7 @@ def to_json(value: Any, what: str, tensors: list[torch.Tensor]) -> Any:
         return {kind: [to_json(v, f"{what}[{i}]", tensors) for i, v in enumerate(value)]}
     raise RolloutError(
         f"cannot send {what}: it is a {type(value).__name__}, expected numbers, strings, None, plain dense tensors, "
-        "and lists, tuples and mappings of them. Convert it (a DTensor with full_tensor): nothing is pickled."
+        "and lists, tuples and mappings of them. Convert it (a DTensor with full_tensor()), because nothing is pickled."
     )
 
 

@@ -39,12 +39,13 @@ class RolloutEngine(Protocol):
     """The interface of an inference engine, which may compute in this process or elsewhere.
 
     Three members are optional. ``weight_checksums() -> dict[str, str]`` returns checksums by Hugging Face name, as the
-    function `weight_checksums` computes them; an update with ``verify`` calls it. ``is_asleep`` is needed if the engine
-    can go to sleep by itself. ``close()`` is called when an engine that was built by name is no longer used.
+    function `weight_checksums` computes them; an update with ``verify`` calls it. ``is_asleep``, an attribute or a
+    property, says whether the engine is asleep; without it, the last call of ``sleep`` or ``wake_up`` decides.
+    ``close()`` is called when an engine that was built by name is no longer used.
     """
 
     def update_weights(self, weights: Weights) -> object:
-        """Load all weights from pairs of Hugging Face name and tensor; tensors that the engine keeps do not change."""
+        """Load all weights from pairs of Hugging Face name and tensor; the engine may keep the tensors."""
 
     def sleep(self) -> object:
         """Free the device memory; the loaded weights must be available again after `wake_up`."""
@@ -406,5 +407,5 @@ class CountedStream:
         if wrong := [name for name, checksum in self._checksums.items() if held.get(name) != checksum]:
             raise RolloutError(
                 f"cannot use the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
-                "that were sent, expected none. Update again, and check how the engine loads weights."
+                "that were sent, expected equal ones. Update again, and check how the engine loads weights."
             )

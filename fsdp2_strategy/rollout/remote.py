@@ -60,7 +60,7 @@ class RemoteEngine:
 
     Raises:
         RolloutError: no server accepts the connection. Methods raise RolloutError if the connection is lost, if the
-            engine fails, or if an argument has another type. After the latter two, methods can be called again.
+            engine fails, or if an argument has another type. In the last two cases, methods can be called again.
     """
 
     def __init__(self, address: str | None = None, *, peer: int | None = None, timeout_seconds: float = 60.0) -> None:
@@ -89,7 +89,7 @@ class RemoteEngine:
                     self._connection.send({"weight": name}, [tensor], flush=False)
             except ConnectionLostError:
                 raise
-            except Exception as error:  # noqa: BLE001  raised below, after the server was told
+            except Exception as error:  # noqa: BLE001  raised below, after the end message is sent
                 failure = error
             self._connection.send({"end": None if failure is None else error_text(failure)})
             with suppress(RolloutError) if failure else nullcontext():
@@ -126,9 +126,10 @@ class RemoteEngine:
         tensors: list[torch.Tensor] = []
         given = [to_json(value, f"{call}: argument {i}", tensors) for i, value in enumerate(args)]
         named = {name: to_json(value, f"{call}: argument {name}", tensors) for name, value in kwargs.items()}
-        with self._request(call):
+        action = f"call {call}"
+        with self._request(action):
             self._connection.send({"call": call, "args": given, "kwargs": named}, tensors)
-            return self._receive_answer(call)
+            return self._receive_answer(action)
 
     def _receive_answer(self, action: str) -> Any:
         answer, tensors = self._connection.receive()
@@ -139,7 +140,7 @@ class RemoteEngine:
 
     @contextmanager
     def _request(self, action: str) -> Iterator[None]:
-        """Hold the connection for one request and its answer; errors other than `RolloutError` close the connection."""
+        """Lock the connection for one request and its answer; errors other than `RolloutError` close the connection."""
         with self._turn:
             try:
                 if self._lost is not None:
@@ -154,8 +155,8 @@ class RemoteEngine:
                 if not isinstance(failure, ConnectionLostError):
                     raise
                 raise RolloutError(
-                    f"cannot {action}: the engine at {self._where} is gone ({self._lost}), expected its answer. Start "
-                    "it again, and call setup_inference_engine."
+                    f"cannot {action}: the connection to the engine at {self._where} is lost ({self._lost}), expected "
+                    "an answer. Start the engine again, and call setup_inference_engine."
                 ) from failure
 
 
@@ -180,18 +181,18 @@ def serve(
             calls, may be longer.
 
     Raises:
-        RolloutError: the address is invalid or in use, or the store of the default group is gone.
+        RolloutError: the address is invalid or in use, or the store of the default group is unreachable.
     """
-    where = peer_name(address, peer)
+    name = f"rank {peer}" if address is None else f"connected to {address}"
     connection = listen(address, peer).accept(timeout_seconds)
-    logger.info("serving the trainer at %s", where)
+    logger.info("serving the trainer (%s)", name)
     try:
         while (request := connection.receive())[0].get("call") != "goodbye":
             _execute(engine, connection, *request)
         connection.send({"result": None})
-        logger.info("the trainer at %s has disconnected", where)
-    except ConnectionLostError as gone:
-        logger.warning("the trainer at %s is gone: %s", where, gone)
+        logger.info("the trainer (%s) has disconnected", name)
+    except ConnectionLostError as error:
+        logger.warning("the connection to the trainer (%s) is lost: %s", name, error)
     finally:
         connection.close()
 
@@ -213,7 +214,7 @@ def _execute(
     except ConnectionLostError:
         raise
     except Exception as failure:  # noqa: BLE001  any failure is sent to the trainer
-        logger.warning("cannot %s: %s", call, error_text(failure))
+        logger.warning("cannot execute %s: %s", call, error_text(failure))
         connection.send({"error": error_text(failure)})
 
 
@@ -225,7 +226,10 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
     if call == "is_asleep":
         return getattr(engine, call, None)
     if call not in _CALLS or not callable(method := getattr(engine, call, None)):
-        raise RolloutError(f"cannot {call}: {type(engine).__name__} does not have this method, expected it. Add it.")
+        raise RolloutError(
+            f"cannot call {call}: {type(engine).__name__} has no method of this name that a trainer may call, expected "
+            "one. Add it to the engine."
+        )
     return method(*args, **kwargs)
 
 
@@ -310,8 +314,8 @@ def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | No
 
     address, peer = option("remote_engine_address"), option("remote_engine_rank")
     peer_name(address, peer)  # on every rank, so that all ranks raise
-    seconds = float(option("remote_engine_timeout_seconds", 60.0))
-    return RemoteEngine(address, peer=peer, timeout_seconds=seconds) if is_rank_0() else None
+    timeout_seconds = float(option("remote_engine_timeout_seconds", 60.0))
+    return RemoteEngine(address, peer=peer, timeout_seconds=timeout_seconds) if is_rank_0() else None
 
 
 ENGINES["remote"] = _remote_engine

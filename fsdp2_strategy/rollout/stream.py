@@ -41,14 +41,14 @@ def stream_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's weights as full tensors under Hugging Face names, each once; collective over the model's ranks.
 
-    Every rank must iterate, also a rank that does not use the tensors. A rank that leaves the loop early still takes
-    part in the remaining collectives: at once if only the loop holds the iterator (``for … in stream_weights(…)``),
-    otherwise when the iterator is closed (``contextlib.closing``).
+    Every rank must iterate, even if it does not use the tensors. If a rank leaves the loop early, the iterator runs the
+    remaining collectives when it is closed. In ``for … in stream_weights(…)``, Python closes the iterator as soon as
+    the loop ends. If a variable refers to the iterator, close it yourself, for example with ``contextlib.closing``.
 
     A tensor is contiguous and on this rank's device. It does not change while it is held, even if the model does.
     Release each tensor before you request the next: the additional memory is then limited to two buckets, one being
     read and one being gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
-    takes further memory. To read a tensor on another CUDA stream, let that stream wait for the current stream
+    takes further memory. To read a tensor on another CUDA stream, make that stream wait for the current stream
     first, and hold the tensor until the read is complete.
 
     Args:
@@ -57,9 +57,10 @@ def stream_weights(
         dtype: dtype of the floating-point parameters; None for the dtypes of the shards. Parameters that the model
             keeps in fp32, and buffers, are not cast. Shards are cast before they are gathered, unless values have to be
             computed from them.
-        bucket_bytes: size of a bucket; by default 512 MiB. A larger tensor has its own bucket, and the limit on memory
-            is then twice its size. If three buckets exceed the limit, only two are in memory: a bucket is gathered
-            only after the first tensor of the previous bucket has been used.
+        bucket_bytes: half of the limit on the additional memory; by default 512 MiB. A tensor of 16 MiB or more has its
+            own bucket; if that is larger than ``bucket_bytes``, the limit is twice its size. If three consecutive
+            buckets would exceed the limit, the next bucket is gathered only after the first tensor of the current
+            bucket has been used.
 
     Yields:
         Name and tensor, as in the files that `save_model` writes, with adapters merged. The buffers of a sharded model
@@ -111,8 +112,8 @@ def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[
 
     Args:
         buckets: the buckets in their order.
-        is_early: start the next bucket before a bucket's first tensor is yielded, when the caller may still hold a
-            tensor of the previous bucket.
+        is_early: whether to start the next bucket before the first tensor of the current bucket is yielded. At that
+            time, the caller may still hold a tensor of the previous bucket.
     """
     waiting = deque(buckets)
     started: deque[_RegionBucket] = deque()
@@ -174,7 +175,10 @@ class _Item:
         return max(region.numel() * region.dtype.itemsize for region in self.regions.values())
 
     def parts(self, routes: Mapping[str, Route]) -> dict[str, Part]:
-        """Return the tensors as parts that can share a bucket, in the regions' dtype if all regions have the same."""
+        """Return the tensors as parts that can share a bucket.
+
+        If all regions have one dtype and none is computed, the tensors are cast to it before they are gathered.
+        """
         computed = any(
             isinstance(piece.source, Computed) for region in self.regions.values() for piece in region.pieces
         )
@@ -247,8 +251,8 @@ def _make_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) ->
     copied = meta_skeleton(root)
     tensors = tensors_to_write(root, copied)
     regions = regions_to_write(copied, tensors, dtype)
-    is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    buffers = {id(buffer) for buffer in root.buffers()} if is_shared else set()
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    buffers = {id(buffer) for buffer in root.buffers()} if is_sharded else set()
     routes = routes_of(tensors, buffers)
     buckets: list[_RegionBucket] = []
     filling: dict[tuple[int, int], _RegionBucket] = {}
