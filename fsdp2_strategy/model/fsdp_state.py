@@ -17,7 +17,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     fsdp_state_of,
     mark_idle,
     param_groups_of,
-    reset_record,
+    reset_param_group,
 )
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -52,8 +52,8 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            for record in param_groups_of(fsdp_state_of(module)):
-                drop_gather_in_flight(record)
+            for param_group in param_groups_of(fsdp_state_of(module)):
+                drop_gather_in_flight(param_group)
 
 
 def reset_units(model: nn.Module) -> None:
@@ -62,8 +62,8 @@ def reset_units(model: nn.Module) -> None:
     After a pass that raised, FSDP2 still has units in their forward state. Without a reset, they stay unsharded, and
     FSDP2 treats the next forward pass as a part of the failed pass.
     """
-    for record in parameter_groups(model):
-        reset_record(record)
+    for param_group in parameter_groups(model):
+        reset_param_group(param_group)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mark_idle(fsdp_state_of(module))
