@@ -108,14 +108,14 @@ class ModelComponents:
                 arranged = _cached_arrangement(root, base, own)
                 regions = arranged.regions
                 folder = paths.state / MODEL if lerobot.gather_for_save_pretrained else paths.model
-                components = [Component.of(folder, own, regions, most_bytes=sys.maxsize, metadata=arranged.metadata)]
+                components = [Component.of(folder, own, regions, max_bytes=sys.maxsize, metadata=arranged.metadata)]
             else:
                 components = cls.of(root, paths, left_out).components
             if adapters is not None:
                 for name, of_adapter in adapters.regions.items():
                     folder = adapters.adapter_folder(name, paths.model)
                     components.append(
-                        Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, most_bytes=sys.maxsize)
+                        Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, max_bytes=sys.maxsize)
                     )
             sidecars = replace(
                 SidecarFiles.of(paths.model, base, regions, folder_of(root)),

@@ -84,11 +84,11 @@ class Layout:
         tensors: Mapping[str, torch.Tensor],
         regions: Mapping[str, Region] | None,
         stem: str,
-        most_bytes: int | None,
+        max_bytes: int | None,
         metadata: Mapping[str, str],
     ) -> Layout:
         """Return the layout of a folder, from the cache if possible; see [Note: layout cache]."""
-        kind = (stem, most_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
+        kind = (stem, max_bytes, *metadata.items(), sizes.FILE_COUNT, sizes.FILE_BYTES, sizes.MIN_FILE_LIMIT_BYTES)
         key = (*kind, sizes.SHORTEST_RUN_BYTES, sizes.BLOCK_BYTES, rank(), id(regions), *_layout_key(tensors))
         if key in _layouts:
             _layouts[key] = _layouts.pop(key)  # most recently used last
@@ -99,7 +99,7 @@ class Layout:
             if regions is None:
                 regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
             regions = dict(sorted(regions.items()))
-            files = files_for(Path(), stem, regions, most_bytes or file_bytes(regions), metadata=metadata)
+            files = files_for(Path(), stem, regions, max_bytes or file_bytes(regions), metadata=metadata)
             direct = {name: region for name, region in regions.items() if is_direct(region, tensors)}
             gathered = {name: region for name, region in regions.items() if name not in direct}
             _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
@@ -145,7 +145,7 @@ class Component:
         regions: Mapping[str, Region] | None = None,
         *,
         stem: str = "model",
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         metadata: Mapping[str, str] = CONVERTED,
     ) -> Component:
         """Lay out a folder. Only names and full sizes decide which tensor is in which file.
@@ -155,10 +155,10 @@ class Component:
             tensors: the tensors to write, by name in the model.
             regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
             stem: prefix of the file names.
-            most_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
+            max_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
             metadata: metadata of the file headers.
         """
-        return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, most_bytes, metadata))
+        return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, max_bytes, metadata))
 
     @cached_property
     def files(self) -> list[File]:

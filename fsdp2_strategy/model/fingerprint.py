@@ -46,7 +46,7 @@ class Fingerprint:
     as_bfloat16: str
     """Weighted sum over the elements rounded to bfloat16; equal to ``exact`` for bfloat16 and non-floating dtypes."""
 
-    def matches(self, other: Fingerprint) -> bool | None:
+    def has_same_values(self, other: Fingerprint) -> bool | None:
         """Return whether two tensors have the same values; if their dtypes differ, compare them rounded to bfloat16.
 
         Return None, for unknown, if the dtypes differ and one is float16. A value that was rounded to float16 may round

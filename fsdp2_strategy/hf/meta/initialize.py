@@ -84,7 +84,7 @@ def initialize(model: nn.Module, empty: Sequence[TensorWithoutValues], device: t
     """
     with _random_states_of_rank_0(device):
         # Tensors that were added or changed after transformers had initialised the model are replayed below.
-        waiting = [e for e in empty if e.recorded is None or not e.recorded.was_changed_later]
+        waiting = [e for e in empty if e.recorded is None or not e.recorded.changed_since_init]
         filled = _run_init_weights(model, waiting, device)
         filled |= _replay([e for e in empty if id(e.tensor) not in filled], device)
         waiting = [e for e in empty if id(e.tensor) not in filled and e.recorded is None]

@@ -120,7 +120,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
-        self.changed: dict[int, bool] = {}
+        self.changed_since_init: dict[int, bool] = {}
         """For each recorded storage: whether an operation changed it without a later initialisation by transformers. A
         copy is marked like the tensor that it was copied from."""
         self.in_files: set[int] = set()
@@ -163,7 +163,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, operation: _Operation) -> None:
         self.operations.append(operation)
-        self.changed |= dict.fromkeys(operation.changes, True)
+        self.changed_since_init |= dict.fromkeys(operation.changes, True)
 
     def mark_initialized(self, model: nn.Module, *, in_files: bool = False) -> None:
         """Record that transformers has initialised a model, so that later changes of its tensors are detected.
@@ -173,8 +173,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             in_files: whether the values of its parameters and persistent buffers are in files.
         """
         # Only recorded storages, because the operations keep them alive. The addresses of other storages may be reused.
-        known = self.changed.keys()
-        self.changed |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
+        known = self.changed_since_init.keys()
+        self.changed_since_init |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
         if in_files:
             self.in_files |= known & _storages_of([*model.state_dict(keep_vars=True).values()])
 
@@ -183,7 +183,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = _storages_of((args, kwargs))
         written = _storages_of(written_arguments(function, args, kwargs))
         for earlier in _recordings:
-            if not written.isdisjoint(earlier.changed):
+            if not written.isdisjoint(earlier.changed_since_init):
                 raise CheckpointError(
                     f"cannot build on meta: {function} changes a tensor of a module that was built in an earlier "
                     "init_on_meta block, and the change would be lost. Build both in one block."
@@ -201,7 +201,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operation = _Operation(function, kept_args, kept_kwargs, changes, read, outputs)
             self._add(operation)
             if operation.name in _COPIES and read:
-                self.changed |= dict.fromkeys(changes, any(self.changed.get(storage) for storage in read))
+                self.changed_since_init |= dict.fromkeys(
+                    changes, any(self.changed_since_init.get(storage) for storage in read)
+                )
         return result
 
     @torch.no_grad()
@@ -348,9 +350,9 @@ class RecordedTensor:
         return self  # the same operations produce the tensors of a copied module
 
     @property
-    def was_changed_later(self) -> bool:
+    def changed_since_init(self) -> bool:
         """Whether an operation changed the tensor and transformers did not initialise it afterwards."""
-        return self.recording.changed[storage_of(self.meta)]
+        return self.recording.changed_since_init[storage_of(self.meta)]
 
 
 _recordings: WeakSet[Recording] = WeakSet()
@@ -425,7 +427,7 @@ def _attach(recording: Recording, module: nn.Module) -> None:
     recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and tensor.is_meta:
-            changed = recording.changed.get(storage_of(tensor))
+            changed = recording.changed_since_init.get(storage_of(tensor))
             if changed or (changed is not None and name not in recorded):
                 recorded[name] = RecordedTensor(recording, tensor.detach())
     if recorded:

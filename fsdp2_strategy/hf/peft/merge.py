@@ -335,7 +335,7 @@ class _Rows:
             if id(tensor) in names and id(tensor) in self.gathered:
                 return self._cut(names[id(tensor)].split(".")[0], self.gathered[id(tensor)], begin, len(rows))
             if tensor is getattr(base, "weight", None) or tensor is getattr(base, "bias", None):
-                return rows.new_zeros(self._other_parameter_shape(tensor, len(rows)), dtype=tensor.dtype)
+                return rows.new_zeros(self._shape_for_rows(tensor, len(rows)), dtype=tensor.dtype)
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
         layer: Any = meta_skeleton(self.layer, cut)
@@ -361,7 +361,7 @@ class _Rows:
         dim = 1 if kind == "lora_magnitude_vector" and gathered.ndim > 1 else dims[kind]
         return gathered.narrow(dim, begin, length)
 
-    def _other_parameter_shape(self, tensor: torch.Tensor, length: int) -> list[int]:
+    def _shape_for_rows(self, tensor: torch.Tensor, length: int) -> list[int]:
         """Return the shape of the base layer's other parameter (weight or bias) that fits ``length`` rows of this."""
         shape = list(tensor.shape)
         if self.key == "bias":
