@@ -47,7 +47,8 @@ def reshard(model: nn.Module) -> None:
 
     FSDP2 keeps the root unit unsharded after a forward pass, because a backward pass usually follows. In evaluation and
     generation none follows. Then an optimizer or a checkpoint would find unsharded parameters in the modules, and after
-    an optimizer step the next forward pass would use old values. The same holds for a prefetched unit that did not run.
+    an optimizer step the next forward pass would use old values. A unit that was prefetched but did not run is also
+    resharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -59,8 +60,8 @@ def reshard(model: nn.Module) -> None:
 def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, even if a forward or backward pass raised; not collective.
 
-    After a pass that raised, FSDP2 still has units in their forward state. Without a reset, they stay unsharded, and
-    FSDP2 treats the next forward pass as a part of the failed pass.
+    After a pass that raised, FSDP2 still treats some units as being in their forward pass. Without a reset, they stay
+    unsharded, and FSDP2 treats the next forward pass as a part of the failed pass.
     """
     for param_group in parameter_groups(model):
         reset_param_group(param_group)

@@ -1,12 +1,12 @@
 """Offload models and optimizers to host memory, and reload them unchanged.
 
 Input: a sharded model, or the optimizer of a sharded model. Output: the same object. `offload` replaces its tensors by
-placeholders ([Note: offloaded values] in `placeholders`). `reload` puts bitwise equal values on the device again.
+placeholders ([Note: offloaded values] in `placeholders`). `reload` copies the values back to the device, bitwise equal.
 
 Values are copied into large host buffers. If there is an accelerator, the buffers are pinned, and the next offload
-reuses them. Copies are queued on a separate stream. `offload` waits until they are complete. `reload` returns at once,
-and later kernels wait for the copies on the device. Gradients are moved with their parameters. Tensors of one element
-(Adam's ``step``) are not moved.
+reuses them. Copies are queued on a separate stream. `offload` waits until the copies are complete. `reload` returns at
+once, and kernels that are launched later wait for the copies. Gradients are moved with their parameters. Tensors of
+one element (Adam's ``step``) are not moved.
 """
 
 from __future__ import annotations
@@ -318,8 +318,8 @@ _host_buffers = _HostBuffers()
 class CopyQueue:
     """Copy tensors between host and device, on a separate stream if there is an accelerator.
 
-    At the end of the ``with`` block, the host waits for the copies if any was to host memory. Otherwise only the
-    current stream waits.
+    At the end of the ``with`` block, the host waits for all copies if at least one target is in host memory. Otherwise
+    only the current stream waits for them.
     """
 
     def __init__(self) -> None:

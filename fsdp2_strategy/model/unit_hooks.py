@@ -1,8 +1,9 @@
 """Register hooks around FSDP2's methods of a unit, such as the all-gather; the hooks run in one declared order.
 
-Input: the ``FSDPParamGroup`` of a unit ([Note: FSDP2's objects] in `torch_internals`), a call, a feature and its hook.
-Output: the same ``FSDPParamGroup``. The method of the call now runs the hooks of all features around FSDP2's method, in
-the order of `ORDER`.
+Input: the ``FSDPParamGroup`` of a unit ([Note: FSDP2's objects] in `torch_internals`), a call (a key of `UNIT_CALLS`,
+such as "gather" for FSDP2's method ``unshard``), the name of a feature, and its hook. Output: the same
+``FSDPParamGroup``, in which the method is replaced. The new method runs the hooks of all features around FSDP2's own
+method, in the order of `ORDER`.
 """
 
 from __future__ import annotations
