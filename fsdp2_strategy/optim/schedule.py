@@ -123,7 +123,7 @@ def _freeze_backbone(optimizer: Optimizer, **options: Any) -> LambdaLR:
             "llm_freeze_step, a number of steps. Pass it to create_scheduler."
         )
     names = [str(group.get("name", "")) for group in optimizer.param_groups]
-    # If the backbone is frozen, all groups of vla_parameter_groups begin with "other".
+    # Accept names that all begin with "other": the backbone has no trainable parameters, so its groups were left out.
     if not any(name.startswith("backbone") for name in names) and not all(name.startswith("other") for name in names):
         raise OptimizerError(
             f"cannot build a schedule: the names of the parameter groups are {names}, expected one that begins with "
