@@ -121,15 +121,15 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
         fully_shard(unit, mesh=mesh)
     model(torch.randn(2, 4)).sum().backward()
     state = torch_internals.fsdp_state_of(model[0])
-    (record,) = torch_internals.param_groups_of(state)
-    parameter = torch_internals.parameters_of(record)[0]
+    (param_group,) = torch_internals.param_groups_of(state)
+    parameter = torch_internals.parameters_of(param_group)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     of = attributes_by_argument(torch_internals)
     for name in torch_internals.UNIT_CALLS.values():
-        assert callable(getattr(type(record), name, None)), f"FSDPParamGroup has no method {name} any more"
+        assert callable(getattr(type(param_group), name, None)), f"FSDPParamGroup has no method {name} any more"
     subjects = {
         "state": state,
-        "record": record,
+        "param_group": param_group,
         "parameter": parameter,
         "module": model[0],
         "tensor": distribute_tensor(torch.zeros(4), mesh),
@@ -140,7 +140,7 @@ def test_what_is_read_of_torchs_objects_is_there_in_this_version():
     }
     check_attributes(of, subjects, either=[("_fsdp_param_group", "_fsdp_param_groups")])
     torch_internals.mark_idle(state)
-    assert set(of) <= {"state_or_record", "iterator", "operator", "function", "local"}, (
+    assert set(of) <= {"state_or_param_group", "iterator", "operator", "function", "local"}, (
         f"nobody looks at these arguments: {of}"
     )
 
@@ -272,7 +272,7 @@ def test_torchs_modules_that_are_used_by_name_are_imported_by_name():
 # --- the hooks of units ---------------------------------------------------------------------------------------------
 
 
-class Record:
+class ParamGroup:
     def __init__(self):
         self.did = []
 
@@ -284,36 +284,36 @@ class Record:
 
 
 def tell(name):
-    def around(record, proceed, *arguments):
-        record.did.append(name)
+    def around(param_group, proceed, *arguments):
+        param_group.did.append(name)
         proceed(*arguments)
 
     return around
 
 
 def test_features_run_in_the_declared_order_whatever_the_order_in_which_they_came():
-    record = Record()
+    param_group = ParamGroup()
     for feature in ("divergence", "units that never ran", "unequal gradients"):
-        unit_hooks.register_hook(record, "reduce", feature, tell(feature))
-    record.post_backward()
-    assert record.did == ["unequal gradients", "units that never ran", "divergence", "reduced"]
+        unit_hooks.register_hook(param_group, "reduce", feature, tell(feature))
+    param_group.post_backward()
+    assert param_group.did == ["unequal gradients", "units that never ran", "divergence", "reduced"]
 
 
 def test_a_feature_that_is_taken_off_leaves_the_others():
-    record = Record()
-    unit_hooks.register_hook(record, "gather", "divergence", tell("divergence"))
-    unit_hooks.register_hook(record, "gather", "offload", tell("offload"))
-    unit_hooks.remove_hook(record, "gather", "offload")
-    record.unshard()
-    assert record.did == ["divergence", "gathered"]
-    unit_hooks.remove_hook(record, "gather", "divergence")
-    assert "unshard" not in vars(record)
-    unit_hooks.remove_hook(record, "gather", "divergence")  # harmless
+    param_group = ParamGroup()
+    unit_hooks.register_hook(param_group, "gather", "divergence", tell("divergence"))
+    unit_hooks.register_hook(param_group, "gather", "offload", tell("offload"))
+    unit_hooks.remove_hook(param_group, "gather", "offload")
+    param_group.unshard()
+    assert param_group.did == ["divergence", "gathered"]
+    unit_hooks.remove_hook(param_group, "gather", "divergence")
+    assert "unshard" not in vars(param_group)
+    unit_hooks.remove_hook(param_group, "gather", "divergence")  # harmless
 
 
 def test_a_feature_whose_place_is_not_declared_is_refused():
     with pytest.raises(KeyError, match="does not contain"):
-        unit_hooks.register_hook(Record(), "gather", "something new", tell("something new"))
+        unit_hooks.register_hook(ParamGroup(), "gather", "something new", tell("something new"))
 
 
 @pytest.mark.ranks(2)
@@ -341,7 +341,7 @@ def test_modules_within_blocks_have_no_hooks_once_a_pass_has_bypassed_none():
     model = build("llama")
     strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
     strategy.prepare_model(model, is_training=True)
-    units = {torch_internals.module_of(record) for record in parameter_groups(model)}
+    units = {torch_internals.module_of(param_group) for param_group in parameter_groups(model)}
     within = [m for m in model.modules() if m not in units and any(True for _ in m.parameters(recurse=False))]
     assert all(isinstance(p, DTensor) for p in model.parameters()) and len(within) > 8
 

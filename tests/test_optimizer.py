@@ -63,7 +63,7 @@ def test_groups_of_the_user_keep_their_name_and_settings():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([{"params": ["missing"]}], "matches none"),
+        ([{"params": ["missing"]}], "contains no trainable parameter"),
         ([{"params": ["ln"]}, {"params": ["ln.weight"], "name": "b"}], r"ln\.weight is in the groups 0 and 'b'"),
         ([{"params": [nn.Parameter(torch.zeros(1))]}], "1 parameters of another model"),
     ],
@@ -166,7 +166,11 @@ def test_schedules_are_found_by_transformers_names_and_by_those_of_vla_trainers(
         ("reduce_lr_on_plateau", {}, "is unknown"),
         ("cosine", {"warmup_ratio": 0.1}, "warmup_ratio is 0.1"),
         ("cosine", {"warmup_ratio": 2.0, "num_training_steps": 10}, "ratio from 0 to 1"),
-        ("cosine", {"warmup_ratio": 0.1, "num_warmup_steps": 1, "num_training_steps": 10}, "one of the two warm-ups"),
+        (
+            "cosine",
+            {"warmup_ratio": 0.1, "num_warmup_steps": 1, "num_training_steps": 10},
+            "only one of warmup_ratio",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_built_is_refused(name, options, message):

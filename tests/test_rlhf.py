@@ -382,7 +382,7 @@ def test_any_optimizer_gets_masters_around_it_or_from_parameters():
                 schedule.step()
         for own in (around, made):
             assert torch.equal(own[0], expected[0].bfloat16()) and torch.equal(own[1], expected[1])
-    with pytest.raises(ValueError, match="other numbers of parameters"):
+    with pytest.raises(ValueError, match=r"saved groups have \[1\] parameters, expected \[2\]"):
         optimizers[1].load_state_dict(FSDPadaptOptimizer([nn.Parameter(torch.ones(1))]).state_dict())
 
 
@@ -681,7 +681,7 @@ def test_prepare_takes_models_and_pairs_whose_optimizer_is_older_than_the_shards
     for parameter in stepped.parameters():
         parameter.grad = torch.ones_like(parameter)
     its_optimizer.step()
-    with pytest.raises(OptimizerError, match="has state already"):
+    with pytest.raises(OptimizerError, match="already has state"):
         strategy.prepare((stepped, its_optimizer))
 
 

@@ -150,7 +150,7 @@ class LeftOut:
                 )
             present = {name: parameters[name] for name in self.weights if name in parameters}
             local = local_sums(present, self.elements)
-        matches = {name: now.matches(self.weights[name]) for name, now in fingerprints(present, local).items()}
+        matches = {name: now.has_same_values(self.weights[name]) for name, now in fingerprints(present, local).items()}
         if unknown := [name for name, verdict in matches.items() if verdict is None]:
             raise CheckpointError(
                 f"cannot load {path}: the saved model had frozen weights in {self.weights[unknown[0]].dtype}, and "

@@ -5,9 +5,10 @@ name of torch except `_parameters`, `_buffers`, `_modules` and `_foreach_...`. t
 reports the names that a new version of torch lacks. The module is tested with torch 2.11, 2.12 and 2.13.
 
 [Note: FSDP2's objects] `fully_shard` creates a *state* (``FSDPState``) for each unit, with hooks around the module's
-forward. A state has *records* (``FSDPParamGroup``), usually one, which all-gather parameters and reduce gradients. A
-record has *parameters* (``FSDPParam``). Each of them contains a sharded and an unsharded parameter. The sharded one is
-registered on the module between passes; the unsharded one replaces it while the unit is gathered.
+forward. A state has *parameter groups* (``FSDPParamGroup``, ``param_group`` in the code), usually one, which all-gather
+parameters and reduce gradients. A parameter group has *parameters* (``FSDPParam``). Each of them contains a sharded and
+an unsharded parameter. The sharded one is registered on the module between passes; the unsharded one replaces it while
+the unit is gathered.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def fsdp_state_of(module: nn.Module) -> Any:
 
 
 def param_groups_of(state: FSDPState) -> list[Any]:
-    """Return the records of a state; before torch 2.12 it has at most one."""
+    """Return the parameter groups of a state; before torch 2.12 it has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
@@ -84,9 +85,9 @@ def mark_forward(state: FSDPState) -> None:
     state._training_state = TrainingState.FORWARD
 
 
-def mark_idle(state_or_record: Any) -> None:
-    """Mark a state or a record as idle: neither in a forward nor in a backward pass."""
-    state_or_record._training_state = TrainingState.IDLE
+def mark_idle(state_or_param_group: Any) -> None:
+    """Mark a state or a parameter group as idle: neither in a forward nor in a backward pass."""
+    state_or_param_group._training_state = TrainingState.IDLE
 
 
 def forget_forward_root(state: FSDPState) -> None:
@@ -100,11 +101,11 @@ def forget_forward_root(state: FSDPState) -> None:
 def prefetch_for_forward(state: FSDPState) -> None:
     """Start the all-gathers of the units that a unit prefetches in its forward."""
     for ahead in state._states_to_forward_prefetch:
-        for record in param_groups_of(ahead):
-            record._prefetch_unshard(record, "forward")
+        for param_group in param_groups_of(ahead):
+            param_group._prefetch_unshard(param_group, "forward")
 
 
-# --- FSDP2: a record ------------------------------------------------------------------------------------------------
+# --- FSDP2: a parameter group ---------------------------------------------------------------------------------------
 
 
 UNIT_CALLS = {
@@ -113,107 +114,107 @@ UNIT_CALLS = {
     "choose gradient dtypes": "_init_mp_dtypes",
     "record forward order": "_record_post_forward",
 }
-"""Purpose and name of each method of a record that other modules may replace."""
+"""Purpose and name of each method of a parameter group that other modules may replace."""
 
 
-def original_call(record: FSDPParamGroup, call: str) -> Callable[..., Any]:
+def original_call(param_group: FSDPParamGroup, call: str) -> Callable[..., Any]:
     """Return FSDP2's own method for a purpose in `UNIT_CALLS`, even if the method was replaced."""
-    function: Callable[..., Any] = getattr(type(record), UNIT_CALLS[call]).__get__(record)
+    function: Callable[..., Any] = getattr(type(param_group), UNIT_CALLS[call]).__get__(param_group)
     return function
 
 
-def replace_call(record: FSDPParamGroup, call: str, function: Callable[..., Any] | None) -> None:
-    """Replace a record's method for a purpose in `UNIT_CALLS`; None restores FSDP2's own method."""
+def replace_call(param_group: FSDPParamGroup, call: str, function: Callable[..., Any] | None) -> None:
+    """Replace a parameter group's method for a purpose in `UNIT_CALLS`; None restores FSDP2's own method."""
     if function is None:
-        record.__dict__.pop(UNIT_CALLS[call], None)
+        param_group.__dict__.pop(UNIT_CALLS[call], None)
     else:
-        record.__dict__[UNIT_CALLS[call]] = function
+        param_group.__dict__[UNIT_CALLS[call]] = function
 
 
-def module_of(record: FSDPParamGroup) -> nn.Module:
+def module_of(param_group: FSDPParamGroup) -> nn.Module:
     """Return the module that `fully_shard` was called on."""
-    return record.modules[0]
+    return param_group.modules[0]
 
 
-def mesh_of(record: FSDPParamGroup) -> Any:
+def mesh_of(param_group: FSDPParamGroup) -> Any:
     """Return the mesh that a unit is sharded over."""
-    return record.mesh_info.mesh
+    return param_group.mesh_info.mesh
 
 
-def parameters_of(record: FSDPParamGroup) -> list[Any]:
-    """Return the parameters of a record; see [Note: FSDP2's objects]."""
-    return record.fsdp_params
+def parameters_of(param_group: FSDPParamGroup) -> list[Any]:
+    """Return the parameters of a parameter group; see [Note: FSDP2's objects]."""
+    return param_group.fsdp_params
 
 
-def is_gathered(record: FSDPParamGroup) -> bool:
+def is_gathered(param_group: FSDPParamGroup) -> bool:
     """Return whether a unit is gathered, or its all-gather is in flight."""
-    return record._all_gather_result is not None or record.is_unsharded
+    return param_group._all_gather_result is not None or param_group.is_unsharded
 
 
-def gathering_ranks(record: FSDPParamGroup) -> int:
+def gathering_ranks(param_group: FSDPParamGroup) -> int:
     """Return how many ranks take part in a unit's all-gather."""
-    return record._all_gather_process_group.size()
+    return param_group._all_gather_process_group.size()
 
 
-def gather(record: FSDPParamGroup) -> None:
+def gather(param_group: FSDPParamGroup) -> None:
     """All-gather a unit, and wait until its parameters are gathered."""
-    record.unshard()
-    record.wait_for_unshard()
+    param_group.unshard()
+    param_group.wait_for_unshard()
 
 
-def drop_gather_in_flight(record: FSDPParamGroup) -> None:
+def drop_gather_in_flight(param_group: FSDPParamGroup) -> None:
     """Wait for an all-gather that is in flight, and free the gathered parameters."""
-    if record._all_gather_result is not None:
-        record.wait_for_unshard()
-        record._to_sharded()  # type: ignore[no-untyped-call]
+    if param_group._all_gather_result is not None:
+        param_group.wait_for_unshard()
+        param_group._to_sharded()  # type: ignore[no-untyped-call]
 
 
-def reset_record(record: FSDPParamGroup) -> None:
+def reset_param_group(param_group: FSDPParamGroup) -> None:
     """Free a unit's gathered parameters and mark it idle, at any point of a pass."""
-    if record._all_gather_result is not None:
-        record.wait_for_unshard()
-    mark_idle(record)
-    record._to_sharded()  # type: ignore[no-untyped-call]
+    if param_group._all_gather_result is not None:
+        param_group.wait_for_unshard()
+    mark_idle(param_group)
+    param_group._to_sharded()  # type: ignore[no-untyped-call]
 
 
-def record_pre_forward(record: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def param_group_pre_forward(param_group: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """All-gather a unit before its forward; return the inputs with a backward hook that reduces its gradients."""
-    return record.pre_forward(module, args, kwargs)
+    return param_group.pre_forward(module, args, kwargs)
 
 
-def record_post_forward(record: FSDPParamGroup, module: nn.Module) -> None:
-    """Run FSDP2's post-forward of a record, which frees the unit's gathered parameters."""
-    record.post_forward(module, None, None)
+def param_group_post_forward(param_group: FSDPParamGroup, module: nn.Module) -> None:
+    """Run FSDP2's post-forward of a parameter group, which frees the unit's gathered parameters."""
+    param_group.post_forward(module, None, None)
 
 
-def reduces_gradients(record: FSDPParamGroup) -> bool:
+def reduces_gradients(param_group: FSDPParamGroup) -> bool:
     """Return whether the next backward reduces a unit's gradients, instead of accumulating them unreduced."""
-    return record.reduce_grads
+    return param_group.reduce_grads
 
 
-def gradient_dtype(record: FSDPParamGroup) -> torch.dtype | None:
+def gradient_dtype(param_group: FSDPParamGroup) -> torch.dtype | None:
     """Return the dtype that gradients are cast to after the reduction; None before FSDP2 has determined it."""
-    return record._orig_dtype
+    return param_group._orig_dtype
 
 
-def set_gradient_dtype(record: FSDPParamGroup, dtype: torch.dtype) -> None:
+def set_gradient_dtype(param_group: FSDPParamGroup, dtype: torch.dtype) -> None:
     """Set the dtype that gradients are cast to after the reduction."""
-    record._orig_dtype = dtype
+    param_group._orig_dtype = dtype
 
 
-def set_gradient_dtypes_of(record: FSDPParamGroup, parameter: FSDPParam) -> None:
+def set_gradient_dtypes_of(param_group: FSDPParamGroup, parameter: FSDPParam) -> None:
     """Set the dtypes of a unit's gradients, during and after the reduction, to those of ``parameter``."""
-    record._orig_dtype, record._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
+    param_group._orig_dtype, param_group._reduce_dtype = parameter.orig_dtype, parameter.reduce_dtype
 
 
-def has_deferred_all_reduce(record: FSDPParamGroup) -> bool:
+def has_deferred_all_reduce(param_group: FSDPParamGroup) -> bool:
     """Return whether a unit has gradients that are reduced over its shards but not yet over its replicas."""
-    return record._partial_reduce_output is not None
+    return param_group._partial_reduce_output is not None
 
 
-def drop_deferred_all_reduce(record: FSDPParamGroup) -> None:
+def drop_deferred_all_reduce(param_group: FSDPParamGroup) -> None:
     """Drop the gradients that are not yet all-reduced over the replicas."""
-    record._partial_reduce_output = None
+    param_group._partial_reduce_output = None
 
 
 # --- FSDP2: a parameter ---------------------------------------------------------------------------------------------

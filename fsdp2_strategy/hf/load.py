@@ -157,7 +157,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
     """
     for target in targets:
         recorded = [recorded_tensor(module, key) for module, key in target.registrations]
-        if target.regions and any(r is not None and r.was_changed_later for r in recorded):
+        if target.regions and any(r is not None and r.changed_since_init for r in recorded):
             raise CheckpointError(
                 f"cannot load {target.name}: it was changed after from_pretrained, inside of init_on_meta, where it "
                 "has no values yet. Change it after prepare_model, or build the model outside of init_on_meta."

@@ -1,1 +1,1 @@
-"""Models as objects: wrappers, names, locations of values, offloading, fingerprints; not sharding plans."""
+"""Properties and state of a model: wrapper, names, shards, placeholders, offloading, fingerprints."""

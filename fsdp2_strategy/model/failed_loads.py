@@ -20,7 +20,12 @@ _FAILED_LOAD = Slot[tuple[str, Any]]("failed load")
 
 
 def mark_unusable(subject: nn.Module | Optimizer, why: str) -> None:
-    """Register a hook that raises at a model's forward pass or an optimizer's step; not collective."""
+    """Register a hook that raises before a model's forward pass or an optimizer's step; not collective.
+
+    Args:
+        subject: the model or optimizer.
+        why: the error text of the failed load.
+    """
     mark_usable(subject)
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -64,6 +69,6 @@ def unusable_unless_done(subjects: Sequence[nn.Module | Optimizer]) -> Iterator[
 
 def _message(subject: nn.Module | Optimizer, why: str) -> str:
     return (
-        f"cannot use this {type(subject).__name__}: a load failed midway and left inconsistent values ({why}). Load an "
-        "intact checkpoint."
+        f"cannot use this {type(subject).__name__}: its values are inconsistent because a load failed midway, expected "
+        f"a complete load. Load an intact checkpoint. The load failed with: {why}"
     )

@@ -46,7 +46,7 @@ class Fingerprint:
     as_bfloat16: str
     """Weighted sum over the elements rounded to bfloat16; equal to ``exact`` for bfloat16 and non-floating dtypes."""
 
-    def matches(self, other: Fingerprint) -> bool | None:
+    def has_same_values(self, other: Fingerprint) -> bool | None:
         """Return whether two tensors have the same values; if their dtypes differ, compare them rounded to bfloat16.
 
         Return None, for unknown, if the dtypes differ and one is float16. A value that was rounded to float16 may round
@@ -60,7 +60,7 @@ class Fingerprint:
 
 
 def local_sums(tensors: Mapping[str, torch.Tensor], elements: int | None = None) -> torch.Tensor:
-    """Return the fingerprint sums over this rank's elements: int64 of shape (tensors, 2); not collective.
+    """Return the fingerprint sums over this rank's elements: int64 of shape (number of tensors, 2); not collective.
 
     Args:
         tensors: tensors by name, sharded or not.
@@ -128,7 +128,13 @@ def _sums(tensor: torch.Tensor, offset_weights: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(integers: torch.Tensor, first: int, offset_weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of integers at position ``first`` and after: part of one block, or whole blocks."""
+    """Return the weighted sum of consecutive integers of the full tensor, and overwrite them.
+
+    Args:
+        integers: part of one block, or several complete blocks.
+        first: position of the first integer in the flattened full tensor.
+        offset_weights: the weights of the offsets in a block.
+    """
     size = len(offset_weights)
     block, offset = divmod(first, size)
     if offset or len(integers) % size:
@@ -146,7 +152,13 @@ def _weights(numbers: torch.Tensor) -> torch.Tensor:
 def _runs(
     values: torch.Tensor, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the runs of a shard that are contiguous in the full tensor: offset in the full tensor, and flat values."""
+    """Yield the runs of a shard that are contiguous in the full tensor: offset in it, and flattened values.
+
+    Args:
+        values: this rank's shard.
+        shape: the shape of the full tensor.
+        box: offset and length of the shard in each dimension.
+    """
     split_dim = max((dim for dim, part in enumerate(box) if part != (0, shape[dim])), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = sum(offset * stride for (offset, _), stride in zip(box, strides, strict=True))

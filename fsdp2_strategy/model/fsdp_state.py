@@ -17,7 +17,7 @@ from fsdp2_strategy.distributed.torch_internals import (
     fsdp_state_of,
     mark_idle,
     param_groups_of,
-    reset_record,
+    reset_param_group,
 )
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -47,23 +47,24 @@ def reshard(model: nn.Module) -> None:
 
     FSDP2 keeps the root unit unsharded after a forward pass, because a backward pass usually follows. In evaluation and
     generation none follows. Then an optimizer or a checkpoint would find unsharded parameters in the modules, and after
-    an optimizer step the next forward pass would use old values. The same holds for a prefetched unit that did not run.
+    an optimizer step the next forward pass would use old values. A unit that was prefetched but did not run is also
+    resharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            for record in param_groups_of(fsdp_state_of(module)):
-                drop_gather_in_flight(record)
+            for param_group in param_groups_of(fsdp_state_of(module)):
+                drop_gather_in_flight(param_group)
 
 
 def reset_units(model: nn.Module) -> None:
     """Reshard all units and mark them idle, even if a forward or backward pass raised; not collective.
 
-    After a pass that raised, FSDP2 still has units in their forward state. Without a reset, they stay unsharded, and
-    FSDP2 treats the next forward pass as a part of the failed pass.
+    After a pass that raised, FSDP2 still treats some units as being in their forward pass. Without a reset, they stay
+    unsharded, and FSDP2 treats the next forward pass as a part of the failed pass.
     """
-    for record in parameter_groups(model):
-        reset_record(record)
+    for param_group in parameter_groups(model):
+        reset_param_group(param_group)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mark_idle(fsdp_state_of(module))

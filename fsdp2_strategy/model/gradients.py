@@ -27,9 +27,9 @@ def clear_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         parameter.grad = None
-    for record in parameter_groups(model):
-        drop_deferred_all_reduce(record)
-        for parameter in parameters_of(record):
+    for param_group in parameter_groups(model):
+        drop_deferred_all_reduce(param_group)
+        for parameter in parameters_of(param_group):
             drop_accumulated_gradient(parameter)
             if (unsharded := unsharded_of(parameter)) is not None:
                 unsharded.grad = None

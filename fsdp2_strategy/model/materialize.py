@@ -39,7 +39,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """
     sharded = is_sharded(model)
     offloaded = {
-        id(shard_of(p)) for record in parameter_groups(model) for p in parameters_of(record) if is_offloaded_to_cpu(p)
+        id(shard_of(p)) for each in parameter_groups(model) for p in parameters_of(each) if is_offloaded_to_cpu(p)
     }
     allocated: dict[int, Any] = {}
 
@@ -55,8 +55,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: allocate(t) for name, t in tensors.items() if t is not None and t.is_meta})
-    for record in parameter_groups(model):
-        for parameter in parameters_of(record):
+    for param_group in parameter_groups(model):
+        for parameter in parameters_of(param_group):
             if flat_shard_of(parameter).is_meta:
                 reset_sharded_parameter(parameter)
 

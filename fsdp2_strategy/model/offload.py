@@ -1,12 +1,12 @@
 """Offload models and optimizers to host memory, and reload them unchanged.
 
 Input: a sharded model, or the optimizer of a sharded model. Output: the same object. `offload` replaces its tensors by
-placeholders ([Note: offloaded values] in `placeholders`). `reload` puts bitwise equal values on the device again.
+placeholders ([Note: offloaded values] in `placeholders`). `reload` copies the values back to the device, bitwise equal.
 
 Values are copied into large host buffers. If there is an accelerator, the buffers are pinned, and the next offload
-reuses them. Copies are queued on a separate stream. `offload` waits until they are complete. `reload` returns at once,
-and later kernels wait for the copies on the device. Gradients are moved with their parameters. Tensors of one element
-(Adam's ``step``) are not moved.
+reuses them. Copies are queued on a separate stream. `offload` waits until the copies are complete. `reload` returns at
+once, and kernels that are launched later wait for the copies. Gradients are moved with their parameters. Tensors of
+one element (Adam's ``step``) are not moved.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def offload(subject: nn.Module | Optimizer) -> None:
     """
     owners = [owner for owner in _owners(subject) if not _is_offloaded(owner)]
     if isinstance(subject, nn.Module) and owners:
-        for group in owners:
-            _check_between_steps(group)
+        for param_group in owners:
+            _check_between_steps(param_group)
         reset_units(unwrap_model(subject))
     try:
         for owner in owners:
@@ -200,8 +200,8 @@ def _items(owner: Any) -> Iterable[_Item]:
     return _state_items(owner) if isinstance(owner, Optimizer) else _unit_items(owner)
 
 
-def _unit_items(record: Any) -> Iterator[_Item]:
-    for parameter in parameters_of(record):
+def _unit_items(param_group: Any) -> Iterator[_Item]:
+    for parameter in parameters_of(param_group):
         yield _Item(flat_shard_of(parameter), [partial(set_flat_shard, parameter)])
         gradient: Any = shard_of(parameter).grad
         if gradient is not None:
@@ -224,17 +224,17 @@ def _is_offloadable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == current_device().type and tensor.numel() > 1
 
 
-def _check_between_steps(group: Any) -> None:
-    if has_deferred_all_reduce(group) or any(map(has_unreduced_gradient, parameters_of(group))):
+def _check_between_steps(param_group: Any) -> None:
+    if has_deferred_all_reduce(param_group) or any(map(has_unreduced_gradient, parameters_of(param_group))):
         raise OffloadError(
             "cannot offload this model: it has gradients of a micro-batch that are not reduced yet, expected a model "
             "between two steps. Offload it after optimizer_step has stepped, or set grad_sync='every'."
         )
 
 
-def _refuse_gather(record: Any, *_args: Any, **_kwargs: Any) -> None:
+def _refuse_gather(param_group: Any, *_args: Any, **_kwargs: Any) -> None:
     """Raise instead of any all-gather of an offloaded unit: in forward, generate, unshard and backward."""
-    names = [name_of(parameter) for parameter in parameters_of(record)]
+    names = [name_of(parameter) for parameter in parameters_of(param_group)]
     raise OffloadError(
         f"cannot compute with this model: {names[0] if names else 'a unit'} is in host memory, expected it on the "
         "device. Call reload_model first."
@@ -318,8 +318,8 @@ _host_buffers = _HostBuffers()
 class CopyQueue:
     """Copy tensors between host and device, on a separate stream if there is an accelerator.
 
-    At the end of the ``with`` block, the host waits for the copies if any was to host memory. Otherwise only the
-    current stream waits.
+    At the end of the ``with`` block, the host waits for all copies if at least one target is in host memory. Otherwise
+    only the current stream waits for them.
     """
 
     def __init__(self) -> None:

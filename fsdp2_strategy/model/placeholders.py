@@ -3,7 +3,7 @@
 Input: values in host memory, or a function that computes values. Output: placeholders, and the values of any tensor.
 
 [Note: offloaded values] `offload` copies values to host memory and replaces their tensors by meta tensors, so that no
-code can read freed device memory. `values_of` returns the values in host memory of such a placeholder, so saving and
+code can read freed device memory. For such a placeholder, `values_of` returns the values in host memory, so saving and
 loading need no device memory.
 
 A placeholder from `computed` has no stored values; each call of `values_of` computes them. Merging adapters uses this.

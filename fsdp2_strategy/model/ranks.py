@@ -62,8 +62,8 @@ def _mesh_of(subject: nn.Module | Iterable[torch.Tensor]) -> DeviceMesh | None:
     meshes: dict[int, DeviceMesh] = {}
     if isinstance(subject, nn.Module):
         root = unwrap_model(subject)
-        for record in parameter_groups(root):  # these have the mesh even while parameters are unsharded
-            meshes[id(mesh_of(record))] = mesh_of(record)
+        for param_group in parameter_groups(root):  # these have the mesh even while parameters are unsharded
+            meshes[id(mesh_of(param_group))] = mesh_of(param_group)
         subject = () if meshes else root.parameters()
     for tensor in subject:
         if isinstance(tensor, DTensor):

@@ -40,7 +40,7 @@ class Slot(Generic[T]):
 
 
 class ModelState:
-    """The slot values of one model."""
+    """The slot values of one model, optimizer or unit."""
 
     def __init__(self) -> None:
         self._values: dict[Slot[Any], Any] = {}

@@ -1,8 +1,9 @@
 """Register hooks around FSDP2's methods of a unit, such as the all-gather; the hooks run in one declared order.
 
-Input: the ``FSDPParamGroup`` of a unit ([Note: FSDP2's objects] in `torch_internals`), a call, a feature and its hook.
-Output: the same ``FSDPParamGroup``. The method of the call now runs the hooks of all features around FSDP2's method, in
-the order of `ORDER`.
+Input: the ``FSDPParamGroup`` of a unit ([Note: FSDP2's objects] in `torch_internals`), a call (a key of `UNIT_CALLS`,
+such as "gather" for FSDP2's method ``unshard``), the name of a feature, and its hook. Output: the same
+``FSDPParamGroup``, in which the method is replaced. The new method runs the hooks of all features around FSDP2's own
+method, in the order of `ORDER`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _HOOKS = Slot[dict[str, dict[str, Around]]]("hooks on the calls of a unit")
 """Hooks by call and feature. A hook must not store its ``FSDPParamGroup``, which it receives as an argument."""
 
 
-def register_hook(record: Any, call: str, feature: str, around: Around) -> None:
-    """Register ``around(record, proceed, *arguments)`` as a hook around a call of a unit; not collective.
+def register_hook(param_group: Any, call: str, feature: str, around: Around) -> None:
+    """Register ``around(param_group, proceed, *arguments)`` as a hook around a call of a unit; not collective.
 
     Args:
-        record: the ``FSDPParamGroup`` of the unit.
+        param_group: the ``FSDPParamGroup`` of the unit.
         call: a key of `ORDER`.
         feature: a feature that `ORDER` lists for the call. An earlier hook of the feature is replaced.
         around: the hook; it may call ``proceed(*arguments)``, which runs the rest of the chain.
@@ -47,27 +48,27 @@ def register_hook(record: Any, call: str, feature: str, around: Around) -> None:
     """
     if feature not in ORDER[call]:
         raise KeyError(f"cannot register a hook: ORDER[{call!r}] does not contain {feature!r}. Add it there.")
-    _hooks_of(record, call)[feature] = around
-    _install(record, call)
+    _hooks_of(param_group, call)[feature] = around
+    _install(param_group, call)
 
 
-def remove_hook(record: Any, call: str, feature: str) -> None:
+def remove_hook(param_group: Any, call: str, feature: str) -> None:
     """Remove the hook of a feature from a call of a unit, if any; not collective."""
-    _hooks_of(record, call).pop(feature, None)
-    _install(record, call)
+    _hooks_of(param_group, call).pop(feature, None)
+    _install(param_group, call)
 
 
-def _hooks_of(record: Any, call: str) -> dict[str, Around]:
-    return model_state(record).setdefault(_HOOKS, {}).setdefault(call, {})
+def _hooks_of(param_group: Any, call: str) -> dict[str, Around]:
+    return model_state(param_group).setdefault(_HOOKS, {}).setdefault(call, {})
 
 
-def _install(record: Any, call: str) -> None:
-    hooks = _hooks_of(record, call)
+def _install(param_group: Any, call: str) -> None:
+    hooks = _hooks_of(param_group, call)
     chain = None
     for feature in reversed(ORDER[call]):
         if feature in hooks:
-            chain = functools.partial(hooks[feature], record, chain or original_call(record, call))
-    replace_call(record, call, chain)
+            chain = functools.partial(hooks[feature], param_group, chain or original_call(param_group, call))
+    replace_call(param_group, call, chain)
 
 
 assert ORDER.keys() == UNIT_CALLS.keys()

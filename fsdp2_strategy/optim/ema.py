@@ -83,8 +83,8 @@ class EMA:
     def swapped_in(self, model: nn.Module) -> Iterator[nn.Module]:
         """Copy the averages into the model's parameters for a ``with`` block, then restore the parameters bitwise.
 
-        Not collective if the model is sharded like the averages. In the block you can evaluate and export the model,
-        but must not step its optimizer.
+        Not collective if the model is sharded like the averages. Otherwise collective: averages are gathered one by
+        one. In the block you can evaluate and export the model, but must not step its optimizer.
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
@@ -105,7 +105,8 @@ class EMA:
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages into a model's parameters, and then the parameters into their fp32 master weights, if any.
 
-        Not collective if the model is sharded like the averages.
+        Not collective if the model is sharded like the averages. Otherwise collective: averages are gathered one by
+        one.
 
         Raises:
             ShardError: the model lacks an averaged parameter, or has it in another shape.
@@ -142,7 +143,7 @@ def _sources(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _local_values_for(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``source`` that corresponds to this rank's shard of ``target``."""
+    """Shard ``source`` like ``target``, and return this rank's shard; collective if they are not sharded equally."""
     if _same_sharding(target, source):
         return values_of(source)
     return shard_view(full_tensor_of(source), target)

@@ -50,8 +50,11 @@ def build_optimizer(
     """Build an optimizer over the trainable parameters of ``model``; not collective.
 
     Omitted arguments keep the defaults of ``optimizer_cls``. If neither ``fused`` nor ``foreach`` is given, Adam and
-    AdamW use their fused kernel where it supports the devices and dtypes. Otherwise ``foreach`` is used if
-    ``optimizer_cls`` has it.
+    AdamW get ``fused=True`` if the fused kernel supports the devices and dtypes of all parameters, and ``foreach=True``
+    otherwise. All other optimizers that have the option ``foreach`` get ``foreach=True``.
+
+    A name pattern with ``*``, ``?`` or ``[`` is a shell-style pattern for the full name of a parameter. Any other
+    pattern matches each name that contains it.
 
     Args:
         model: a sharded model, or any module.
@@ -65,18 +68,32 @@ def build_optimizer(
         param_groups: groups with their own settings. Each is a mapping with "params" (name patterns or parameters of
             the model), and optionally "name", "lr", "weight_decay" and other options of the optimizer. A group's
             "weight_decay" applies to all its parameters, also to those that ``no_decay`` exempts. Trainable parameters
-            that are in none of these groups form the default groups.
+            that are in none of these groups form groups with the options of this call.
         masters: keep fp32 master weights of half-precision parameters in the optimizer (`FSDPadaptOptimizer`).
         **kwargs: further options of ``optimizer_cls``.
 
     Returns:
-        The optimizer. Each group has a "name": the given name, or "decay". Exempt parameters form a group of their own,
-        named "<given name>_no_decay", or "no_decay".
+        The optimizer. Each group has a "name": the name given in ``param_groups``, or "decay" without one. Parameters
+        that are exempt from weight decay are split off into a group "<given name>_no_decay", or "no_decay". Groups are
+        also split by dtype and mesh, so several groups may have the same name.
 
     Raises:
         OptimizerError: no parameter is trainable; a group matches no parameter, or contains a parameter of another
             model; two groups share a parameter; the class does not support sharded parameters; or, without
             ``masters``, only some of the parameters are in half precision.
+
+    Example::
+
+        >>> from torch import nn
+        >>> model = nn.ModuleDict({"backbone": nn.Linear(4, 8), "head": nn.Linear(8, 2)})
+        >>> groups = [{"name": "backbone", "params": ["backbone.*"], "lr": 1e-5}]
+        >>> optimizer = build_optimizer(model, lr=1e-4, weight_decay=0.1, param_groups=groups)
+        >>> for group in optimizer.param_groups:
+        ...     print(group["name"], group["lr"], group["weight_decay"])
+        backbone 1e-05 0.1
+        backbone_no_decay 1e-05 0.0
+        decay 0.0001 0.1
+        no_decay 0.0001 0.0
     """
     model = unwrap_model(model)
     reshard(model)  # after a forward pass without backward, the root unit still has unsharded parameters
@@ -114,10 +131,10 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
     stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     foreign = [p for p in stale if id(p) not in names]
     if foreign or (stale and optimizer.state):
-        problem = f"has {len(foreign)} parameters of another model" if foreign else "has state already"
+        problem = f"contains {len(foreign)} parameters of another model" if foreign else "already has state"
         raise OptimizerError(
-            f"cannot keep this optimizer: it {problem}, expected a new one over the model's parameters. Create it with "
-            "create_optimizer, after prepare_model."
+            f"cannot keep this optimizer for the sharded model: it {problem}, expected an optimizer without state over "
+            "parameters of this model. Create it with create_optimizer, after prepare_model."
         )
     for group in optimizer.param_groups if stale else ():
         group["params"] = [p if id(p) in own else now[names[id(p)]] for p in group["params"]]
@@ -126,7 +143,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
 def _resolve_groups(
     trainable: dict[str, nn.Parameter], param_groups: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Replace patterns and parameters in the given groups by names, and add a group for the remaining parameters."""
+    """Replace patterns and parameters in groups by names, and add a group of the trainable parameters that are left."""
     name_of = {id(p): name for name, p in trainable.items()}
     taken: dict[str, int] = {}
     groups = []
@@ -140,10 +157,11 @@ def _resolve_groups(
         picked |= {name for name in trainable if matches(name, patterns)}
         label = group.get("name", i)
         if foreign or not picked:
-            problem = f"has {len(foreign)} parameters of another model" if foreign else f"({listed}) matches none"
+            problem = f"{len(foreign)} parameters of another model" if foreign else "no trainable parameter"
             raise OptimizerError(
-                f"cannot build an optimizer: parameter group {label!r} {problem}, expected trainable parameters of "
-                f"this model, after prepare_model. Their names are like {next(iter(trainable))!r}."
+                f"cannot build an optimizer: parameter group {label!r}, with patterns {patterns}, contains {problem}, "
+                f"expected trainable parameters of this model, such as {next(iter(trainable))!r}. Correct the "
+                "patterns, or collect the parameters after prepare_model."
             )
         if twice := picked & taken.keys():
             first = min(twice)
@@ -158,7 +176,10 @@ def _resolve_groups(
 
 
 def _split_group(group: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
-    """Split a group by weight decay, dtype and mesh, because fused and foreach kernels need the same dtype and mesh."""
+    """Split a group by weight decay, dtype and mesh.
+
+    Fused and foreach kernels need parameters of one dtype and mesh.
+    """
     split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
     for name in group["params"]:
         parameter = trainable[name]

@@ -32,8 +32,8 @@ class FSDPadaptOptimizer(Optimizer):
     build learning-rate schedules over this object.
 
     Args:
-        optimizer: an optimizer over the model's parameters, whose groups and state move to this object; or parameters,
-            or groups of parameters, for which ``optimizer_cls`` constructs an optimizer.
+        optimizer: an optimizer over the model's parameters; its groups and state are moved to this object. If
+            parameters or parameter groups are given instead, ``optimizer_cls`` constructs an optimizer over them.
         optimizer_cls: a torch optimizer class.
         **kwargs: options of ``optimizer_cls``.
 
@@ -114,13 +114,14 @@ class FSDPadaptOptimizer(Optimizer):
         """Load the ``state_dict`` of an optimizer with the same groups; master weights stay in fp32.
 
         Raises:
-            ValueError: the saved groups have other sizes.
+            ValueError: the saved groups have other numbers of parameters.
         """
         groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+        saved, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
+        if saved != expected:
             raise ValueError(
-                "cannot load the optimizer: its groups have other numbers of parameters than the saved groups, "
-                "expected the same numbers. Build it over the same parameters."
+                f"cannot load the optimizer: the saved groups have {saved} parameters, expected {expected}. Build the "
+                "optimizer over the same parameters."
             )
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: copy.deepcopy(value) for key, value in given.items() if key != "params"})

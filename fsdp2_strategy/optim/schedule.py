@@ -64,7 +64,7 @@ def build_scheduler(
             raise OptimizerError(
                 f"cannot build a schedule: warmup_ratio is {warmup_ratio} with num_warmup_steps {num_warmup_steps} and "
                 f"num_training_steps {num_training_steps}, expected a ratio from 0 to 1, num_training_steps, and no "
-                "num_warmup_steps. Give one of the two warm-ups."
+                "num_warmup_steps. Give only one of warmup_ratio and num_warmup_steps."
             )
         num_warmup_steps = int(num_training_steps * warmup_ratio)
     if name == BACKBONE_FREEZE:
@@ -79,7 +79,11 @@ def build_scheduler(
             scheduler_specific_kwargs={**options, **scheduler_specific_kwargs},
         )
     except (TypeError, ValueError) as error:
-        raise OptimizerError(f"cannot build a schedule: {name!r}: {error}") from error
+        given = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+        raise OptimizerError(
+            f"cannot build the schedule {name!r}: the options are {given | scheduler_specific_kwargs}, expected those "
+            f"of transformers.get_scheduler ({error}). Change the options."
+        ) from error
     return scheduler
 
 
@@ -119,6 +123,7 @@ def _freeze_backbone(optimizer: Optimizer, **options: Any) -> LambdaLR:
             "llm_freeze_step, a number of steps. Pass it to create_scheduler."
         )
     names = [str(group.get("name", "")) for group in optimizer.param_groups]
+    # Accept names that all begin with "other": the backbone has no trainable parameters, so its groups were left out.
     if not any(name.startswith("backbone") for name in names) and not all(name.startswith("other") for name in names):
         raise OptimizerError(
             f"cannot build a schedule: the names of the parameter groups are {names}, expected one that begins with "

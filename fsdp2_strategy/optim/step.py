@@ -197,7 +197,13 @@ def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tens
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
-    """Set which collectives each unit runs in the next backward pass; not collective."""
+    """Set which collectives each unit runs in the next backward pass; not collective.
+
+    Args:
+        model: a sharded model, or its wrapper.
+        mode: communication in the backward passes before the last of a step; see `StrategyConfig`.
+        is_last: whether the next backward pass is the last of the step; it runs all collectives.
+    """
     root = unwrap_model(model)
     if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
         mode = "every"  # FSDP2 sums deferred gradients in a flat buffer, so all passes need the same parameters

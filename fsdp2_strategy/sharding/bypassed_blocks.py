@@ -55,11 +55,11 @@ from fsdp2_strategy.distributed.torch_internals import (
     is_in_backward,
     mark_forward,
     mark_idle,
+    param_group_post_forward,
+    param_group_pre_forward,
     param_groups_of,
     pre_backward_hook,
     prefetch_for_forward,
-    record_post_forward,
-    record_pre_forward,
     run_post_forward,
     run_pre_forward,
     tree_leaves,
@@ -353,7 +353,7 @@ class _Unit:
         state = self._state
         mark_forward(state)
         for param_group in param_groups_of(state):
-            args, kwargs = record_pre_forward(param_group, module, args, kwargs)
+            args, kwargs = param_group_pre_forward(param_group, module, args, kwargs)
         prefetch_for_forward(state)
         self.is_open = self.was_bypassed = True
         return args, kwargs
@@ -365,7 +365,7 @@ class _Unit:
         self.is_open = False
         state = self._state
         for param_group in param_groups_of(state):
-            record_post_forward(param_group, self.module)
+            param_group_post_forward(param_group, self.module)
         mark_idle(state)
 
     def gather_for_gradients_of(self, output: Any) -> None:

@@ -29,8 +29,8 @@ from fsdp2_strategy.hf.weights_folder import WeightsSource, remember_origin
 def init_on_meta() -> Iterator[None]:
     """Build models inside this context on the meta device, without allocating memory; not collective.
 
-    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads no weights; each module stores their
-    location. device_map is ignored; dtype, attn_implementation and the other arguments keep their meaning.
+    Constructors and ``from_config`` build on meta. ``from_pretrained`` reads no weights; each module stores in which
+    files its weights are. device_map is ignored; dtype, attn_implementation and the other arguments keep their meaning.
     ``prepare_model`` or `load_weights` loads the values later; each rank reads the values of its shards.
 
     Raises:
@@ -122,14 +122,15 @@ def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:
     where = str(load_config.pretrained_model_name_or_path)
     if load_config.hf_quantizer is not None:
         raise CheckpointError(
-            f"cannot build {type(model).__name__} on meta: {where} is quantised, expected weights that are not. "
+            f"cannot build {type(model).__name__} on meta: {where} is quantised, expected unquantised weights. "
             "Build it outside of init_on_meta, or name a folder that is not quantised."
         )
     files = tuple(map(Path, checkpoint_files or ()))
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise CheckpointError(
-            f"cannot build {type(model).__name__} on meta: {where} holds {[f.name for f in files]}, expected "
-            "safetensors files. Convert it with from_pretrained and save_pretrained."
+            f"cannot build {type(model).__name__} on meta: the weight files of {where} are {[f.name for f in files]}, "
+            "expected safetensors files. Convert them: call from_pretrained outside of init_on_meta, then "
+            "save_pretrained."
         )
     _move_parameters_to_meta(model)
     origin = WeightsSource(
@@ -144,7 +145,7 @@ def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:
 
 
 def _move_parameters_to_meta(model: nn.Module) -> None:
-    """Move to meta the parameters that are elsewhere: ``torch.FloatTensor`` ignores the default device."""
+    """Move all parameters to meta; some are on the CPU, because ``torch.FloatTensor`` ignores the default device."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:

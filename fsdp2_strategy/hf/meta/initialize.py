@@ -66,7 +66,7 @@ class TensorWithoutValues:
 
     @property
     def recorded(self) -> RecordedTensor | None:
-        """The record of how the tensor was made; None if there is none."""
+        """The tensor's `RecordedTensor`; None if its operations were not recorded."""
         return next((found for module, key in self.registrations if (found := recorded_tensor(module, key))), None)
 
 
@@ -83,8 +83,8 @@ def initialize(model: nn.Module, empty: Sequence[TensorWithoutValues], device: t
         The names of the tensors that nothing initialises.
     """
     with _random_states_of_rank_0(device):
-        # Tensors that were added or changed after transformers had initialised the model are replayed below.
-        waiting = [e for e in empty if e.recorded is None or not e.recorded.was_changed_later]
+        # Tensors that were added or changed after transformers had initialised the model get replayed values below.
+        waiting = [e for e in empty if e.recorded is None or not e.recorded.changed_since_init]
         filled = _run_init_weights(model, waiting, device)
         filled |= _replay([e for e in empty if id(e.tensor) not in filled], device)
         waiting = [e for e in empty if id(e.tensor) not in filled and e.recorded is None]
@@ -149,7 +149,7 @@ def _replay(empty: Sequence[TensorWithoutValues], device: torch.device) -> set[i
 
 
 def _run_reset_parameters(model: nn.Module, empty: Sequence[TensorWithoutValues], device: torch.device) -> set[int]:
-    """Run ``reset_parameters`` of modules with empty tensors; return the ids of the tensors that are filled."""
+    """Run ``reset_parameters`` of modules with tensors without values; return the ids of the tensors that it fills."""
     lazy = _LazyTensors(empty, device)
 
     def reset(module: nn.Module) -> None:

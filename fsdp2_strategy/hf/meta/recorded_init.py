@@ -120,9 +120,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
-        self.changed: dict[int, bool] = {}
-        """For each recorded storage: whether an operation changed it without a later initialisation by transformers. A
-        copy is marked like the tensor that it was copied from."""
+        self.changed_since_init: dict[int, bool] = {}
+        """For each recorded storage: True if an operation created or changed it, and transformers did not initialise it
+        afterwards. A copy has the flag of the tensor that it was copied from."""
         self.in_files: set[int] = set()
         """Storages whose values are in files."""
         self._replayed: dict[torch.Tensor, torch.Tensor] = {}
@@ -131,14 +131,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def recorded(self, init: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap an init function: record calls on meta tensors, on which the original has no effect."""
 
-        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def wrapped(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta:
                 return init(tensor, *args, **kwargs)
             storage = frozenset({storage_of(tensor)})
             self._add(_Operation(init, (tensor.detach(), *args), kwargs, changes=storage, reads=storage))
             return tensor
 
-        return record
+        return wrapped
 
     def manual_seed(self, seed: int) -> torch.Generator:
         """Record a call of ``torch.manual_seed`` and run it."""
@@ -163,7 +163,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, operation: _Operation) -> None:
         self.operations.append(operation)
-        self.changed |= dict.fromkeys(operation.changes, True)
+        self.changed_since_init |= dict.fromkeys(operation.changes, True)
 
     def mark_initialized(self, model: nn.Module, *, in_files: bool = False) -> None:
         """Record that transformers has initialised a model, so that later changes of its tensors are detected.
@@ -173,8 +173,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             in_files: whether the values of its parameters and persistent buffers are in files.
         """
         # Only recorded storages, because the operations keep them alive. The addresses of other storages may be reused.
-        known = self.changed.keys()
-        self.changed |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
+        known = self.changed_since_init.keys()
+        self.changed_since_init |= dict.fromkeys(known & _storages_of([*model.parameters(), *model.buffers()]), False)
         if in_files:
             self.in_files |= known & _storages_of([*model.state_dict(keep_vars=True).values()])
 
@@ -183,10 +183,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = _storages_of((args, kwargs))
         written = _storages_of(written_arguments(function, args, kwargs))
         for earlier in _recordings:
-            if not written.isdisjoint(earlier.changed):
+            if not written.isdisjoint(earlier.changed_since_init):
                 raise CheckpointError(
                     f"cannot build on meta: {function} changes a tensor of a module that was built in an earlier "
-                    "init_on_meta block, and the change would be lost. Build both in one block."
+                    "init_on_meta block, expected tensors of this block, because the change would be lost. Build and "
+                    "change the module in the same block."
                 )
         kept_args, kept_kwargs = tree_map(_snapshot, (tuple(args), kwargs))
         result = function(*args, **kwargs)
@@ -201,7 +202,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operation = _Operation(function, kept_args, kept_kwargs, changes, read, outputs)
             self._add(operation)
             if operation.name in _COPIES and read:
-                self.changed |= dict.fromkeys(changes, any(self.changed.get(storage) for storage in read))
+                self.changed_since_init |= dict.fromkeys(
+                    changes, any(self.changed_since_init.get(storage) for storage in read)
+                )
         return result
 
     @torch.no_grad()
@@ -278,7 +281,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Constants(TorchFunctionMode):
-    """Create tensors from Python numbers on the CPU, then copy them to meta; the recorded copy holds the values."""
+    """Create tensors from Python numbers on the CPU, then copy them to meta; the recorded copy keeps the CPU tensor."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, device, numbers = dict(kwargs or {}), "meta", args
@@ -311,7 +314,7 @@ def view_like(meta: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _snapshot(argument: Any) -> Any:
-    """Return a detached meta tensor, or a copy of any other tensor: a constructor may change its constants later."""
+    """Detach a meta tensor; copy any other tensor, because a constructor may change it later."""
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.detach() if argument.is_meta else argument.detach().clone()
@@ -348,9 +351,9 @@ class RecordedTensor:
         return self  # the same operations produce the tensors of a copied module
 
     @property
-    def was_changed_later(self) -> bool:
-        """Whether an operation changed the tensor and transformers did not initialise it afterwards."""
-        return self.recording.changed[storage_of(self.meta)]
+    def changed_since_init(self) -> bool:
+        """Whether an operation created or changed the tensor, and transformers did not initialise it afterwards."""
+        return self.recording.changed_since_init[storage_of(self.meta)]
 
 
 _recordings: WeakSet[Recording] = WeakSet()
@@ -398,7 +401,8 @@ def is_recording() -> bool:
 def _patches(recording: Recording, built: WeakSet[nn.Module]) -> Iterator[tuple[Any, str, Any]]:
     """Yield patches for functions that no mode intercepts: seeding, construction, and some init functions.
 
-    Without a patch, these init functions have no effect on meta. All modules that imported them by name are patched.
+    Without a patch, these init functions have no effect on meta. They are patched in all Python modules that imported
+    them by name.
     """
     for function in (recording.manual_seed, recording.get_rng_state, recording.set_rng_state):
         yield torch, function.__name__, function
@@ -412,6 +416,8 @@ def _patches(recording: Recording, built: WeakSet[nn.Module]) -> Iterator[tuple[
 
 
 def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Callable[..., None]:
+    """Wrap a constructor, so that the modules that it builds are added to ``built``."""
+
     def build(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         construct(module, *args, **kwargs)
         built.add(module)
@@ -420,12 +426,15 @@ def _collecting(construct: Callable[..., None], built: WeakSet[nn.Module]) -> Ca
 
 
 def _attach(recording: Recording, module: nn.Module) -> None:
-    """Attach a module's recorded tensors to it; tensors that this recording did not change keep an earlier one."""
+    """Attach a module's recorded tensors to it.
+
+    A tensor that this recording did not change keeps the `RecordedTensor` of an earlier recording.
+    """
     earlier = attached(module, _RECORDED) or {}
     recorded = dict(earlier)
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and tensor.is_meta:
-            changed = recording.changed.get(storage_of(tensor))
+            changed = recording.changed_since_init.get(storage_of(tensor))
             if changed or (changed is not None and name not in recorded):
                 recorded[name] = RecordedTensor(recording, tensor.detach())
     if recorded:

@@ -34,7 +34,7 @@ class AdapterFiles:
     """The contents of a model's adapter files."""
 
     regions: Mapping[str, Mapping[str, Region]]
-    """For each adapter, the regions by their names in its file; their sources are names of the model's tensors."""
+    """For each adapter, the regions of its file by name in the file; their sources are the names of model tensors."""
     skeleton: Any
     """Meta skeleton of the peft model, with its own copy of the configurations."""
 
@@ -46,7 +46,8 @@ class AdapterFiles:
             The contents of the files, and the tensors of the peft model by name.
 
         Raises:
-            CheckpointError: on every rank: there is no peft model or several, or other parameters are trained, too.
+            CheckpointError: there is no peft model, or several; or parameters outside of the files are trainable, too.
+                All ranks raise.
         """
         with all_or_none("export adapters", CheckpointError):
             adapted = _adapted_model(root)
@@ -128,5 +129,5 @@ def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
         raise CheckpointError(
             f"cannot export the adapters of {original_class(root).__name__} alone: it trains {some(lost)} as well, "
-            "expected only adapters. Name them in modules_to_save, or save the full model."
+            "expected only adapters. Name the modules in modules_to_save, or save the full model."
         )

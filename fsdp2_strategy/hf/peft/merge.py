@@ -36,6 +36,7 @@ from fsdp2_strategy.model.placeholders import computed, values_of
 from fsdp2_strategy.model.shards import shard_ranges, shard_view
 
 Adapted = Callable[[Any, str, nn.Module], None]
+"""A function that is called with an adapted layer, its name, and the base layer that replaces it in a copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +139,7 @@ def _remove_adapters(
     Args:
         new: the copy, which is changed.
         module: the original.
-        merge: called with each adapted layer, its name, and the base layer that replaces it in the copy; None if the
-            merged values are not needed.
+        merge: called for each adapted layer; None if the merged values are not needed.
         name: the name of the module in the model.
         done: results by original module, because a module may be registered several times.
     """
@@ -206,9 +206,9 @@ def _untie(model: nn.Module) -> None:
             continue
         if len(ties) > 1:
             raise CheckpointError(
-                f"cannot merge adapters: {broken[0][0]} and {broken[0][1]} are tied, as are others, and the adapters "
-                "change one of the two, expected weights that are not tied. Save only the adapters with "
-                "merge_adapters=False."
+                f"cannot merge adapters: they change only one of the tied weights {broken[0][0]} and {broken[0][1]}, "
+                "and the model ties other weights, too, expected adapters that change no tied weight. Save only the "
+                "adapters with merge_adapters=False."
             )
         vars(part)["all_tied_weights_keys"] = {}
         memo: dict[int, Any] = {}
@@ -229,7 +229,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _active(layer: Any) -> list[str]:
-    """Return the active adapters of a layer that peft has not merged yet."""
+    """Return a layer's active adapters, except those that peft has already merged into its weights."""
     own = {key.split(".")[1] for key, _ in _own_parameters(layer) if key.count(".")}
     return [name for name in layer.active_adapters if name in own and name not in layer.merged_adapters]
 
@@ -257,7 +257,7 @@ def _check(layer: Any, name: str, active: Sequence[str]) -> None:
         no_bias = getattr(layer.get_base_layer(), "bias", None) is None
         if not (no_bias and any(layer.lora_bias.get(adapter) for adapter in active)):
             return
-        what += " without a bias, and its adapter with one"
+        what += " without a bias, but its adapter has one"
     elif known and used:
         if used <= by_rows and not _is_transposed(layer) and not layer.merged_adapters:
             return
@@ -290,10 +290,15 @@ class _Rows:
     """This rank's rows of an adapted weight; see [Note: row-wise merging]."""
 
     layer: Any
+    """A copy of the adapted layer."""
     key: str
+    """Name of the weight in the base layer."""
     active: tuple[str, ...]
+    """Names of the adapters to merge."""
     weight: torch.Tensor
+    """The weight in the model, sharded or not."""
     gathered: Mapping[int, torch.Tensor]
+    """The full tensors of the adapters' parameters, by the ``id`` of the parameter."""
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
@@ -305,11 +310,11 @@ class _Rows:
             first, last = max(low, begin), min(high, begin + length)
             if first >= last:
                 continue
-            own = cut = rows[first - begin : last - begin]
+            own = chunk_rows = rows[first - begin : last - begin]
             if (first, last) != (low, high):
-                cut = rows.new_zeros((high - low, *rows.shape[1:]))
-                cut[first - low : last - low] = own
-            merged = self._merge(cut, low)[first - low : last - low]
+                chunk_rows = rows.new_zeros((high - low, *rows.shape[1:]))
+                chunk_rows[first - low : last - low] = own
+            merged = self._merge(chunk_rows, low)[first - low : last - low]
             if merged.data_ptr() != own.data_ptr():  # else peft merged in place
                 own.copy_(merged)
         return rows
@@ -329,16 +334,16 @@ class _Rows:
         names = {id(parameter): key for key, parameter in _own_parameters(self.layer)}
         base = self.layer.get_base_layer()
 
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
+        def replacement(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is self.weight:
                 return rows
             if id(tensor) in names and id(tensor) in self.gathered:
-                return self._cut(names[id(tensor)].split(".")[0], self.gathered[id(tensor)], begin, len(rows))
+                return self._adapter_slice(names[id(tensor)].split(".")[0], self.gathered[id(tensor)], begin, len(rows))
             if tensor is getattr(base, "weight", None) or tensor is getattr(base, "bias", None):
-                return rows.new_zeros(self._other_parameter_shape(tensor, len(rows)), dtype=tensor.dtype)
+                return rows.new_zeros(self._shape_for_rows(tensor, len(rows)), dtype=tensor.dtype)
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-        layer: Any = meta_skeleton(self.layer, cut)
+        layer: Any = meta_skeleton(self.layer, replacement)
         layer.merged_adapters = []  # the copy shares this list with the original
         reset_caches(layer)
         if self._experts > 1:
@@ -347,7 +352,7 @@ class _Rows:
         result: torch.Tensor = layer.get_base_layer()._parameters[self.key]
         return result.detach()
 
-    def _cut(self, kind: str, gathered: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    def _adapter_slice(self, kind: str, gathered: torch.Tensor, begin: int, length: int) -> torch.Tensor:
         """Return the slice of an adapter's parameter that is needed to merge ``length`` rows of the weight."""
         if self._experts > 1:  # A is (experts * rank, in), B is (out, rank * experts)
             apart = (self._experts, -1, gathered.shape[1]) if kind == "lora_A" else (len(gathered), -1, self._experts)
@@ -361,8 +366,13 @@ class _Rows:
         dim = 1 if kind == "lora_magnitude_vector" and gathered.ndim > 1 else dims[kind]
         return gathered.narrow(dim, begin, length)
 
-    def _other_parameter_shape(self, tensor: torch.Tensor, length: int) -> list[int]:
-        """Return the shape of the base layer's other parameter (weight or bias) that fits ``length`` rows of this."""
+    def _shape_for_rows(self, tensor: torch.Tensor, length: int) -> list[int]:
+        """Return the shape of the base layer's other parameter in the copy of the layer that has only ``length`` rows.
+
+        Args:
+            tensor: the base layer's bias if the weight is merged; its weight if the bias is merged.
+            length: number of rows that are merged.
+        """
         shape = list(tensor.shape)
         if self.key == "bias":
             shape[1 if _is_transposed(self.layer) else 0] = length
