@@ -149,8 +149,8 @@ _PREFETCH = Key(
     info_values=("BACKWARD_PRE",),
     warning_values=("BACKWARD_POST", "NO_PREFETCH"),
 )
-_SIZE = Key("refused", "Only data parallelism is supported: set it to 1.", choice("1"))
-_WITH_SIZE = Key("launcher", "nothing, because the sizes are 1")
+_UNUSED_AXIS = Key("refused", "Only data parallelism is supported: set it to 1.", choice("1"))
+_OPTION_OF_UNUSED_AXIS = Key("launcher", "nothing, because the sizes are 1")
 
 TOP: Mapping[str, Key] = {
     "compute_environment": Key(
@@ -291,13 +291,13 @@ PARALLELISM: Mapping[str, Key] = {
     "parallelism_config_dp_replicate_size": Key(
         "configures", "nothing; the number of replicas is the number of ranks / `shard_size`", integer
     ),
-    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")), _SIZE),
-    "parallelism_config_cp_backend": _WITH_SIZE,
-    "parallelism_config_cp_comm_strategy": _WITH_SIZE,
-    "parallelism_config_sp_backend": _WITH_SIZE,
-    "parallelism_config_sp_seq_length": _WITH_SIZE,
-    "parallelism_config_sp_seq_length_is_variable": _WITH_SIZE,
-    "parallelism_config_sp_attn_implementation": _WITH_SIZE,
+    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")), _UNUSED_AXIS),
+    "parallelism_config_cp_backend": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_cp_comm_strategy": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_backend": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_seq_length": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_seq_length_is_variable": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_attn_implementation": _OPTION_OF_UNUSED_AXIS,
 }
 
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {

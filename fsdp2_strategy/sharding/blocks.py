@@ -34,7 +34,7 @@ manual_transformer_cls_names_to_wrap = [
 ]
 
 # Modules that use the parameters of their children without calling the children.
-_OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
+_CHILDREN_NOT_CALLED = (nn.MultiheadAttention, nn.RNNBase)
 _LARGEST_SIZE_BASED_UNIT = 50_000_000
 
 Classes = Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
@@ -187,7 +187,7 @@ def has_forward(module: nn.Module) -> bool:
 def _is_gathered_by_submodules(module: nn.Module) -> bool:
     """Return whether hooks on submodules can gather a module that has no forward.
 
-    See [Note: bypassed units] in `bypassed_blocks`.
+    See [Note: bypassed units] in `bypassed_units`.
     """
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     return not is_container and not any(True for _ in module.parameters(recurse=False))
@@ -231,7 +231,7 @@ def _pack_by_size(
     if module in excluded:
         return 0
     remaining = sum(p.numel() for p in module.parameters(recurse=False))
-    if isinstance(module, _OPAQUE):
+    if isinstance(module, _CHILDREN_NOT_CALLED):
         remaining = parameter_count(module)
     else:
         for child_name, child in module.named_children():

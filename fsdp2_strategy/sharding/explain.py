@@ -20,7 +20,7 @@ from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.errors import some
 from fsdp2_strategy.sharding.blocks import parameter_count
-from fsdp2_strategy.sharding.bypassed_blocks import bypassed_units
+from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 
@@ -80,7 +80,7 @@ def explain(
         mixed_mm_data=mixed_mm_data,
     )
     if run is not None:
-        found = bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
+        found = find_bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
         plan.bypassed = some(found, "unit") if found else ""
     world_size = world_size or process_group.world_size()
     if shard_size == "auto":

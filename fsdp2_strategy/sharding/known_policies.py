@@ -29,7 +29,7 @@ class Policy:
     entry_points: tuple[str, ...] = ENTRY_POINTS
     """Methods other than forward that need gathered parameters."""
     bypassed: bool = False
-    """Whether the forward of its blocks is bypassed; see [Note: bypassed units] in `bypassed_blocks`."""
+    """Whether the forward of its blocks is bypassed; see [Note: bypassed units] in `bypassed_units`."""
     declared: bool = False
     """Whether ``blocks`` comes from its ``_fsdp_wrap_modules``. If so, the blocks of its backbones are not added."""
 

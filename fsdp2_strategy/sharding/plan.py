@@ -13,7 +13,7 @@ root unit, which is the model itself, contains all remaining parameters. A plan 
      object that is registered in several blocks becomes a unit itself.
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
   3. Only a module that can be gathered becomes a unit: one with a forward, or one with neither forward nor direct
-     parameters. The latter is gathered when its submodules run ([Note: bypassed units] in `bypassed_blocks`).
+     parameters. The latter is gathered when its submodules run ([Note: bypassed units] in `bypassed_units`).
 
 [Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank.
 Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so a module computes in the dtype

@@ -27,7 +27,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
-from fsdp2_strategy.sharding.bypassed_blocks import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, plan_units

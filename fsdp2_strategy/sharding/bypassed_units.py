@@ -67,13 +67,13 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
 
-_Kind = tuple[str, bool, bool]
+_PassKind = tuple[str, bool, bool]
 """The kind of a pass: its method, whether the model is in training mode, whether gradients are enabled."""
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Modules that raise if an input and their parameters have different dtypes.
-_ONE_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
+_NEEDS_OWN_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class BypassHooks:
@@ -114,9 +114,9 @@ class BypassHooks:
         self._handles: list[RemovableHandle] = []
         """Hooks on the modules within units; empty while these hooks are not registered."""
         self._are_hooks_needed = is_bypassed
-        self._kinds_without_hooks: set[_Kind] = set()
+        self._kinds_without_hooks: set[_PassKind] = set()
         """Kinds of passes that were observed and do not need the hooks."""
-        self._observed_kind: _Kind | None = None
+        self._observed_kind: _PassKind | None = None
         """The kind of the running pass if this pass is observed, else None."""
         for module, around in self._units_around.items():
             if not around:
@@ -155,7 +155,7 @@ class BypassHooks:
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
         self._enter(name)
         try:
-            output = self._call(method, *args, **kwargs)
+            output = self._run_pass(method, *args, **kwargs)
             self._leave(self._root, args, True)
         except BaseException:
             self._leave(self._root, args, None)
@@ -171,9 +171,9 @@ class BypassHooks:
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, even if the caller calls ``model.forward(...)`` directly."""
-        return self._call(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
+        return self._run_pass(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_pass(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a pass; raise an error that explains the cause if it fails because it bypasses a block.
 
         Raises:
@@ -213,10 +213,10 @@ class BypassHooks:
         if self._handles:
             return
         for module, around in self._units_around.items():
-            before = functools.partial(self._before, around)
+            before = functools.partial(self._before_submodule, around)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             if around:
-                after = functools.partial(self._after, around)
+                after = functools.partial(self._after_submodule, around)
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
@@ -241,7 +241,7 @@ class BypassHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def _before(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Inputs | None:
+    def _before_submodule(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Inputs | None:
         changed: _Inputs | None = None
         for unit in around:
             if unit.is_running or unit.is_open:
@@ -263,7 +263,7 @@ class BypassHooks:
         self._are_hooks_needed |= cast is not None
         return cast or changed
 
-    def _after(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_submodule(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
         units = [unit for unit in around if (unit.is_open and not unit.is_running) or unit.fills_cache]
         if units and torch.is_grad_enabled():
             output = clone_view_outputs(module, args, output)
@@ -385,7 +385,7 @@ class _Unit:
 
 def _required_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
-    if not isinstance(module, _ONE_DTYPE):
+    if not isinstance(module, _NEEDS_OWN_DTYPE):
         return None
     parameter = next(p for p in module._parameters.values() if p is not None)
     return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
@@ -455,7 +455,7 @@ def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
     return output
 
 
-def bypassed_units(
+def find_bypassed_units(
     root: nn.Module,
     units: Mapping[nn.Module, str],
     run: Callable[[nn.Module], object],
