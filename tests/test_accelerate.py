@@ -181,7 +181,7 @@ REFUSED = [
     ("fsdp_sharding_strategy", 6, "expected one of FULL_SHARD"),
     ("fsdp_reshard_after_forward", "SOMETIMES", "expected true, false or one of FULL_SHARD"),
     ("fsdp_transformer_layer_cls_to_wrap", [1], "expected a string or a list of strings"),
-    ("fsdp_ignored_modules", "(", "expected regular expressions"),
+    ("fsdp_ignored_modules", "(", "expected valid regular expressions"),
     ("fsdp_auto_wrap_policy", "WRAP", "expected one of TRANSFORMER_BASED_WRAP"),
     ("num_processes", "two", "expected an integer"),
 ]
@@ -281,7 +281,7 @@ def test_unknown_keys_are_refused_all_at_once(tmp_path):
         ({**FSDP, "fsdp_config": "x"}, "fsdp_config is 'x', expected a mapping"),
         (fsdp(fsdp_sharding_strategy=1, fsdp_reshard_after_forward="NO_SHARD"), "expected one strategy"),
         (parallel(dp_replicate_size=2), "dp_replicate_size is 2"),
-        ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2}, "num_processes is -1 on 2 machines"),
+        ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2}, "num_processes is missing on 2 machines"),
         ({**fsdp(fsdp_sharding_strategy=4), "num_machines": 2, "num_processes": 3}, "num_processes is 3 on 2"),
         ("- 1\n", "expected a mapping"),
         ("distributed_type: FSDP\n1: 2\n", "1 is 2, which is not supported"),

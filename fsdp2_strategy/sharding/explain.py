@@ -48,14 +48,14 @@ def explain(
 
     Args:
         model: any module; it is only read.
-        is_training: plan fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
+        is_training: count fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
         shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
         bf16, keep_fp32, reduce_in_full_precision, class_names, min_unit_params, ignored_modules, mixed_mm_data: as for
             `shard_model`.
-        run: calls the model as training does, with a batch on the model's device (``lambda model: model(batch)``). The
-            text then names the units whose forward is bypassed. The call runs without gradients and leaves torch's RNG
-            state unchanged.
+        run: function that calls the model as training does, with a batch on the model's device (``lambda model:
+            model(batch)``). The text then names the units whose forward is bypassed. The function runs without
+            gradients, and torch's RNG state is restored afterwards.
         file: file that rank 0 writes the text to; standard output by default.
 
     Returns:
@@ -144,7 +144,7 @@ def _totals(plan: ShardPlan, held_bytes: Counter[str]) -> Iterator[str]:
 
 
 def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
-    """Return the bytes of the unit by part, on the rank that holds the most of it."""
+    """Return the bytes of a unit's parameters, gradients and optimizer state, on the rank that holds the most of it."""
     held = Counter[str]()
     for parameter in unit.parameters.values():
         rows, *rest = parameter.shape or (1,)

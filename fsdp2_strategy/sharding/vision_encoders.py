@@ -89,7 +89,7 @@ def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
     return None
 
 
-_MAY_HAVE_UNEQUAL_GRADIENTS = Slot[bool]("uneven micro-batches")
+_MAY_HAVE_UNEQUAL_GRADIENTS = Slot[bool]("unequal gradients")
 
 
 def may_have_unequal_gradients(model: nn.Module) -> bool:
@@ -98,7 +98,10 @@ def may_have_unequal_gradients(model: nn.Module) -> bool:
 
 
 def skip_units_that_never_ran(param_group: Any) -> None:
-    """Register a hook that skips FSDP2's gradient accumulation on a rank where the unit never ran; it would fail."""
+    """Register a hook that skips FSDP2's gradient accumulation on a rank where the unit never ran.
+
+    Without the hook, FSDP2 would fail there, because the unsharded parameters do not exist.
+    """
     register_hook(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
@@ -182,9 +185,9 @@ def run_on_zeros(model: nn.Module, encoder: VisionEncoder) -> None:
 
 
 class _ZeroImages:
-    """Run the vision encoder on zeros after the text embedding, where ranks with images run it.
+    """Run the vision encoder on zeros after the text embedding, as ranks with images run it at this point.
 
-    So the ranks run gathers and reductions in the same order.
+    So all ranks run gathers and reductions in the same order.
     """
 
     def __init__(self, encoder: VisionEncoder) -> None:
@@ -199,7 +202,7 @@ class _ZeroImages:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Count how often this rank must run the vision encoder on zeros; collective.
 
-        If the caller passes ``inputs_embeds``, the text embedding does not run, so run the vision encoder here.
+        If the caller passes ``inputs_embeds``, the text embedding does not run, so this hook runs the vision encoder.
         """
         self._missing_runs = self._count_missing_runs(kwargs)
         if self._missing_runs and kwargs.get("inputs_embeds") is not None:
@@ -224,7 +227,7 @@ class _ZeroImages:
         return int(most) - own
 
     def after_embedding(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-        """Run the vision encoder on zeros as often as `before_owner` counted; return the output with its graph."""
+        """Run the vision encoder on zeros as often as `before_owner` counted, and attach its graph to the output."""
         return self._run_missing_and_attach(output) if self._missing_runs else output
 
     def _run_missing_and_attach(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -277,7 +280,7 @@ class _ZeroImages:
 
 
 class _AttachGraph(torch.autograd.Function):
-    """Copy a tensor; the backward of the copy also runs the backward of other tensors, with zero gradients."""
+    """Copy a tensor; the backward of the copy also runs the backward of other tensors, with gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
