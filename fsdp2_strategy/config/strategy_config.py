@@ -283,8 +283,8 @@ def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
             re.compile(expression)
         except re.error as error:
             raise ConfigError(
-                f"cannot configure: {field} contains {expression!r}, expected valid regular expressions. Python reports "
-                f"'{error}'. Escape characters that are meant literally with a backslash."
+                f"cannot configure: {field} contains {expression!r}, expected valid regular expressions. Python "
+                f"reports '{error}'. Escape characters that are meant literally with a backslash."
             ) from error
 
 
