@@ -87,7 +87,7 @@ MOVED = {
     "vla.lerobot.staging": "lerobot.prefetch",
     "vla.loop": "vla.training_loop",
     "vla.shortage": "vla.shortages",
-    "walk": "sharding.bypassed_blocks",
+    "walk": "sharding.bypassed_units",
 }
 """Old module path -> new path, relative to the package. Submodules of an old path are redirected as well."""
 

@@ -124,7 +124,7 @@ def test_tied_weights_lie_in_the_root_alone():
 def test_shared_parameters_open_their_blocks_and_shared_modules_become_units():
     found = units(SharedBlocks())
     assert {n: u.kind for n, u in found.items() if n.startswith("blocks")} == {
-        "blocks.0.outer": "opened", "blocks.1": "block", "blocks.2.outer": "opened",
+        "blocks.0.outer": "split", "blocks.1": "block", "blocks.2.outer": "split",
     }  # fmt: skip
     assert "blocks.0.inner.weight" in found[""].parameters
 

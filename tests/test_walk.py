@@ -382,7 +382,9 @@ def test_a_policy_is_registered_in_a_line():
         assert "modules with at least" in explain(OwnPolicy(), file=io.StringIO())
     finally:
         _registered.pop("own", None), _registered.pop("OwnPolicy", None)
-    with pytest.raises(ConfigError, match=r"cannot register own: blocks is 'Block', expected names in a list"):
+    with pytest.raises(
+        ConfigError, match=r"cannot register the policy own: blocks is 'Block', expected a list of Python names"
+    ):
         register_policy("own", "Block")
 
 

@@ -85,14 +85,16 @@ def _read(name: str, value: object) -> Any:
     try:
         return key.read(value)
     except table.UnreadableError as error:
-        fix = key.text if key.kind == "refused" else key.fix or "Correct it, or leave it out."
+        fix = key.text if key.kind == "refused" else key.fix or "Correct the value, or remove the key."
         raise _InvalidError(f"{name} is {value!r}, expected {error}. {fix}") from error
 
 
 def _ignored(settings: Mapping[str, Any]) -> set[str]:
     """Return the keys of ``settings`` that accelerate ignores."""
     if "distributed_type" not in settings:
-        raise _InvalidError("distributed_type is missing, expected one, as in accelerate. Add distributed_type: FSDP.")
+        raise _InvalidError(
+            "distributed_type is missing, expected a value, which accelerate requires. Add distributed_type: FSDP."
+        )
     without_effect: set[str] = set()
     if _read("distributed_type", settings["distributed_type"]) != "FSDP":
         without_effect |= {*table.FSDP, *table.PARALLELISM}
@@ -138,8 +140,9 @@ def _ranks_of_a_machine(used: Mapping[str, Any]) -> int:
         return -1
     if processes < 1 or processes % machines:
         raise _InvalidError(
-            f"num_processes is {processes} on {machines} machines, expected a multiple of the machines, because "
-            "HYBRID_SHARD shards over the ranks of one machine. Set num_processes, or parallelism_config_dp_shard_size."
+            f"num_processes is {used.get('num_processes', 'missing')} on {machines} machines, expected a multiple of "
+            "the number of machines, because HYBRID_SHARD shards over the ranks of one machine. Set num_processes, or "
+            "parallelism_config_dp_shard_size."
         )
     return int(processes // machines)
 
@@ -153,9 +156,9 @@ def _units(used: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _log_differences(path: str | Path, used: Mapping[str, Any], ignored: set[str]) -> None:
-    """Log in one record which settings have another name or effect here, and which keys of FSDP are ignored.
+    """Log in one record which settings have another name or effect here, and which keys are ignored without FSDP.
 
-    The level is WARNING if a result is not the requested one, or if a key is ignored.
+    The level is WARNING if the effect of a setting is not the requested one, or if a key is ignored.
     """
     warnings = [name for name, value in used.items() if value in table.KEYS[name].warning_values]
     logged = [name for name, value in used.items() if name in warnings or value in table.KEYS[name].info_values]
@@ -167,4 +170,4 @@ def _log_differences(path: str | Path, used: Mapping[str, Any], ignored: set[str
     if lines:
         show_log()
         level = logging.WARNING if warnings else logging.INFO
-        log("settings of %s, and what replaces them:\n  %s", path, "\n  ".join(lines), level=level)
+        log("settings of %s and their replacements:\n  %s", path, "\n  ".join(lines), level=level)

@@ -7,7 +7,7 @@ Input: nothing. Output: one table of keys, for `config.accelerate`; docs/coming_
 - "configures": the key sets fields of StrategyConfig.
 - "launcher": the launcher has already applied the key.
 - "replaced": another setting or mechanism replaces the key; ``info_values`` and ``warning_values`` are logged.
-- "refused": a value that needs an unsupported feature raises.
+- "refused": a value that needs an unsupported feature raises an error.
 
 Top-level keys that are not in the table, such as those of DeepSpeed, Megatron, fp8, MPI, TPUs and SageMaker, are
 ignored if their value is empty or off, and raise otherwise. A key in the wrong nested mapping, or an unknown key in a
@@ -122,13 +122,13 @@ class Key:
     text: str = ""
     """What the key configures, what replaces it, or what to do if it is refused."""
     read: Callable[[object], Any] = unchanged
-    """Function that parses the value in the file; raises `UnreadableError` if it does not accept the value."""
+    """Function that parses the value in the file, or raises `UnreadableError` if it does not accept the value."""
     sets: str | None = None
     """The field of StrategyConfig that is set to the parsed value."""
     info_values: tuple[object, ...] = ()
-    """Values that are logged although the result is the requested one."""
+    """Values that are logged although they have the requested effect."""
     warning_values: tuple[object, ...] = ()
-    """Values that are logged as a warning, because the result is not the requested one."""
+    """Values that are logged as a warning, because they do not have the requested effect."""
     fix: str = ""
     """What to do if ``read`` does not accept the value; refused keys use ``text`` instead."""
 
@@ -149,8 +149,8 @@ _PREFETCH = Key(
     info_values=("BACKWARD_PRE",),
     warning_values=("BACKWARD_POST", "NO_PREFETCH"),
 )
-_SIZE = Key("refused", "Only data parallelism is supported: set it to 1.", choice("1"))
-_WITH_SIZE = Key("launcher", "nothing, because the sizes are 1")
+_UNUSED_AXIS = Key("refused", "Only data parallelism is supported: set it to 1.", choice("1"))
+_OPTION_OF_UNUSED_AXIS = Key("launcher", "nothing, because the size of its axis must be 1")
 
 TOP: Mapping[str, Key] = {
     "compute_environment": Key(
@@ -164,7 +164,7 @@ TOP: Mapping[str, Key] = {
     ),
     "mixed_precision": Key(
         "configures",
-        "`bf16` or `fp16`; neither if it is no or left out; fp8 is refused",
+        "sets `bf16` or `fp16`; with `no` or without the key, neither; fp8 is refused",
         choice("NO", "BF16", "FP16"),
         fix="Use bf16.",
     ),
@@ -185,7 +185,7 @@ TOP: Mapping[str, Key] = {
     ),
     "debug": Key(
         "replaced",
-        "`debug_divergence_seconds=60` names a rank that runs another unit than the others, or does not reach it",
+        "`debug_divergence_seconds=60` names a rank that runs another unit than the others, or no unit for 60 s",
         flag,
         warning_values=(True,),
     ),
@@ -255,14 +255,14 @@ FSDP: Mapping[str, Key] = {
     "fsdp_backward_prefetch_policy": _PREFETCH,
     "fsdp_forward_prefetch": Key(
         "replaced",
-        "`prefetch_depth=1` determines which unit is gathered ahead, also in forward",
+        "`prefetch_depth=1` gathers one unit ahead, in forward and in backward",
         flag,
         info_values=(False,),
         warning_values=(True,),
     ),
     "fsdp_state_dict_type": Key(
         "replaced",
-        "nothing; all ranks write a checkpoint, each its own shards, and it can be opened as full tensors",
+        "nothing; each rank writes its own shards to a checkpoint, which can be read as full tensors",
         choice("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", numbered=True),
         info_values=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
         warning_values=("LOCAL_STATE_DICT",),
@@ -291,13 +291,13 @@ PARALLELISM: Mapping[str, Key] = {
     "parallelism_config_dp_replicate_size": Key(
         "configures", "nothing; the number of replicas is the number of ranks / `shard_size`", integer
     ),
-    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")), _SIZE),
-    "parallelism_config_cp_backend": _WITH_SIZE,
-    "parallelism_config_cp_comm_strategy": _WITH_SIZE,
-    "parallelism_config_sp_backend": _WITH_SIZE,
-    "parallelism_config_sp_seq_length": _WITH_SIZE,
-    "parallelism_config_sp_seq_length_is_variable": _WITH_SIZE,
-    "parallelism_config_sp_attn_implementation": _WITH_SIZE,
+    **dict.fromkeys((f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")), _UNUSED_AXIS),
+    "parallelism_config_cp_backend": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_cp_comm_strategy": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_backend": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_seq_length": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_seq_length_is_variable": _OPTION_OF_UNUSED_AXIS,
+    "parallelism_config_sp_attn_implementation": _OPTION_OF_UNUSED_AXIS,
 }
 
 SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {

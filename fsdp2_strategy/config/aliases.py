@@ -38,7 +38,7 @@ def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
 def read_mapping(path: str | Path) -> Mapping[str, Any]:
     """Return the top-level mapping of a YAML file, or of a JSON file if the path ends in ``.json``.
 
-    An empty YAML file gives {}.
+    An empty YAML file is read as an empty mapping.
 
     Raises:
         ConfigError: the file cannot be read, or its top level is not a mapping.

@@ -49,7 +49,7 @@ class StrategyConfig:
     """Compute in float16 instead, with a dynamic loss scale; ``bf16`` is ignored then."""
 
     reduce_in_full_precision: bool = True
-    """Reduce gradients in fp32; if false, in the compute dtype, which halves the traffic but rounds."""
+    """Reduce gradients in fp32; if false, in the compute dtype, which halves the traffic but rounds the gradients."""
 
     use_mp_opt: bool = False
     """Keep the fp32 master weights in the optimizer; the model has half-precision weights only."""
@@ -58,7 +58,7 @@ class StrategyConfig:
     """Whether ``maybe_offload_optimizer`` offloads; if false, the optimizer stays on the device."""
 
     keep_fp32: tuple[str, ...] = ()
-    """Parameters that are stored, gathered and computed with in fp32, by part of their name or by a glob."""
+    """Parts of names, or globs, of the parameters that are stored, gathered and used in fp32."""
 
     grad_sync: GradSync = "defer_all_reduce"
     """Gradient communication in each micro-batch of a step but the last: the reduce-scatter only ("defer_all_reduce"),
@@ -72,7 +72,7 @@ class StrategyConfig:
     the fewest that a model of this size needs (`auto_shard_size`)."""
 
     reshard_after_forward: bool | int = True
-    """Free the gathered parameters after a block's forward; an int reshards them over that many ranks instead."""
+    """Free a block's gathered parameters after its forward; an int reshards them over that many ranks instead."""
 
     block_class_names: tuple[str, ...] = ()
     """Class names of the modules that become units; empty: blocks are detected by `find_blocks`."""
@@ -100,8 +100,8 @@ class StrategyConfig:
     """How to train if only some ranks have images in a batch: "root", "dummy" or "replicate"; see docs/rlhf.md."""
 
     debug_divergence_seconds: float = 0.0
-    """If positive, raise an error that names rank and unit when a rank runs a different unit than the others, or none
-    for this many seconds. 0 disables the comparison."""
+    """If positive, raise an error that names the rank and the unit when a rank runs a different unit than the others,
+    or no unit for this many seconds. 0 disables the comparison."""
 
     timeout_minutes: float = 30.0
     """Time-out of collectives, if the strategy starts the process group."""
@@ -146,7 +146,7 @@ class StrategyConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StrategyConfig:
-        """Build a configuration from a mapping of fields; other keys are errors.
+        """Build a configuration from a mapping of fields; any other key raises an error.
 
         Raises:
             ConfigError: a key is not a field, or a value is not valid.
@@ -162,7 +162,7 @@ class StrategyConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> StrategyConfig:
-        """Read a configuration from a YAML file that is a mapping of fields; other keys are errors.
+        """Read a configuration from a YAML file that is a mapping of fields; any other key raises an error.
 
         Raises:
             ConfigError: the file is missing or not a YAML mapping, a key is not a field, or a value is not valid.
@@ -189,7 +189,7 @@ class StrategyConfig:
     def from_args(cls, args: object) -> StrategyConfig:
         """Build a configuration from a trainer's namespace or mapping; ignore names that are not fields.
 
-        None means the default. ``fsdp_cpu_offload`` is read as ``cpu_offload``.
+        A value of None means the default. ``fsdp_cpu_offload`` is read as ``cpu_offload``.
 
         Raises:
             ConfigError: ``args`` is neither a namespace nor a mapping, or the value of a field is not valid.
@@ -201,7 +201,7 @@ class StrategyConfig:
         """Return ``config`` if it is given, else a configuration made from ``args``, else the defaults.
 
         Raises:
-            ConfigError: ``config`` is not a StrategyConfig, or both arguments are one; see `from_args`.
+            ConfigError: ``config`` is not a StrategyConfig, or both arguments are one, or `from_args` raises.
         """
         if config is not None and not isinstance(config, StrategyConfig):
             raise ConfigError(
@@ -283,8 +283,8 @@ def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
             re.compile(expression)
         except re.error as error:
             raise ConfigError(
-                f"cannot configure: {field} contains {expression!r}, expected regular expressions: {error}. Escape the "
-                "characters that are meant literally."
+                f"cannot configure: {field} contains {expression!r}, expected valid regular expressions. Python "
+                f"reports '{error}'. Escape characters that are meant literally with a backslash."
             ) from error
 
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_activations(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Wrap the forward of modules so that backward recomputes their activations, with the RNG state of their forward.
+    """Wrap the forward of modules so that backward recomputes their activations, with the RNG state of the forward.
 
     Only ``forward`` is wrapped, so FSDP2's hooks run outside of the wrapper, and module names do not change. A module
     whose own ``gradient_checkpointing`` is enabled is skipped.
@@ -58,7 +58,8 @@ def _recomputed(forward: Callable[..., Any], *, shares_caches: bool) -> Callable
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # An encoder-decoder model has one decoder, so its cache, which has no `layers`, does not have to be copied.
+        # Only caches with `layers` can be copied. Those of encoder-decoder models have none, and need no copy: such a
+        # model has one decoder.
         cache = next((v for v in (*args, *kwargs.values()) if is_cache(v) and hasattr(v, "layers")), None)
         if shares_caches and cache is not None:
             return _with_cache(forward, cache, args, kwargs)

@@ -33,8 +33,8 @@ manual_transformer_cls_names_to_wrap = [
     "DeepseekDecoderLayer",
 ]
 
-# Modules that use the parameters of their children without calling the children.
-_OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
+# Modules that use the parameters of their children, but never call the forward of the children.
+_CHILDREN_NOT_CALLED = (nn.MultiheadAttention, nn.RNNBase)
 _LARGEST_SIZE_BASED_UNIT = 50_000_000
 
 Classes = Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
@@ -45,7 +45,7 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the repeated modules of a model that should be sharded one by one; not collective.
 
-    The first of these sources that is available is used; sources 4 and 5 only if they yield a block:
+    The blocks come from the first of these sources that applies. Sources 4 and 5 apply only if they yield a block:
       1. ``class_names``, if given
       2. modules with at least ``min_unit_params`` parameters, if given
       3. the classes that a policy lists in ``_fsdp_wrap_modules``
@@ -53,19 +53,21 @@ def find_blocks(
          ``manual_transformer_cls_names_to_wrap``, and in the blocks of a registered policy
       5. the entries of the largest ModuleList with repeated layers, and of other ModuleLists with repeated layers that
          hold at least a tenth of the model's parameters
-      6. modules that hold at least an eighth of the model's parameters, or at least 50 million parameters
+      6. modules that hold at least an eighth of the model's parameters, or at least 50 million parameters; parameters
+         of smaller blocks within the module do not count
     Sources 4 and 5 are skipped for a policy that is registered without blocks.
 
     Args:
         model: any module; it is only read.
         class_names: names of module classes.
-        min_unit_params: choose blocks by size, with at least this number of parameters each.
+        min_unit_params: choose as blocks all modules with at least this number of parameters; parameters of smaller
+            blocks within a module do not count.
 
     Returns:
         The blocks by dotted name, in module order.
 
     Raises:
-        ShardError: a name in ``class_names`` matches no module, or no class in ``_fsdp_wrap_modules`` does.
+        ShardError: a name in ``class_names`` matches no module, or none of the classes in ``_fsdp_wrap_modules`` does.
 
     Example:
         >>> from torch import nn
@@ -125,7 +127,7 @@ class Blocks(NamedTuple):
 def choose_blocks(
     model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
 ) -> Blocks:
-    """Find blocks and their source; blocks that are found by class name may include ``ignored`` modules."""
+    """Choose blocks as `find_blocks` does; blocks that are chosen by class name may be ``ignored`` modules."""
     excluded = {inner for module in ignored for inner in module.modules()}
     if class_names:
         modules = _without_containers(modules_of_class(model, class_names))
@@ -159,7 +161,7 @@ def _of_size(model: nn.Module, minimum: int, excluded: Container[nn.Module]) -> 
 
 
 def _without_thin_wrappers(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop each block whose nested blocks hold at least nine tenths of its parameters: the rest is too small."""
+    """Drop each block whose nested blocks hold at least nine tenths of its parameters: the rest is too small a unit."""
 
     def in_nested_blocks(name: str) -> int:
         nested = [b for n, b in blocks.items() if n != name and _is_nested(n, name)]
@@ -187,14 +189,14 @@ def has_forward(module: nn.Module) -> bool:
 def _is_gathered_by_submodules(module: nn.Module) -> bool:
     """Return whether hooks on submodules can gather a module that has no forward.
 
-    See [Note: bypassed units] in `bypassed_blocks`.
+    See [Note: bypassed units] in `bypassed_units`.
     """
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     return not is_container and not any(True for _ in module.parameters(recurse=False))
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Return whether a module has a forward that callers use; they often iterate over a Sequential instead."""
+    """Return whether callers run a module by its forward; callers often iterate over a Sequential instead."""
     return has_forward(module) and not isinstance(module, nn.Sequential)
 
 
@@ -231,7 +233,7 @@ def _pack_by_size(
     if module in excluded:
         return 0
     remaining = sum(p.numel() for p in module.parameters(recurse=False))
-    if isinstance(module, _OPAQUE):
+    if isinstance(module, _CHILDREN_NOT_CALLED):
         remaining = parameter_count(module)
     else:
         for child_name, child in module.named_children():
@@ -245,8 +247,9 @@ def _pack_by_size(
 def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Module, str]:
     """Return the embeddings and output heads of a model, each with its kind: "embedding" or "head".
 
-    A module that no ``get_input_embeddings`` or ``get_output_embeddings`` returns is included only if it is large: it
-    must have at least a quarter of the median number of parameters of a block.
+    These are the modules that ``get_input_embeddings`` and ``get_output_embeddings`` return. In addition, they are each
+    large ``nn.Embedding``, and each large ``nn.Linear`` with as many outputs as an embedding has entries. A module is
+    large if it has at least a quarter of the median number of parameters of a block.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():

@@ -20,7 +20,7 @@ from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.errors import some
 from fsdp2_strategy.sharding.blocks import parameter_count
-from fsdp2_strategy.sharding.bypassed_blocks import bypassed_units
+from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 
@@ -48,14 +48,14 @@ def explain(
 
     Args:
         model: any module; it is only read.
-        is_training: plan fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
+        is_training: count fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
         shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
         bf16, keep_fp32, reduce_in_full_precision, class_names, min_unit_params, ignored_modules, mixed_mm_data: as for
             `shard_model`.
-        run: calls the model as training does, with a batch on the model's device (``lambda model: model(batch)``). The
-            text then names the units whose forward is bypassed. The call runs without gradients and leaves torch's RNG
-            state unchanged.
+        run: function that calls the model as training does, with a batch on the model's device (``lambda model:
+            model(batch)``). The text then names the units whose forward is bypassed. The function runs without
+            gradients, and torch's RNG state is restored afterwards.
         file: file that rank 0 writes the text to; standard output by default.
 
     Returns:
@@ -80,7 +80,7 @@ def explain(
         mixed_mm_data=mixed_mm_data,
     )
     if run is not None:
-        found = bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
+        found = find_bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
         plan.bypassed = some(found, "unit") if found else ""
     world_size = world_size or process_group.world_size()
     if shard_size == "auto":
@@ -144,7 +144,7 @@ def _totals(plan: ShardPlan, held_bytes: Counter[str]) -> Iterator[str]:
 
 
 def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
-    """Return the bytes of the unit by part, on the rank that holds the most of it."""
+    """Return the bytes of a unit's parameters, gradients and optimizer state, on the rank that holds the most of it."""
     held = Counter[str]()
     for parameter in unit.parameters.values():
         rows, *rest = parameter.shape or (1,)

@@ -1,4 +1,4 @@
-"""Override FSDP2's choice of gradient dtypes, for units that are frozen at first and for masters in the optimizer.
+"""Override FSDP2's choice of gradient dtypes for units that are frozen at first, or whose optimizer has the masters.
 
 Input: the ``FSDPParamGroup`` of a unit. Output: hooks that set the dtypes in which its gradients are reduced and kept.
 """

@@ -29,9 +29,9 @@ class Policy:
     entry_points: tuple[str, ...] = ENTRY_POINTS
     """Methods other than forward that need gathered parameters."""
     bypassed: bool = False
-    """Whether the forward of its blocks is bypassed; see [Note: bypassed units] in `bypassed_blocks`."""
+    """Whether the forward of its blocks is bypassed; see [Note: bypassed units] in `bypassed_units`."""
     declared: bool = False
-    """Whether ``blocks`` comes from its ``_fsdp_wrap_modules``. If so, the blocks of its backbones are not added."""
+    """Whether ``blocks`` comes from its ``_fsdp_wrap_modules``. If so, blocks of its backbones are not added."""
 
 
 _registered: dict[str, Policy] = {}
@@ -49,18 +49,19 @@ def register_policy(
         blocks: class names of its blocks; names that match no module of a model are skipped. Blocks that its
             transformers backbones declare are added automatically. If empty, units are chosen by size.
         entry_points: methods other than forward that need gathered parameters; missing methods are skipped.
-        bypassed: whether the forward of its blocks is bypassed. To find out, pass ``run`` to `explain`.
+        bypassed: whether the policy never calls the forward of its blocks. To find out, pass ``run`` to `explain`.
 
     Raises:
-        ConfigError: ``blocks`` or ``entry_points`` is not a list of identifiers.
+        ConfigError: ``blocks`` or ``entry_points`` is a string, or contains something other than an identifier.
 
     Example:
         >>> register_policy("MyPolicy", ["MyBlock"], entry_points=["act"])
     """
     for what, names in (("blocks", blocks), ("entry_points", entry_points)):
         if isinstance(names, str) or not all(isinstance(n, str) and n.isidentifier() for n in names):
+            fix = f"Write [{names!r}]." if isinstance(names, str) else "Use names of classes or methods, without dots."
             raise ConfigError(
-                f"cannot register {name}: {what} is {names!r}, expected names in a list. Write [{str(names)!r}]."
+                f"cannot register the policy {name}: {what} is {names!r}, expected a list of Python names. {fix}"
             )
     _registered[name] = Policy(name=name, blocks=tuple(blocks), entry_points=tuple(entry_points), bypassed=bypassed)
 
@@ -88,8 +89,8 @@ def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
 
     Plain `getattr` on a wrapper, such as peft's, would return the attribute of the inner module.
     """
-    says_so = attribute in vars(module) or hasattr(type(module), attribute)
-    return getattr(module, attribute) if says_so else None
+    is_own = attribute in vars(module) or hasattr(type(module), attribute)
+    return getattr(module, attribute) if is_own else None
 
 
 # The policies of LeRobot, and one of transformers.

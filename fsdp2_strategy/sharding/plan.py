@@ -6,14 +6,15 @@ Input: a model (on any device, meta included) and its blocks. Output: a `ShardPl
 [Note: units] A unit is a module that is passed to `fully_shard`: its parameters are gathered together before its
 forward, and their gradients are reduced together in backward. A parameter belongs to the innermost unit around it. The
 root unit, which is the model itself, contains all remaining parameters. A plan keeps three invariants:
-  1. A parameter that several modules share (tied weights) belongs to one unit. If its owners are in several units,
-     these are opened, the deepest first, until one unit contains all owners; this may be the root. An opened unit is
-     replaced by units for its larger children without owners. For an embedding that is tied to the head, this costs no
-     more memory than a separate unit, because it is used at the start and at the end of the forward pass. A module
-     object that is registered in several blocks becomes a unit itself.
+  1. A parameter that several modules share (tied weights) belongs to one unit. If the modules that hold it (its owners)
+     are in several units, these units are split, the deepest first, until one unit contains all owners; this may be the
+     root unit. When a unit is split, its larger children that contain no owner become units, and its remaining
+     parameters belong to the unit around it. An embedding that is tied to the head then usually belongs to the root
+     unit. This costs no more memory than a separate unit, because the weight is used at the start and at the end of the
+     forward pass. A module object that is registered in several blocks becomes a unit itself.
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
   3. Only a module that can be gathered becomes a unit: one with a forward, or one with neither forward nor direct
-     parameters. The latter is gathered when its submodules run ([Note: bypassed units] in `bypassed_blocks`).
+     parameters. The latter is gathered when its submodules run ([Note: bypassed units] in `bypassed_units`).
 
 [Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank.
 Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so a module computes in the dtype
@@ -51,7 +52,18 @@ class Unit:
     name: str
     """Dotted name of the module; empty for the root."""
     kind: str
-    """Why it is a unit: block, embedding, head, shared, dtype, opened, size, vision, root; or "ignored"."""
+    """Why the module is a unit:
+
+    - "block": a repeated module, chosen by class name or from a ModuleList
+    - "size": chosen by its number of parameters
+    - "embedding", "head": an input embedding, an output head
+    - "shared": a module object that is registered in several places
+    - "split": a child of a unit that was split because of tied weights
+    - "dtype": its compute dtype differs from that of the unit around it
+    - "vision": the replicated vision encoder
+    - "root": the model itself
+    - "ignored": not a unit; see [Note: ignored]
+    """
     module: nn.Module
     depth: int
     """Length of its longest path from the root; deeper units are sharded first."""
@@ -82,11 +94,11 @@ class ShardPlan:
     vision_encoder: VisionEncoder | None = None
     """The vision encoder, if ``mixed_mm_data`` is set and the model has one."""
     mixed_mm_data: MixedData | None = None
-    """What ranks without images do; see [Note: unequal ranks] in `vision_encoders`."""
+    """How ranks without images take part; see [Note: unequal ranks] in `vision_encoders`."""
     policy: Policy | None = None
     """The model's policy, if it is known."""
     ties: list[tuple[str, ...]] = field(default_factory=list)
-    """All names of each parameter that has several."""
+    """For each tied parameter, all its names."""
     bypassed: str = ""
     """The units whose forward is bypassed, as text; empty if none is known to be bypassed."""
 
@@ -162,8 +174,12 @@ def plan_units(
     blocks = choose_blocks(model, class_names, min_unit_params, ignored)
     tree = ModuleTree(model, ignored)
     if not tree.parameters:
-        what = "no parameter that is not ignored" if tree.ignored else "no parameters"
-        raise ShardError(f"nothing to shard: {type(model).__name__} has {what}, expected at least one.")
+        where, fix = "", "Pass a model with parameters."
+        if tree.ignored:
+            where, fix = " outside of ignored modules", "Remove a pattern from ignored_modules."
+        raise ShardError(
+            f"nothing to shard: {type(model).__name__} has no parameters{where}, expected at least one. {fix}"
+        )
     _check_ties_of_ignored(tree)
     plan = ShardPlan(model=model, precision=precision, source=blocks.source, mixed_mm_data=mixed_mm_data)
     kinds = {module: blocks.kind for module in blocks.modules.values() if module in tree}
@@ -217,8 +233,8 @@ def _check_ties_of_ignored(tree: ModuleTree) -> None:
                 other = tree.names[tree.owners[parameter][0]] or "the root"
                 raise ShardError(
                     f"cannot ignore {tree.names[module]}: {' = '.join(tree.all_names[parameter])} is tied, and "
-                    f"{other}, which also uses it, is not ignored, expected all or none of them. Ignore all modules "
-                    "that use it."
+                    f"{other}, which also uses it, is not ignored, expected all modules that use it to be ignored, or "
+                    "none. Ignore all of them."
                 )
 
 
@@ -227,7 +243,7 @@ def _check_ignored(encoder: VisionEncoder, ignored: Collection[nn.Module], *, is
         if any(p.requires_grad for p in module.parameters()):
             raise ShardError(
                 f"cannot train {type(module).__name__} if only some ranks have images: it is ignored, so ranks with "
-                "images would wait for the gradients of ranks without, expected it to be frozen or sharded. Use "
+                "images would wait for the gradients of ranks without images, expected it to be frozen or sharded. Use "
                 "mixed_mm_data='dummy', or remove it from ignored_modules."
             )
         if is_replicated and encoder.module in module.modules():
@@ -243,7 +259,7 @@ def _check_vision_encoder(encoder: VisionEncoder, kinds: dict[nn.Module, str]) -
             raise ShardError(
                 f"cannot keep {encoder.name} and its projector in one unit: {type(module).__name__} is a separate unit "
                 f"({kinds[module]}) that ranks without images would not run, expected no separate unit. Use "
-                "mixed_mm_data='dummy', or change keep_fp32 so that it matches none or all of them."
+                "mixed_mm_data='dummy', or change keep_fp32 so that it matches none or all of their parameters."
             )
         single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
         if single:
@@ -254,7 +270,7 @@ def _check_vision_encoder(encoder: VisionEncoder, kinds: dict[nn.Module, str]) -
 
 
 def _unify_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
-    """Open units until each shared parameter belongs to one unit (invariant 1); change ``kinds``."""
+    """Split units until each shared parameter belongs to one unit (invariant 1); change ``kinds``."""
     kinds[tree.model] = "root"
     for parameter in tree.owners:
         while True:
@@ -264,14 +280,14 @@ def _unify_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
             if repeated := _repeated_module(tree, tree.owners[parameter]):
                 kinds[repeated] = "shared"
                 continue
-            # Open the deepest unit first: it cannot contain all owners, but a unit around it may.
+            # Split the deepest unit first: it does not contain all owners, but a unit around it may.
             unit = max(around, key=tree.depth)
             del kinds[unit]
             owners = set(tree.owners[parameter])
             for child in unit.children():
                 worthwhile = parameter_count(child) * 16 >= parameter_count(unit)
                 if worthwhile and can_be_unit(child) and not owners.intersection(child.modules()):
-                    kinds.setdefault(child, "opened")
+                    kinds.setdefault(child, "split")
 
 
 def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | None:
@@ -285,9 +301,10 @@ def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | N
 def _split_by_dtype(
     tree: ModuleTree, kinds: dict[nn.Module, str], precision: Precision
 ) -> tuple[dict[nn.Module, torch.dtype], dict[nn.Module, torch.dtype]]:
-    """Split units until each computes in one dtype (invariant 2); change ``kinds``.
+    """Make modules that compute in another dtype units of their own (invariant 2); change ``kinds``.
 
-    Returns the compute dtype of each unit, and for each unit that was split off, the compute dtype around it.
+    Returns:
+        The compute dtype of each unit; and for each new unit, the compute dtype of the unit around it.
     """
     dtypes: dict[nn.Module, torch.dtype] = {}
     for parameter, owners in tree.owners.items():
@@ -306,7 +323,7 @@ def _split_by_dtype(
     while waiting:
         unit = waiting.pop()
         inside = owners_in[unit]
-        # Modules with a wider dtype are split off, unless the unit itself has parameters of that dtype.
+        # The unit computes in the dtype of its own parameters, or else in the narrowest dtype within it.
         narrowest = min((dtypes[owner] for owner in inside), key=lambda d: d.itemsize, default=torch.float32)
         compute[unit] = dtypes.get(unit, narrowest)
         for owner in inside:
@@ -326,7 +343,7 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
             raise ShardError(
                 f"cannot keep {' = '.join(tree.all_names[parameter])} in fp32: it is tied, and only some of the "
                 f"modules in {tree.names[unit] or 'the root'} that use it would be in an fp32 unit, expected all of "
-                "them. Remove it from keep_fp32."
+                "these modules. Remove it from keep_fp32."
             )
 
 

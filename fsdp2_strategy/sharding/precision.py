@@ -24,7 +24,7 @@ class Precision:
     fp16: bool = False
     """Compute in float16; overrides ``bf16``."""
     masters_in_optimizer: bool = False
-    """Whether the optimizer keeps the fp32 master weights, so that shards have the compute dtype."""
+    """Whether the optimizer keeps the fp32 master weights; if so, shards have the compute dtype."""
     reduce_in_full_precision: bool = True
     """Reduce gradients in fp32 or wider. If False, use the compute dtype: half the traffic, but rounded gradients."""
 
@@ -60,7 +60,7 @@ class Precision:
 
         A trained parameter is stored in fp32 or wider, as a master weight, unless the optimizer keeps the master
         weights. Other parameters are stored in the compute dtype. One exception: in training without half precision, a
-        frozen parameter that computes in fp32 keeps its own dtype if it is narrower.
+        frozen parameter whose dtype is narrower than fp32 keeps its dtype, although it is gathered in fp32.
         """
         if not parameter.is_floating_point():
             return parameter.dtype

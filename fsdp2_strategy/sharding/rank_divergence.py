@@ -2,10 +2,11 @@
 
 Input: a sharded model. Output: an error on every rank that names the unit and the rank.
 
-Before each gather and each reduction, a rank writes a note to the store of the process group, and reads the notes of
-all ranks. If the notes differ, all ranks raise at once. If a rank writes no note in time, the other ranks raise an
-error with the last note of that rank. The notes are not exchanged in a collective, because this would hang, too. Each
-comparison costs a few messages to the store, so the check is meant for debugging.
+Before each gather and each reduction, and after each forward pass, a rank writes a note about it to the store of the
+process group, and reads the notes of all ranks. If the notes differ, all ranks raise at once. If a rank writes no note
+in time, the other ranks raise an error with the last note of that rank. The notes are not exchanged in a collective,
+because a collective would hang, too. Each comparison costs a few messages to the store, so the check is meant for
+debugging.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _exchanges = itertools.count()
 def detect_divergence(root: nn.Module, seconds: float) -> None:
     """Register hooks that compare which units the ranks gather and reduce; collective.
 
-    Every later forward and backward pass of the model is then collective over all ranks, even over replicas.
+    Every later forward and backward pass of the model is then collective over all ranks, including replicas.
 
     Args:
         root: the sharded model.
@@ -112,9 +113,9 @@ class _NoteExchange:
         if len(set(notes)) > 1:
             each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(notes))
             raise StepError(
-                f"cannot continue: the ranks run different units: {each}, expected the same on each. Compare "
-                "their batches. If only some ranks have images, set mixed_mm_data. If only some ranks have labels, run "
-                "the head on all ranks, and multiply its loss by zero if there are none."
+                f"cannot continue: the ranks run different units: {each}, expected the same unit on every rank. "
+                "Compare the batches of the ranks. If only some ranks have images, set mixed_mm_data. If only some "
+                "ranks have labels, run the head on all ranks, and multiply the loss by zero on ranks without labels."
             )
         if turn > 1:  # every rank has read the notes of `turn - 2`, because it wrote one for `turn`
             self._store.delete_key(f"{turn - 2}/{self._rank}")
@@ -125,14 +126,16 @@ class _NoteExchange:
     def _time_out_text(self, turn: int, note: str) -> str:
         missing = [rank for rank in self._ranks if not self._store.check([f"{turn}/{rank}"])]
         last = [
-            f"the last note of rank {rank} is {self._store.get(f'last/{rank}').decode()!r}"
+            f"rank {rank} (last: {self._store.get(f'last/{rank}').decode()})"
             if self._store.check([f"last/{rank}"])
-            else f"rank {rank} has written no note yet"
+            else f"rank {rank} (nothing so far)"
             for rank in missing
         ]
         seconds = f"{self._timeout.total_seconds():g} s"
-        return (
-            f"cannot continue: rank {self._rank} {note}, and not every rank did so within {seconds}: "
-            f"{', '.join(last) or 'the other ranks timed out before'}, expected the same units on each. Find out what "
-            "the missing rank runs instead."
-        )
+        if last:
+            what = f"within {seconds}, no unit was gathered or reduced by {', '.join(last)}"
+            fix = "Find out what the missing ranks run instead."
+        else:
+            what = f"the other ranks timed out after waiting {seconds} for it"
+            fix = "Find out what this rank ran in the meantime."
+        return f"cannot continue: rank {self._rank} {note}, but {what}, expected the same unit on every rank. {fix}"

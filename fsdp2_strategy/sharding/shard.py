@@ -27,7 +27,7 @@ from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
 from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
-from fsdp2_strategy.sharding.bypassed_blocks import BypassHooks, clone_view_outputs
+from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, plan_units
@@ -43,7 +43,7 @@ from fsdp2_strategy.sharding.vision_encoders import (
     skip_units_that_never_ran,
 )
 
-_IS_TRAINED = Slot[bool]("prepared for training")
+_IS_FOR_TRAINING = Slot[bool]("sharded for training")
 
 
 def shard_model(
@@ -70,12 +70,22 @@ def shard_model(
 ) -> nn.Module:
     """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
+    Each block, the input embedding and the output head become units; tied weights usually belong to the root unit.
+    Parameters are cast to the dtype of their shards: fp32 if they are trained, otherwise the compute dtype. Then
+    `fully_shard` is called on each unit, inner units first, and last on the model itself. The model is the root unit,
+    which holds all other parameters.
+
+    In forward, FSDP2 all-gathers a unit's parameters in the compute dtype before the unit runs, and frees them after it
+    (see ``reshard_after_forward``). In backward, FSDP2 gathers them again, and reduce-scatters the unit's gradients. If
+    the mesh has replicas, it then all-reduces the gradients over the replicas. By default, the root unit stays gathered
+    from its forward to the end of backward.
+
     Every rank must hold the same weights: build the model with the same seed, or load the same files.
 
     Args:
         model: any module, or an actor wrapper (``is_actor`` is true, and ``.model`` is the model).
-        mesh: from `build_mesh`; by default one shard group of all ranks.
-        is_training: keep fp32 master weights of the trainable parameters.
+        mesh: a mesh from `build_mesh`; by default, each parameter is split over all ranks.
+        is_training: shard for training: trainable parameters are stored as fp32 master weights.
         bf16: compute in bfloat16; if False, in the dtype of the parameters (in training, in fp32 or wider).
         fp16: compute in float16 instead; this needs loss scaling.
         keep_fp32: name patterns of parameters that are stored and used in fp32.
@@ -85,18 +95,18 @@ def shard_model(
         class_names: class names of the blocks; if empty, `find_blocks` chooses them.
         min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
-            their parameters as plain, full tensors. Their gradients are averaged one by one, so all ranks must use the
-            same ones of these parameters in a backward pass.
+            their parameters as plain, full tensors. The gradient of each of these parameters is averaged in its own
+            all-reduce, so in a backward pass, all ranks must use the same ones of these parameters.
         reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
             backward. With an int, keep them sharded over groups of that many ranks in between.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         prefetch_depth: number of units that are gathered ahead of the running one; None for the default of FSDP2.
         activation_checkpointing: class names of modules whose activations are recomputed in backward, with the RNG
-            state of their forward; True for all blocks.
+            state of the forward; True for all blocks. Has no effect unless ``is_training`` is set.
         compile_blocks: compile the forward of each block; a string is the name of a torch.compile backend.
         forward_methods: methods other than forward that need gathered parameters; those that the model lacks are
             skipped.
-        mixed_mm_data: what ranks without images do if other ranks have images; see [Note: unequal ranks] in
+        mixed_mm_data: how ranks without images take part if other ranks have images; see [Note: unequal ranks] in
             `vision_encoders`.
         debug_divergence_seconds: if positive, raise an error that names the rank and the unit when a rank runs a
             different unit than the others, or no unit for this many seconds; see `rank_divergence`.
@@ -111,7 +121,7 @@ def shard_model(
     """
     root = unwrap_model(model)
     if is_sharded(root):
-        if is_training and model_state(root).get(_IS_TRAINED) is False:
+        if is_training and model_state(root).get(_IS_FOR_TRAINING) is False:
             raise ShardError(
                 f"cannot shard {type(root).__name__} for training: it is already sharded for inference, without fp32 "
                 "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
@@ -165,7 +175,7 @@ def shard_model(
         if prefetch_depth is not None:
             prefetch([unit.module for unit in plan.units if unit.kind not in ("root", "vision")], prefetch_depth)
         hooks.add_entry_points((*forward_methods, *plan.entry_points))
-        model_state(root).set(_IS_TRAINED, is_training)
+        model_state(root).set(_IS_FOR_TRAINING, is_training)
         register_wrapper(root)
         store_initial_sums(root)
         log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)

@@ -61,9 +61,10 @@ def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:
 
 
 def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
-    """Prepare the parameters that are not sharded, and return them.
+    """Cast the parameters that are not sharded, move them to the device, and register hooks that average gradients.
 
-    They are cast, moved to the device, and get hooks that average their gradients.
+    Returns:
+        The parameters that are not sharded.
     """
     dtypes = {p: unit.compute_dtype for unit in plan.ignored for p in unit.parameters.values()}
     for name, parameter in plan.replicated.items():

@@ -89,16 +89,19 @@ def find_vision_encoder(model: nn.Module) -> VisionEncoder | None:
     return None
 
 
-_IS_UNEVEN = Slot[bool]("uneven micro-batches")
+_MAY_HAVE_UNEQUAL_GRADIENTS = Slot[bool]("unequal gradients")
 
 
 def may_have_unequal_gradients(model: nn.Module) -> bool:
     """Return whether different parameters may get gradients in different micro-batches of a sharded model."""
-    return model_state(model).get(_IS_UNEVEN) is True
+    return model_state(model).get(_MAY_HAVE_UNEQUAL_GRADIENTS) is True
 
 
 def skip_units_that_never_ran(param_group: Any) -> None:
-    """Register a hook that skips FSDP2's gradient accumulation on a rank where the unit never ran; it would fail."""
+    """Register a hook that skips FSDP2's gradient accumulation on a rank where the unit never ran.
+
+    Without the hook, FSDP2 would fail there, because the unsharded parameters do not exist.
+    """
     register_hook(param_group, "reduce", "units that never ran", _reduce_if_it_ran)
 
 
@@ -119,7 +122,7 @@ def add_zero_gradients(model: nn.Module, param_groups: Iterable[Any]) -> None:
         model: the sharded root. After this call, `may_have_unequal_gradients` returns True for it.
         param_groups: the ``FSDPParamGroup`` of each unit whose parameters may be used on some ranks only.
     """
-    model_state(model).set(_IS_UNEVEN, True)
+    model_state(model).set(_MAY_HAVE_UNEQUAL_GRADIENTS, True)
     around = functools.partial(_reduce_with_zeros, group_in_use())
     for param_group in param_groups:
         register_hook(param_group, "reduce", "unequal gradients", around)
@@ -159,7 +162,7 @@ def _with_graph(
 ) -> torch.Tensor:
     if output.requires_grad or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
         return output
-    attached: torch.Tensor = _Attach.apply(output, output.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    attached: torch.Tensor = _AttachGraph.apply(output, output.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
     return attached
 
 
@@ -182,9 +185,9 @@ def run_on_zeros(model: nn.Module, encoder: VisionEncoder) -> None:
 
 
 class _ZeroImages:
-    """Run the vision encoder on zeros after the text embedding, where ranks with images run it.
+    """Run the vision encoder on zeros after the text embedding, as ranks with images run it at this point.
 
-    So the ranks run gathers and reductions in the same order.
+    So all ranks run gathers and reductions in the same order.
     """
 
     def __init__(self, encoder: VisionEncoder) -> None:
@@ -199,11 +202,11 @@ class _ZeroImages:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Count how often this rank must run the vision encoder on zeros; collective.
 
-        If the caller passes ``inputs_embeds``, the text embedding does not run, so run the vision encoder here.
+        If the caller passes ``inputs_embeds``, the text embedding does not run, so this hook runs the vision encoder.
         """
         self._missing_runs = self._count_missing_runs(kwargs)
         if self._missing_runs and kwargs.get("inputs_embeds") is not None:
-            kwargs = {**kwargs, "inputs_embeds": self._attached(kwargs["inputs_embeds"])}
+            kwargs = {**kwargs, "inputs_embeds": self._run_missing_and_attach(kwargs["inputs_embeds"])}
         return args, kwargs
 
     def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -224,13 +227,13 @@ class _ZeroImages:
         return int(most) - own
 
     def after_embedding(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-        """Run the vision encoder on zeros as often as `before_owner` counted; return the output with its graph."""
-        return self._attached(output) if self._missing_runs else output
+        """Run the vision encoder on zeros as often as `before_owner` counted, and attach its graph to the output."""
+        return self._run_missing_and_attach(output) if self._missing_runs else output
 
-    def _attached(self, embedded: torch.Tensor) -> torch.Tensor:
+    def _run_missing_and_attach(self, embedded: torch.Tensor) -> torch.Tensor:
         missing, self._missing_runs = self._missing_runs, 0
         features = [leaf for _ in range(missing) for leaf in self._run() if leaf.requires_grad]
-        return _Attach.apply(embedded, *features) if features else embedded  # type: ignore[no-untyped-call]
+        return _AttachGraph.apply(embedded, *features) if features else embedded  # type: ignore[no-untyped-call]
 
     def _try(self) -> None:
         try:
@@ -276,8 +279,8 @@ class _ZeroImages:
         return inputs
 
 
-class _Attach(torch.autograd.Function):
-    """Copy a tensor; the backward of the copy also runs the backward of other tensors, with zero gradients."""
+class _AttachGraph(torch.autograd.Function):
+    """Copy a tensor; the backward of the copy also runs the backward of other tensors, with gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,26 @@
 """Gather units whose forward is bypassed, because their submodules or another method of the model are called directly.
 
 Input: a model that is not sharded yet, and its units. Output: hooks that gather and free a unit whose forward is not
-called; FSDP2's own hooks run only with the forward.
+called. FSDP2's own hooks run only when the forward is called.
 
 [Note: bypassed units] FSDP2 gathers a unit before its forward. Some policies never call the forward of their blocks:
 pi0 and smolvla run the layers of two decoders in pairs, in a function that calls the norms and projections of the
-layers directly. So the modules within units have forward pre-hooks that check the units around them. If the forward of
-such a unit is not running, the hook opens the unit: it gathers the parameters. The unit stays open until a module of
-another unit in the same ModuleList runs, or until the forward pass of the model ends. For backward, hooks on the
-outputs of the unit's submodules gather the unit again, as FSDP2's hooks on the outputs of a unit do. The unit's
-gradients are reduced when the gradient of the input of the first submodule that ran is computed. If this input needs no
-gradient, they are reduced at the end of the backward pass. If activation checkpointing runs the submodules again in
-backward, the pre-hooks gather the unit for backward, unless it is gathered already.
+layers directly. So each module within units has a forward pre-hook that checks the units around the module. If the
+forward of one of these units is not running, the hook opens the unit: it gathers the unit's parameters. The unit stays
+open until a module of another unit in the same ModuleList runs, or until the forward pass of the model ends. For
+backward, hooks on the outputs of the unit's submodules gather the unit again, as FSDP2's hooks on the outputs of a unit
+do. The unit's gradients are reduced when the gradient of the input of the first submodule that ran is computed. If this
+input needs no gradient, they are reduced at the end of the backward pass. If activation checkpointing runs the
+submodules again in backward, the pre-hooks gather the unit for backward, unless it is gathered already.
 
 [Note: observed pass] Most models call the forward of every block and need none of these hooks. So the hooks are
 registered only during the first pass of each kind. A kind consists of the method that is called, the mode (training or
-evaluation), and whether gradients are enabled. If the first pass of a kind bypasses
-a block or casts an input of a module, the hooks stay registered permanently. They also stay if a pass with gradients
-passes a cache to a block, in a model with several decoders, or if the policy is known to bypass its blocks. Otherwise
-the hooks are removed after the pass. If a later pass of the same kind bypasses a block, this pass raises an error, and
-the hooks are registered again.
+evaluation), and whether gradients are enabled. The hooks stay registered permanently in each of these cases:
+  - the first pass of a kind bypasses a unit, or the hooks cast an input of a module in it
+  - the model has several decoders, and a pass with gradients passes a cache to a block
+  - the policy is known to bypass its blocks
+Otherwise the hooks are removed after the pass. If a later pass of the same kind bypasses a unit, this pass raises an
+error, and the hooks are registered again, permanently.
 
 [Note: cache outputs] A block that fills a cache has more outputs than it returns. In transformers' pi0, the action
 expert attends to the keys and values of the language model, and the last block of the language model gets gradients
@@ -67,13 +68,13 @@ from fsdp2_strategy.distributed.torch_internals import (
 from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
 
-_Kind = tuple[str, bool, bool]
+_PassKind = tuple[str, bool, bool]
 """The kind of a pass: its method, whether the model is in training mode, whether gradients are enabled."""
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Modules that raise if an input and their parameters have different dtypes.
-_ONE_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
+# Modules that raise an error if the dtype of an input differs from the dtype of their parameters.
+_NEEDS_OWN_DTYPE = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm)
 
 
 class BypassHooks:
@@ -82,8 +83,8 @@ class BypassHooks:
     Args:
         root: the model. It must not be sharded yet, so that FSDP2's pre-forward hooks run before these hooks.
         units: the units of the model and their names; the root may be one of them.
-        casts: the dtype that the inputs of each unit are cast to. If the unit is bypassed, the inputs of each module
-            within it are cast instead.
+        casts: the dtype that the inputs of each unit are cast to. If a unit is bypassed, the inputs of each module
+            within it are cast to this dtype instead.
         never_bypassed: units that always run through their own forward.
         ignored: modules without sharded parameters, which never need a gather.
         is_bypassed: whether the model is known to bypass its blocks. If so, the hooks stay registered; see
@@ -114,9 +115,9 @@ class BypassHooks:
         self._handles: list[RemovableHandle] = []
         """Hooks on the modules within units; empty while these hooks are not registered."""
         self._are_hooks_needed = is_bypassed
-        self._kinds_without_hooks: set[_Kind] = set()
+        self._kinds_without_hooks: set[_PassKind] = set()
         """Kinds of passes that were observed and do not need the hooks."""
-        self._observed_kind: _Kind | None = None
+        self._observed_kind: _PassKind | None = None
         """The kind of the running pass if this pass is observed, else None."""
         for module, around in self._units_around.items():
             if not around:
@@ -129,9 +130,9 @@ class BypassHooks:
         root.register_forward_hook(self._leave, always_call=True)
 
     def add_entry_points(self, methods: Sequence[str]) -> None:
-        """Wrap methods of the sharded root, so that a call of one gathers the root unit.
+        """Wrap methods of the sharded root, so that calling one of them gathers the root unit.
 
-        A direct call of ``model.forward(...)`` is wrapped, too.
+        ``forward`` is wrapped, too, because a direct call of ``model.forward(...)`` runs no hooks.
 
         Args:
             methods: names of methods; those that the root lacks are skipped.
@@ -155,7 +156,7 @@ class BypassHooks:
         args, kwargs = run_pre_forward(state, self._root, args, kwargs)
         self._enter(name)
         try:
-            output = self._call(method, *args, **kwargs)
+            output = self._run_pass(method, *args, **kwargs)
             self._leave(self._root, args, True)
         except BaseException:
             self._leave(self._root, args, None)
@@ -171,14 +172,14 @@ class BypassHooks:
 
     def _run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the root's forward with its hooks, even if the caller calls ``model.forward(...)`` directly."""
-        return self._call(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
+        return self._run_pass(forward, *args, **kwargs) if self._depth else self._root(*args, **kwargs)
 
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a pass; raise an error that explains the cause if it fails because it bypasses a block.
+    def _run_pass(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a pass; if it fails because it bypasses a unit, raise an error with this cause.
 
         Raises:
-            ShardError: the pass bypasses a block, and the hooks are not registered, because the first pass of its kind
-                bypassed none.
+            ShardError: the pass bypasses a unit, and the hooks are not registered, because the first pass of its kind
+                bypassed no unit.
         """
         try:
             return function(*args, **kwargs)
@@ -187,9 +188,9 @@ class BypassHooks:
                 raise
             self._keep_hooks()
             raise ShardError(
-                f"cannot run {self._name}: this pass bypasses the forward of a block, so its parameters are not "
-                "gathered, expected a call of the block, as in the first pass of its kind. Run it again: the "
-                "submodules of blocks gather them from now on. To avoid this error, call register_policy(..., "
+                f"cannot run {self._name}: this pass bypasses the forward of a block, so the block's parameters are "
+                "not gathered, expected a call of the block, as in the first pass of this kind. Run it again: from now "
+                "on, hooks on submodules gather the blocks. To avoid this error, call register_policy(..., "
                 "bypassed=True) before the model is sharded."
             ) from error
 
@@ -213,10 +214,10 @@ class BypassHooks:
         if self._handles:
             return
         for module, around in self._units_around.items():
-            before = functools.partial(self._before, around)
+            before = functools.partial(self._before_submodule, around)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             if around:
-                after = functools.partial(self._after, around)
+                after = functools.partial(self._after_submodule, around)
                 self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _leave(self, _root: object, _inputs: object, output: object) -> None:
@@ -241,7 +242,7 @@ class BypassHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def _before(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Inputs | None:
+    def _before_submodule(self, around: Sequence[_Unit], module: nn.Module, args: Any, kwargs: Any) -> _Inputs | None:
         changed: _Inputs | None = None
         for unit in around:
             if unit.is_running or unit.is_open:
@@ -263,7 +264,7 @@ class BypassHooks:
         self._are_hooks_needed |= cast is not None
         return cast or changed
 
-    def _after(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_submodule(self, around: Sequence[_Unit], module: nn.Module, args: Any, output: Any) -> Any:
         units = [unit for unit in around if (unit.is_open and not unit.is_running) or unit.fills_cache]
         if units and torch.is_grad_enabled():
             output = clone_view_outputs(module, args, output)
@@ -284,7 +285,9 @@ class BypassHooks:
         return unit.open(module, args, kwargs)
 
     def _check_running(self, module: nn.Module, *_: object) -> None:
-        """Raise a clear error if a module runs outside a pass; torch's error would be about mixed tensors and DTensors.
+        """Raise an error if a module with sharded parameters runs outside a pass.
+
+        Without this check, torch would raise an error about mixing tensors and DTensors.
 
         Raises:
             ShardError: the parameters of the module are sharded, and no pass of the root is running.
@@ -385,7 +388,7 @@ class _Unit:
 
 def _required_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module requires of its inputs, or None; see [Note: fp32 inputs]."""
-    if not isinstance(module, _ONE_DTYPE):
+    if not isinstance(module, _NEEDS_OWN_DTYPE):
         return None
     parameter = next(p for p in module._parameters.values() if p is not None)
     return None if torch.is_autocast_enabled(parameter.device.type) else parameter.dtype
@@ -406,11 +409,11 @@ def _cast(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _find_units_around(
     root: nn.Module, units: Mapping[nn.Module, str], never_bypassed: Iterable[nn.Module], ignored: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, list[_Unit]], list[_Unit]]:
-    """Return, for each module with direct parameters, the units that contain it; and all units that can be bypassed.
+    """Return, for each module with direct parameters, the units around it; and all units that can be bypassed.
 
-    If a module has several paths from the root, only units on all these paths count.
+    If a module has several paths from the root, only the units on all of these paths are returned for it.
     """
-    closed, ignored = set(never_bypassed), set(ignored)
+    never_bypassed, ignored = set(never_bypassed), set(ignored)
     made: dict[nn.Module, _Unit] = {}
     around: dict[nn.Module, list[_Unit]] = {}
 
@@ -420,7 +423,7 @@ def _find_units_around(
             if len(outer) == len(around[module]):
                 return
         around[module] = outer
-        if module in closed:
+        if module in never_bypassed:
             return
         inner = outer
         if module in units:
@@ -432,15 +435,15 @@ def _find_units_around(
                 visit(child, module, inner)
 
     visit(root, None, [])
-    own = {module: found for module, found in around.items() if any(True for _ in module.parameters(recurse=False))}
-    return own, list(made.values())
+    with_parameters = {m: found for m, found in around.items() if any(True for _ in m.parameters(recurse=False))}
+    return with_parameters, list(made.values())
 
 
 def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
     """Copy outputs of a unit that are views, before FSDP2's own hook runs.
 
-    FSDP2 registers hooks on the outputs of a unit that gather the unit for backward. If an output is a view and is
-    changed in place later (``logits.div_(temperature)``), autograd drops the hook of this output silently.
+    FSDP2 registers hooks on the outputs of a unit; in backward, these hooks gather the unit. If an output is a view and
+    is changed in place later (``logits.div_(temperature)``), autograd silently drops the hook on this output.
     """
     if isinstance(output, torch.Tensor):
         return output.clone() if base_of(output) is not None and output.requires_grad else output
@@ -455,19 +458,19 @@ def clone_view_outputs(_module: nn.Module, _inputs: object, output: Any) -> Any:
     return output
 
 
-def bypassed_units(
+def find_bypassed_units(
     root: nn.Module,
     units: Mapping[nn.Module, str],
     run: Callable[[nn.Module], object],
     *,
     ignored: Iterable[nn.Module],
 ) -> list[str]:
-    """Run an unsharded model and return the names of the units whose submodules ran outside their forward.
+    """Run an unsharded model, and return the names of the units whose submodules ran outside the unit's forward.
 
     Args:
         root: the model; hooks are registered on it only during this call.
         units: the units of the model and their names.
-        run: calls the model as its trainer does.
+        run: function that calls the model as the trainer does.
         ignored: modules without sharded parameters, which never need a gather.
     """
     found: dict[str, None] = {}
