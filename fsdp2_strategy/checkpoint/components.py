@@ -31,10 +31,11 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
+from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import has_adapters, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.save_plan import FileLayout, choose_layout, tensors_to_write, write_configuration
+from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton, original_class
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
@@ -187,11 +188,11 @@ def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(root), **persistent_buffers(root)}
 
 
-_ARRANGEMENT = Slot[tuple[object, FileLayout]]("arrangement in checkpoints")
+_ARRANGEMENT = Slot[tuple[object, TensorLayout]]("arrangement in checkpoints")
 """The names, shapes, dtypes and placements of the tensors, and the file layout that was chosen for them."""
 
 
-def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+def _cached_arrangement(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
     """Return the file layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
 
     Args:
@@ -264,7 +265,7 @@ def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, L
         known = {m: (rest, name) for name, m in root.named_modules()} | known
     targets, report = match_tensors(root, known, "anything")
     never_saved = set(names_not_saved(inner))
-    missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_files in never_saved)]
+    missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_origin in never_saved)]
     unexpected = list(report.unexpected)
     if not is_wrapped and wrapper.is_dir():
         unexpected.append(f"{WRAPPER}/")

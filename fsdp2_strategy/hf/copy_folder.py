@@ -19,9 +19,9 @@ import torch
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import Checksums
+from fsdp2_strategy.hf.output_files import create_files, files_for, publish
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.save_plan import create_files, files_for, publish
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import CONFIG
 from fsdp2_strategy.hf.write import WriteRequest, force_to_disk, write_all

@@ -21,24 +21,26 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
-from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
-from fsdp2_strategy.hf.peft.merge import without_adapters
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.save_plan import (
+from fsdp2_strategy.hf.output_files import (
     File,
     check_free_space,
     check_shared_folder,
     create_files,
     files_for,
-    gathered_write_requests,
-    is_direct,
-    own_shares,
     publish,
+    write_configuration,
+)
+from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.peft.merge import without_adapters
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.round_trip import round_trips
+from fsdp2_strategy.hf.save_plan import (
+    gathered_write_requests,
+    needs_gather,
+    own_shares,
     regions_to_write,
     tensors_to_write,
     values_of_shares,
-    write_configuration,
     write_requests,
 )
 from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
@@ -217,7 +219,7 @@ def _write(
             check_free_space(folder, sum(file.nbytes for file in files))
             create_files(files)
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
-    direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
+    direct = {n: r for n, r in regions.items() if not needs_gather(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
         check_shared_folder(files)
         for shares in values_of_shares(own_shares(direct, tensors), tensors):

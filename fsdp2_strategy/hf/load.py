@@ -142,7 +142,7 @@ def _empty(target: Target) -> TensorWithoutValues:
     """Describe a tensor without values; its dtype is the one in which ``from_pretrained`` would draw the values."""
     dtype = None
     if target.origin is not None:
-        path, _, key = target.name_in_files.rpartition(".")
+        path, _, key = target.name_in_origin.rpartition(".")
         module = target.origin.model.get_submodule(path)
         asked = {**module._parameters, **module._buffers}.get(key)
         dtype = None if asked is None else asked.dtype

@@ -85,7 +85,7 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
             continue
         own = sum(i * s for i, s in zip(part.start, strides, strict=True))
         steps = [s for s, n in zip(strides, part.shape, strict=True) if n > 1]
-        found = _trace(part, in_file)
+        found = _location_in_model(part, in_file)
         if found is not None:
             if found != (name, own, steps):
                 return False
@@ -98,7 +98,7 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
     return True
 
 
-def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
+def _location_in_model(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
     """Return the source of a part's first element, its offset there, and the stride of each dimension longer than 1.
 
     None if the part must be split further, because no affine map takes the full part to one piece of ``in_file``.

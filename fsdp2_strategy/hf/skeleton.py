@@ -81,7 +81,7 @@ def copy_module_shell(module: nn.Module) -> nn.Module:
     new = cls.__new__(cls)
     nn.Module.__init__(new)  # without hooks: those of the original refer to the original
     for name, value in module.__dict__.items():
-        if name not in new.__dict__ and _is_copy_tree(name, value, cls):
+        if name not in new.__dict__ and _is_copied(name, value, cls):
             new.__dict__[name] = value
     return new
 
@@ -106,7 +106,7 @@ def _copy_tree(
     return modules[id(module)]
 
 
-def _is_copy_tree(name: str, value: object, cls: type[nn.Module]) -> bool:
+def _is_copied(name: str, value: object, cls: type[nn.Module]) -> bool:
     """Return whether to copy an attribute. Callables that shadow a method may be bound to the original: do not copy."""
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
