@@ -1,7 +1,7 @@
 """Match each tensor of a model to its values in files, and check that names, shapes and ties fit.
 
-Input: a model, and for each of its modules the files that contain its values. Output: a `Target` for each tensor, and a
-report. Reads only headers, except to compare tied weights, and does not change the model.
+Input: a model, and the origin of each module's values. Output: a `Target` for each tensor, and a report. Reads only
+headers, except to compare tied weights, and does not change the model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Target:
     regions: list[Region]
     """The tensor's values in the files; several regions if the files contain a tied tensor under several names."""
     origin: WeightsSource | None
+    """The files of the module, and the model that they belong to; None if its values are in no files."""
     name_in_origin: str
-    """The tensor's name in the model that the files belong to."""
+    """The tensor's name in the origin's model, which may be a part of this model."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -74,8 +75,7 @@ def match_tensors(
 
     Args:
         root: the model.
-        known: for each module whose values are in files, these files, and the module's name in the model that they
-            belong to.
+        known: for each module whose values are in files, their origin, and the module's name in the origin's model.
         allowed_missing: which tensors the files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``: tensors
             outside the layers of a base model. ``"nothing"`` also forbids tensors that the model does not have.
 
@@ -131,9 +131,9 @@ def _check_shapes(target: Target) -> None:
                 target.regions.remove(region)
                 continue
             raise CheckpointError(
-                f"cannot load {target.name}: it is {list(region.shape)} in the files, expected "
-                f"{list(target.tensor.shape)}. Check that configuration and files belong together; build a model whose "
-                "embeddings are resized after from_pretrained outside of init_on_meta."
+                f"cannot load {target.name}: its shape is {list(region.shape)} in the files, expected "
+                f"{list(target.tensor.shape)}. Check that configuration and files belong together. If embeddings are "
+                "resized after from_pretrained, build the model outside of init_on_meta."
             )
 
 
