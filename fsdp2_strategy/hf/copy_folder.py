@@ -116,7 +116,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)
-        for path in set(source.glob("*.safetensors")) - set(weights):  # for example, of a processor
+        for path in set(source.glob("*.safetensors")) - set(weights):  # for example those of a processor
             shutil.copyfile(path, output / path.name)
 
 

@@ -2,8 +2,8 @@
 
 Input: a model, sharded or not, and a tokenizer or processor. Output: a folder that ``from_pretrained`` loads.
 
-Every rank computes the same names and offsets. Rank 0 creates the files under temporary names that nothing loads. All
-ranks write and fsync them. Rank 0 renames them, and writes the index, configuration and tokenizer.
+Every rank computes the same names and offsets. Rank 0 creates the files under temporary names, which no load finds.
+All ranks write and fsync them. Rank 0 renames them, and writes the index, configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def save_model(
 
     For a transformers model, write its configuration, its generation configuration, and the weights in the Hugging Face
     names and layout; for any other model, write only the weights to ``model.safetensors``. A tensor is gathered only if
-    its shards are not long byte ranges of the files; they are gathered one at a time. A peft model is written as its
-    base model with the active adapters merged; the model itself is not changed.
+    ranks cannot write it in long byte ranges from their shards; such tensors are gathered one at a time. A peft model
+    is written as its base model with the active adapters merged; the model itself is not changed.
 
     Args:
         model: sharded or not, or a wrapper.
@@ -135,19 +135,19 @@ def save_model(
 def _regions_that_load(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
-    """Return the regions of the files, with Hugging Face names or, if these do not load, the model's own names.
+    """Return the regions of the files, with Hugging Face names or, if a load would fail, with the model's own names.
 
     Raises:
-        CheckpointError: the files load with neither.
+        CheckpointError: a load would fail with both.
     """
     for names_of_hub in (True, False) if hub_names else (False,):
         regions = regions_to_write(skeleton, tensors, dtype, hub_names=names_of_hub)
         if round_trips(skeleton, regions, tensors):
             return regions
     raise CheckpointError(
-        f"cannot export {type(skeleton).__name__}: from_pretrained would not restore its tensors, because the "
-        "conversions of transformers on save and on load are not inverse. Save a checkpoint, which load_ckpt and "
-        "load_weights can load."
+        f"cannot export {type(skeleton).__name__}: from_pretrained would not restore its tensors, because "
+        "transformers' conversions on load do not reverse those on save. Save a checkpoint instead: load_ckpt and "
+        "load_weights can load it."
     )
 
 
@@ -168,8 +168,8 @@ def save_adapters(
         **kwargs: push_to_hub and its arguments; see `save_model`.
 
     Raises:
-        CheckpointError: on every rank: there is no peft model or several, it trains other parameters, too, an argument
-            does not fit, or a file cannot be written.
+        CheckpointError: on every rank: the model contains no peft model or several, it trains parameters other than
+            its adapters, an argument is unknown or not supported for adapters, or a file cannot be written.
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
@@ -179,7 +179,8 @@ def save_adapters(
         _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
-                "cannot export adapters: variant or save_original_format is given, expected neither. Leave them out."
+                "cannot export adapters: variant or save_original_format=False is given, expected neither. Leave both "
+                "out."
             )
         reshard(root)
     adapters, tensors = AdapterFiles.of(root)
@@ -194,7 +195,7 @@ def save_adapters(
         _write(name, own, files, regions, tensors)
         with all_or_none(f"export {name}", CheckpointError):
             if is_rank_0():
-                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # the folder does not load without it
+                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # so a mix of old and new does not load
                 publish(own, files)
                 adapters.write_configuration(adapter, own)
     with all_or_none(f"export {name}", CheckpointError):
@@ -246,14 +247,17 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
                 f"{did_you_mean(name, _KNOWN)}"
             )
         if name == "safe_serialization" and not value:
-            raise CheckpointError("cannot export: safe_serialization is False, expected safetensors. Leave it out.")
+            raise CheckpointError(
+                "cannot export: safe_serialization is False, expected True. Leave it out: all files are safetensors."
+            )
 
 
 def _in_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise CheckpointError(
-            f"cannot export: max_shard_size is {size!r}, expected bytes or a number with a unit. Use for example '5GB'."
+            f"cannot export: max_shard_size is {size!r}, expected a number of bytes, or a number with a unit. Pass for "
+            "example '5GB'."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

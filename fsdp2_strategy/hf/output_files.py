@@ -29,9 +29,10 @@ from fsdp2_strategy.hf.write import opened
 
 @dataclass(frozen=True)
 class File:
-    """A file to be written."""
+    """A file to create: its header and the locations of its tensors, which follow the header."""
 
     path: Path
+    """The path while the file is written, which may be temporary."""
     name: str
     """Its final name."""
     header: bytes
@@ -87,7 +88,7 @@ def files_for(
 
 
 def file_bytes(regions: Mapping[str, Region]) -> int:
-    """Return the size limit of each file of a checkpoint; ranks and threads write several files in parallel."""
+    """Return the size limit of a checkpoint's files: small enough that ranks and threads write several in parallel."""
     total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
     return min(sizes.FILE_BYTES, max(sizes.MIN_FILE_LIMIT_BYTES, -(-total // sizes.FILE_COUNT)))
 
@@ -160,7 +161,7 @@ def publish(folder: Path, files: Sequence[File], index_name: str = "model.safete
 
 
 def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:
-    """Write the configuration files that ``from_pretrained`` reads; no-op if the model is not of transformers."""
+    """Write the configuration files that ``from_pretrained`` reads; no-op if it is not a transformers model."""
     if not is_transformers_model(skeleton):
         return
     config = copy.deepcopy(skeleton.config)

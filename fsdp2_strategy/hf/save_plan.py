@@ -129,9 +129,9 @@ def regions_to_write(
     written = {}
     for name, region in regions.items():
         sources = sources_of(region)
-        wider = [kept[pattern] for pattern in kept for source in sources if re.search(pattern, source)]
+        fixed = [kept[pattern] for pattern in kept for source in sources if re.search(pattern, source)]
         cast = region.dtype.is_floating_point and all(source in parameters for source in sources)
-        written[name] = region.to(wider[0] if wider else dtype) if cast else region
+        written[name] = region.to(fixed[0] if fixed else dtype) if cast else region
     return written
 
 
@@ -231,7 +231,10 @@ class Share:
     """First row and number of rows, within the view or local tensor; None for all."""
 
     def cut(self, region: Region) -> Iterator[Share]:
-        """Split the share by rows into shares of at most one checksum block or row; this does not change the blocks."""
+        """Split the share by rows into shares that fit into one checksum block, but have at least one row.
+
+        `write_all` splits in the same rows, so the checksum blocks are the same without the split.
+        """
         length = self.box[0][1] if self.box else 0
         row_bytes = math.prod(n for _, n in self.box[1:]) * region.dtype.itemsize
         step = max(1, sizes.BLOCK_BYTES // max(1, row_bytes))
@@ -363,14 +366,16 @@ def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
 def gathered_write_requests(
     region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
 ) -> list[WriteRequest]:
-    """Gather a region's sources, and return this rank's write requests, one per block, for an equal share; collective.
+    """Gather a region's sources, and return write requests for this rank's part of the region; collective.
+
+    All ranks have parts of about the same size. Each request is one checksum block.
 
     Args:
         region: the region to write.
         tensors: the sources by name.
         gathered: full sources of earlier regions, reused because several regions may have the same source. Those that
             this region does not need are removed.
-        entry: its location in a file.
+        entry: the region's location in a file.
     """
     needed = sources_of(region)
     for source in [source for source in gathered if source not in needed]:

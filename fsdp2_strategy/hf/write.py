@@ -42,8 +42,9 @@ class WriteRequest:
     box: Box
     tensor: torch.Tensor
     separate_blocks: bool = False
-    """Whether its checksum blocks contain no bytes of other requests. Used for gathered tensors, which a synchronous
-    save writes in separate calls and an asynchronous save in one call. So both write the same checksum blocks."""
+    """Whether checksum blocks with bytes of this request contain no bytes of other requests. True for gathered tensors:
+    a synchronous save writes each in its own call of `write_all`, an asynchronous save all in one call. Both must write
+    the same checksum blocks."""
 
 
 @dataclass(frozen=True, eq=False)
