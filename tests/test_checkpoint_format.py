@@ -48,10 +48,10 @@ from fsdp2_strategy.checkpoint.reader import _ChecksumManifests
 from fsdp2_strategy.checkpoint.storage import Component, read_all, stored_in, targets_by_name, write_components
 from fsdp2_strategy.cli import main
 from fsdp2_strategy.errors import DamageError
+from fsdp2_strategy.hf.output_files import create_files, files_for
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicated_reads import read_request_for
 from fsdp2_strategy.hf.safetensors_format import DTYPES
-from fsdp2_strategy.hf.save_plan import create_files, files_for
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.write import WriteRequest, write_all
 

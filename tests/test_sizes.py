@@ -26,8 +26,8 @@ from fsdp2_strategy.cli import main
 from fsdp2_strategy.distributed.mesh import auto_shard_size
 from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.hf.checksums import digest_of
+from fsdp2_strategy.hf.output_files import file_bytes
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.save_plan import file_bytes
 
 NAMES = [name for name in vars(sizes) if name.isupper()]
 

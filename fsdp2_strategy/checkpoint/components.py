@@ -31,10 +31,11 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
+from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import has_adapters, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.save_plan import FileLayout, choose_layout, tensors_to_write, write_configuration
+from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton, original_class
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
@@ -77,7 +78,7 @@ class ModelComponents:
         inner = inner_model(root)
         base = without_adapter_modules(inner)
         tensors = tensors_to_write(base)
-        layout = _cached_file_layout(inner, base, tensors)
+        layout = _cached_tensor_layout(inner, base, tensors)
         components = [Component.of(paths.model, tensors, layout.regions, metadata=layout.metadata)]
         if base is not root:
             inside = {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
@@ -105,7 +106,7 @@ class ModelComponents:
             regions: Mapping[str, Region] = {}
             if left_out is None:
                 own = tensors_to_write(base)
-                layout = _cached_file_layout(root, base, own)
+                layout = _cached_tensor_layout(root, base, own)
                 regions = layout.regions
                 folder = paths.state / MODEL if lerobot.gather_for_save_pretrained else paths.model
                 components = [Component.of(folder, own, regions, max_file_bytes=sys.maxsize, metadata=layout.metadata)]
@@ -187,12 +188,12 @@ def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(root), **persistent_buffers(root)}
 
 
-_FILE_LAYOUT = Slot[tuple[object, FileLayout]]("file layout in checkpoints")
-"""The last file layout of a model. The first element of the tuple describes the tensors it was chosen for."""
+_TENSOR_LAYOUT = Slot[tuple[object, TensorLayout]]("tensor layout in checkpoints")
+"""The last layout of a model. The first element of the tuple describes the tensors it was chosen for."""
 
 
-def _cached_file_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
-    """Return the file layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
+def _cached_tensor_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
+    """Return the tensor layout of ``model/``, cached until a name, shape, dtype or placement of a tensor changes.
 
     Args:
         inner: the model; the cached layout is stored in its state.
@@ -200,9 +201,9 @@ def _cached_file_layout(inner: nn.Module, base: nn.Module, tensors: Mapping[str,
         tensors: the base model's tensors by name.
     """
     key = [(name, tuple(t.shape), t.dtype, getattr(t, "placements", None)) for name, t in tensors.items()]
-    cached = model_state(inner).get(_FILE_LAYOUT)
+    cached = model_state(inner).get(_TENSOR_LAYOUT)
     if cached is None or cached[0] != key:
-        cached = model_state(inner).set(_FILE_LAYOUT, (key, choose_layout(meta_skeleton(base), tensors)))
+        cached = model_state(inner).set(_TENSOR_LAYOUT, (key, choose_layout(meta_skeleton(base), tensors)))
     return cached[1]
 
 
@@ -268,7 +269,7 @@ def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, L
         known = {m: (rest, name) for name, m in root.named_modules()} | known
     targets, report = match_tensors(root, known, "anything")
     never_saved = set(names_not_saved(inner))
-    missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_files in never_saved)]
+    missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_origin in never_saved)]
     unexpected = list(report.unexpected)
     if not is_wrapped and wrapper.is_dir():
         unexpected.append(f"{WRAPPER}/")

@@ -42,18 +42,13 @@ from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import Block, Checksums, blocks_of
+from fsdp2_strategy.hf.output_files import File, check_shared_folder, create_files, file_bytes, files_for, index_of
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header
 from fsdp2_strategy.hf.save_plan import (
-    File,
     Share,
-    check_shared_folder,
-    create_files,
-    file_bytes,
-    files_for,
     gathered_write_requests,
-    index_of,
-    is_direct,
+    needs_gather,
     own_shares,
     values_of_shares,
     write_requests,
@@ -100,7 +95,7 @@ class Layout:
                 regions = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
             regions = dict(sorted(regions.items()))
             files = files_for(Path(), stem, regions, max_file_bytes or file_bytes(regions), metadata=metadata)
-            direct = {name: region for name, region in regions.items() if is_direct(region, tensors)}
+            direct = {name: region for name, region in regions.items() if not needs_gather(region, tensors)}
             gathered = {name: region for name, region in regions.items() if name not in direct}
             _layouts[key] = given, cls(regions, files, gathered, own_shares(direct, tensors))
         return _layouts[key][1]

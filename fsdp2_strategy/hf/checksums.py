@@ -52,7 +52,8 @@ def blocks_of_file(path: Path) -> list[Block]:
 
 
 ManifestReader = Callable[[Path, int, int], Iterable[Mapping[Path, Sequence[Block]]]]
-"""Yields the blocks of checksum manifests that were not read before, first those that may cover the given range."""
+"""Called with a path and a byte range; reads checksum manifests that it has not read yet and yields their blocks by
+path. The manifests that probably cover the range are read first."""
 
 
 class Checksums:
@@ -82,7 +83,8 @@ class Checksums:
                 if blocks is None:
                     raise DamageError(
                         f"cannot check {path}: the checksum blocks of bytes {begin} to {end} overlap or have gaps, "
-                        "expected each byte in one block. The checksum manifests do not belong to this file."
+                        "expected each byte in one block. The checksum manifests do not belong to this file: "
+                        "load another checkpoint."
                     )
                 for of_path, of_file in blocks.items():
                     known = self._blocks.setdefault(of_path, [])

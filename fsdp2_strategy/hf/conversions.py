@@ -4,8 +4,8 @@ Loading: from file headers to a region for each tensor of the model. Saving: fro
 tensor of the files.
 
 transformers renames, merges and transposes tensors between a checkpoint and a model. Its loading and saving functions
-run here on descriptions instead of values (see [Note: regions] in `regions`). So the rules of transformers apply to
-every architecture that it supports, and no data is read or gathered.
+run here on descriptions instead of values (see [Note: regions] in `regions`). So every architecture that transformers
+supports is converted by the rules of transformers, and no data is read or gathered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Recipe:
 
 
 def recipe_for(origin: WeightsSource, entries: Mapping[str, Entry]) -> Recipe:
-    """Return the regions of the tensors of the origin's model; read no values.
+    """Return the region of each tensor of ``origin.model``; read no values.
 
     A region has the dtype of its tensor in the origin's model. Values are cast to this dtype first, and then to the
     dtype of the tensor that is filled.
@@ -95,8 +95,8 @@ def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Re
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
-    # Some prefixes are optional in files, and the model does not record whether its files had them. Names without such
-    # a prefix load, too.
+    # Leave out prefixes that are optional in files: the model does not record whether its files had them, and files
+    # without them load, too.
     conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)

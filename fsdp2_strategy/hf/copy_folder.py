@@ -19,9 +19,9 @@ import torch
 from fsdp2_strategy import sizes
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import Checksums
+from fsdp2_strategy.hf.output_files import create_files, files_for, publish
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header_and_metadata
-from fsdp2_strategy.hf.save_plan import create_files, files_for, publish
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import CONFIG
 from fsdp2_strategy.hf.write import WriteRequest, force_to_disk, write_all
@@ -116,7 +116,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)
-        for path in set(source.glob("*.safetensors")) - set(weights):  # for example, of a processor
+        for path in set(source.glob("*.safetensors")) - set(weights):  # for example those of a processor
             shutil.copyfile(path, output / path.name)
 
 

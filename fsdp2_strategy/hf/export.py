@@ -2,8 +2,8 @@
 
 Input: a model, sharded or not, and a tokenizer or processor. Output: a folder that ``from_pretrained`` loads.
 
-Every rank computes the same names and offsets. Rank 0 creates the files under temporary names that nothing loads. All
-ranks write and fsync them. Rank 0 renames them, and writes the index, configuration and tokenizer.
+Every rank computes the same names and offsets. Rank 0 creates the files under temporary names, which no load finds.
+All ranks write and fsync them. Rank 0 renames them, and writes the index, configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
-from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
-from fsdp2_strategy.hf.peft.merge import without_adapters
-from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.save_plan import (
+from fsdp2_strategy.hf.output_files import (
     File,
     check_free_space,
     check_shared_folder,
     create_files,
     files_for,
-    gathered_write_requests,
-    is_direct,
-    own_shares,
     publish,
+    write_configuration,
+)
+from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
+from fsdp2_strategy.hf.peft.merge import without_adapters
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.round_trip import round_trips
+from fsdp2_strategy.hf.save_plan import (
+    gathered_write_requests,
+    needs_gather,
+    own_shares,
     regions_to_write,
     tensors_to_write,
     values_of_shares,
-    write_configuration,
     write_requests,
 )
 from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
@@ -70,8 +72,8 @@ def save_model(
 
     For a transformers model, write its configuration, its generation configuration, and the weights in the Hugging Face
     names and layout; for any other model, write only the weights to ``model.safetensors``. A tensor is gathered only if
-    its shards are not long byte ranges of the files; they are gathered one at a time. A peft model is written as its
-    base model with the active adapters merged; the model itself is not changed.
+    ranks cannot write it in long byte ranges from their shards; such tensors are gathered one at a time. A peft model
+    is written as its base model with the active adapters merged; the model itself is not changed.
 
     Args:
         model: sharded or not, or a wrapper.
@@ -133,19 +135,19 @@ def save_model(
 def _regions_that_load(
     skeleton: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, hub_names: bool
 ) -> dict[str, Region]:
-    """Return the regions of the files, with Hugging Face names or, if these do not load, the model's own names.
+    """Return the regions of the files, with Hugging Face names or, if a load would fail, with the model's own names.
 
     Raises:
-        CheckpointError: the files load with neither.
+        CheckpointError: a load would fail with both.
     """
     for names_of_hub in (True, False) if hub_names else (False,):
         regions = regions_to_write(skeleton, tensors, dtype, hub_names=names_of_hub)
         if round_trips(skeleton, regions, tensors):
             return regions
     raise CheckpointError(
-        f"cannot export {type(skeleton).__name__}: from_pretrained would not restore its tensors, because the "
-        "conversions of transformers on save and on load are not inverse. Save a checkpoint, which load_ckpt and "
-        "load_weights can load."
+        f"cannot export {type(skeleton).__name__}: from_pretrained would not restore its tensors, because "
+        "transformers' conversions on load do not reverse those on save. Save a checkpoint instead: load_ckpt and "
+        "load_weights can load it."
     )
 
 
@@ -166,8 +168,8 @@ def save_adapters(
         **kwargs: push_to_hub and its arguments; see `save_model`.
 
     Raises:
-        CheckpointError: on every rank: there is no peft model or several, it trains other parameters, too, an argument
-            does not fit, or a file cannot be written.
+        CheckpointError: on every rank: the model contains no peft model or several, it trains parameters other than
+            its adapters, an argument is unknown or not supported for adapters, or a file cannot be written.
     """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
@@ -177,7 +179,8 @@ def save_adapters(
         _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
             raise CheckpointError(
-                "cannot export adapters: variant or save_original_format is given, expected neither. Leave them out."
+                "cannot export adapters: variant or save_original_format=False is given, expected neither. Leave both "
+                "out."
             )
         reshard(root)
     adapters, tensors = AdapterFiles.of(root)
@@ -192,7 +195,7 @@ def save_adapters(
         _write(name, own, files, regions, tensors)
         with all_or_none(f"export {name}", CheckpointError):
             if is_rank_0():
-                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # the folder does not load without it
+                (own / ADAPTER_CONFIG).unlink(missing_ok=True)  # so a mix of old and new does not load
                 publish(own, files)
                 adapters.write_configuration(adapter, own)
     with all_or_none(f"export {name}", CheckpointError):
@@ -217,7 +220,7 @@ def _write(
             check_free_space(folder, sum(file.nbytes for file in files))
             create_files(files)
     entries = {entry_name: entry for file in files for entry_name, entry in file.entries.items()}
-    direct = {n: r for n, r in regions.items() if is_direct(r, tensors)}
+    direct = {n: r for n, r in regions.items() if not needs_gather(r, tensors)}
     with all_or_none(f"export {name}", CheckpointError):
         check_shared_folder(files)
         for shares in values_of_shares(own_shares(direct, tensors), tensors):
@@ -244,14 +247,17 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
                 f"{did_you_mean(name, _KNOWN)}"
             )
         if name == "safe_serialization" and not value:
-            raise CheckpointError("cannot export: safe_serialization is False, expected safetensors. Leave it out.")
+            raise CheckpointError(
+                "cannot export: safe_serialization is False, expected True. Leave it out: all files are safetensors."
+            )
 
 
 def _in_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise CheckpointError(
-            f"cannot export: max_shard_size is {size!r}, expected bytes or a number with a unit. Use for example '5GB'."
+            f"cannot export: max_shard_size is {size!r}, expected a number of bytes, or a number with a unit. Pass for "
+            "example '5GB'."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

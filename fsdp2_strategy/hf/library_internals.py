@@ -1,4 +1,4 @@
-"""Wrap all private names of transformers and peft that this package uses in functions and constants.
+"""Define functions and constants for the private names of transformers and peft that this package uses.
 
 Input: models and modules of these libraries. Output: values of private attributes, or changes to them. No other file
 of the package uses such a name (tests/test_internals.py checks it).
@@ -44,7 +44,7 @@ def set_conversions(model: Any, conversions: list[Any]) -> None:
 
 
 def dtype_plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Map name patterns of the parameters that a model keeps in a fixed dtype to that dtype."""
+    """Return the fixed dtypes that a model keeps for some parameters when it is cast to ``dtype``, by name pattern."""
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
@@ -83,7 +83,7 @@ def reset_caches(layer: Any) -> None:
 
 _lock = Lock()
 _users: dict[str, int] = {}
-"""For each class that has the entry of another class: the number of its running forward passes."""
+"""For each class that was given the entry of another class: the number of its forward passes that are running."""
 
 
 def recorded_outputs(cls: type[nn.Module]) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues, initialize, recording_digests
 from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_tensor
@@ -48,7 +48,8 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 
     Args:
         model: a model, sharded or not, or its wrapper; tensors that are not sharded are read in full.
-        path: a folder, a safetensors file or an index; None for the folders that were stored under `init_on_meta`.
+        path: a folder, a safetensors file or an index; None for the folders that ``from_pretrained`` was called with
+            under `init_on_meta`.
         strict: whether every name in the model must be in the files, and every name in the files in the model.
 
     Returns:
@@ -57,7 +58,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
     Raises:
         CheckpointError: on every rank. Before the model changes: a truncated or missing file, a wrong shape, an unknown
             dtype, a wrong index, tied names with different values, (strict) names that do not match, or no path. After
-            the model has changed: a read fails, or nothing gives values to a tensor that the files lack.
+            the model has changed: a read fails, or a tensor that the files lack cannot be initialised.
     """
     return _load(model, path, allowed_missing="nothing" if strict else "anything")
 
@@ -78,15 +79,15 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
     with all_or_none(f"load {name}", CheckpointError):
         if is_recording():
             raise CheckpointError(
-                f"cannot load {name}: the call is inside of an init_on_meta block, where tensors have no values. Load "
-                "after the block."
+                f"cannot load {name}: the load is inside of an init_on_meta block, where tensors have no memory, "
+                "expected after the block. Load when the block has ended."
             )
         reshard(root)
         known = _origins(root, path)
         if path is None and not known and not has_uninitialised_tensors(root):
             raise CheckpointError(
-                f"cannot load {name}: no path was given and it was not built under init_on_meta, expected one of the "
-                "two. Pass the folder."
+                f"cannot load {name}: no path was given, and the model was not built under init_on_meta, expected a "
+                "path or such a model. Pass the path of the weights."
             )
         targets, report = match_tensors(root, known, allowed_missing)
         to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
@@ -122,10 +123,10 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
             unknown = initialize(root, empty, current_device())
             if unknown:
                 raise CheckpointError(
-                    f"cannot initialise {name}: nothing gives values to {', '.join(unknown[:4])} ({len(unknown)} in "
-                    "all), expected a file that contains them, a reset_parameters, or recorded operations of a "
-                    "constructor that need no values of files. Add a reset_parameters, or build the module outside of "
-                    "init_on_meta."
+                    f"cannot initialise {name}: {some(unknown, 'tensor')} are not in the files, and neither an init "
+                    "function nor a constructor gives them values, expected one of these. A constructor's operations "
+                    "cannot be repeated if they need values of files or their own generator. Add a reset_parameters "
+                    "method, or build the module outside of init_on_meta."
                 )
     forget(root)
     mark_initialised(root)
@@ -142,10 +143,10 @@ def _empty(target: Target) -> TensorWithoutValues:
     """Describe a tensor without values; its dtype is the one in which ``from_pretrained`` would draw the values."""
     dtype = None
     if target.origin is not None:
-        path, _, key = target.name_in_files.rpartition(".")
+        path, _, key = target.name_in_origin.rpartition(".")
         module = target.origin.model.get_submodule(path)
-        asked = {**module._parameters, **module._buffers}.get(key)
-        dtype = None if asked is None else asked.dtype
+        requested = {**module._parameters, **module._buffers}.get(key)
+        dtype = None if requested is None else requested.dtype
     return TensorWithoutValues(target.name, target.tensor, target.registrations, dtype)
 
 
@@ -165,7 +166,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
 
 
 def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[WeightsSource, str]]:
-    """Map each module whose values are in files to these files and to its name in the model that they belong to."""
+    """Map each module whose values are in files to their origin, and to the module's name in the origin's model."""
     known = {module: origin for module in root.modules() if (origin := origin_of(module))}
     if path is None:
         return known
@@ -173,7 +174,7 @@ def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[
     is_plain = not is_transformers_model(root) and not (folder / CONFIG).is_file()
     outermost = [module for module, (_, name) in known.items() if not name]
     if not is_plain and len(outermost) == 1 and is_transformers_model(outermost[0]):
-        # The model was built for another folder: use the module names of that folder.
+        # The model was built from another folder: its modules have the same names in the model of the new folder.
         old = known[outermost[0]][0]
         new = open_folder(old.model, path)
         return {module: (new, name) for module, (own, name) in known.items() if own is old}

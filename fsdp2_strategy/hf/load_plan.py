@@ -1,7 +1,7 @@
 """Match each tensor of a model to its values in files, and check that names, shapes and ties fit.
 
-Input: a model, and for each of its modules the files that contain its values. Output: a `Target` for each tensor, and a
-report. Reads only headers, except to compare tied weights, and does not change the model.
+Input: a model, and the origin of each module's values. Output: a `Target` for each tensor, and a report. Reads only
+headers, except to compare tied weights, and does not change the model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Target:
     regions: list[Region]
     """The tensor's values in the files; several regions if the files contain a tied tensor under several names."""
     origin: WeightsSource | None
-    name_in_files: str
-    """The tensor's name in the model that the files belong to."""
+    """The files of the module, and the model that they belong to; None if its values are in no files."""
+    name_in_origin: str
+    """The tensor's name in the origin's model, which may be a part of this model."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -74,8 +75,7 @@ def match_tensors(
 
     Args:
         root: the model.
-        known: for each module whose values are in files, these files, and the module's name in the model that they
-            belong to.
+        known: for each module whose values are in files, their origin, and the module's name in the origin's model.
         allowed_missing: which tensors the files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``: tensors
             outside the layers of a base model. ``"nothing"`` also forbids tensors that the model does not have.
 
@@ -106,19 +106,19 @@ def _targets(
 ) -> list[Target]:
     found: dict[int, Target] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        origin, path_in_files = known.get(module, (None, ""))
+        origin, path_in_origin = known.get(module, (None, ""))
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is None:
                 continue
             is_non_persistent = key in non_persistent_buffers(module)
-            name_in_files = clean(f"{path_in_files}.{key}" if path_in_files else key)
+            name_in_origin = clean(f"{path_in_origin}.{key}" if path_in_origin else key)
             target = found.get(id(tensor))
             if target is None:
                 name = clean(f"{path}.{key}" if path else key)
-                target = found[id(tensor)] = Target(name, [], is_non_persistent, [], origin, name_in_files)
+                target = found[id(tensor)] = Target(name, [], is_non_persistent, [], origin, name_in_origin)
             target.registrations.append((module, key))
             if origin is not None and not is_non_persistent:
-                region = recipes[origin].regions.get(name_in_files)
+                region = recipes[origin].regions.get(name_in_origin)
                 if region is not None and not any(r is region for r in target.regions):
                     target.regions.append(region)
     return list(found.values())
@@ -131,9 +131,9 @@ def _check_shapes(target: Target) -> None:
                 target.regions.remove(region)
                 continue
             raise CheckpointError(
-                f"cannot load {target.name}: it is {list(region.shape)} in the files, expected "
-                f"{list(target.tensor.shape)}. Check that configuration and files belong together; build a model whose "
-                "embeddings are resized after from_pretrained outside of init_on_meta."
+                f"cannot load {target.name}: its shape is {list(region.shape)} in the files, expected "
+                f"{list(target.tensor.shape)}. Check that configuration and files belong together. If embeddings are "
+                "resized after from_pretrained, build the model outside of init_on_meta."
             )
 
 
@@ -152,7 +152,7 @@ def _check_names(
         return (
             target.origin is None
             or target.origin.ignore_mismatched_sizes
-            or bool(pattern and pattern.search(target.name_in_files))
+            or bool(pattern and pattern.search(target.name_in_origin))
         )
 
     wanted = [t for t in targets if not t.is_non_persistent and not t.regions and not is_optional(t)]
@@ -185,11 +185,11 @@ def _is_in_base_model_layer(target: Target, targets: Sequence[Target]) -> bool:
     """
     model = target.origin.model if target.origin else None
     prefix = getattr(model, "base_model_prefix", "")
-    if prefix and hasattr(model, prefix) and not target.name_in_files.startswith(f"{prefix}."):
+    if prefix and hasattr(model, prefix) and not target.name_in_origin.startswith(f"{prefix}."):
         return False
     modules = {module for module, _ in target.registrations}
     in_part = any(t.regions and modules.intersection(module for module, _ in t.registrations) for t in targets)
-    return in_part or any(part.isdigit() for part in target.name_in_files.split("."))
+    return in_part or any(part.isdigit() for part in target.name_in_origin.split("."))
 
 
 def check_ties(targets: Sequence[Target], reader: Reader) -> None:

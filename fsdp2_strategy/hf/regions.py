@@ -61,7 +61,7 @@ class Piece:
                 piece = piece.narrow(dim, low - self.start[dim], high - low)
         return replace(piece, start=tuple(s - b for s, (b, _) in zip(piece.start, box, strict=True)))
 
-    def clip(self, low: int, high: int) -> Iterator[Piece]:
+    def within_source(self, low: int, high: int) -> Iterator[Piece]:
         """Yield slices of the piece that together contain its elements within elements [low, high) of the source."""
         end = self.offset + self.span
         if end <= low or self.offset >= high or end == self.offset:
@@ -81,7 +81,7 @@ class Piece:
         for i in itertools.chain(range(touched, first), range(last, length)):
             if self.offset + i * stride >= high:
                 break
-            yield from self.narrow(dim, i, 1).clip(low, high)
+            yield from self.narrow(dim, i, 1).within_source(low, high)
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Divide reads among ranks: each rank reads its shards; replicas divide the tensors, and broadcast what they read.
+"""Divide reads among ranks: ranks with the same shards divide the tensors, and broadcast the values that they read.
 
 Input: tensors of a model, and the regions that fill them. Output: this rank's read requests, and the broadcasts that
 follow.
@@ -63,7 +63,7 @@ def divide_reads(wanted: Iterable[tuple[str, Region, torch.Tensor]]) -> tuple[li
         for reader, theirs in by_reader.items():
             if reader == dist.get_rank(group):
                 requests += theirs
-            tensors = [w.tensor.reshape(-1).view(torch.uint8) for w in theirs if w.tensor.numel()]
+            tensors = [r.tensor.reshape(-1).view(torch.uint8) for r in theirs if r.tensor.numel()]
             if tensors:
                 broadcasts.append(Broadcast(group, reader, tensors))
     return requests, broadcasts

@@ -26,7 +26,7 @@ from fsdp2_strategy.hf.weights_folder import WeightsSource, source_of_weights
 from fsdp2_strategy.model.names import clean
 
 _MAX_PARTS = 10_000
-"""Number of parts after which a piece counts as untraceable. No conversion of transformers reaches this limit."""
+"""A piece that would be split into more parts counts as not restored. No conversion of transformers needs as many."""
 
 
 def round_trips(
@@ -85,9 +85,9 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
             continue
         own = sum(i * s for i, s in zip(part.start, strides, strict=True))
         steps = [s for s, n in zip(strides, part.shape, strict=True) if n > 1]
-        found = _trace(part, in_file)
-        if found is not None:
-            if found != (name, own, steps):
+        location = _location_in_model(part, in_file)
+        if location is not None:
+            if location != (name, own, steps):
                 return False
             continue
         if count > _MAX_PARTS:
@@ -98,18 +98,20 @@ def _is_own(name: str, strides: Sequence[int], piece: Piece, written: Mapping[st
     return True
 
 
-def _trace(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
-    """Return the source of a part's first element, its offset there, and the stride of each dimension longer than 1.
+def _location_in_model(part: Piece, in_file: Region) -> tuple[Any, int, list[int]] | None:
+    """Return the location in the model of the values that are saved where a load reads ``part``.
 
-    None if the part must be split further, because no affine map takes the full part to one piece of ``in_file``.
+    The location is the name of a tensor, the offset of the part's first element in it, and the stride of each dimension
+    of the part that is longer than 1. None if the part must be split further, because no affine map takes the full part
+    to one piece of ``in_file``.
     """
-    shape = row_major(in_file.shape)
+    file_strides = row_major(in_file.shape)
     longer = [(s, n) for s, n in zip(part.strides, part.shape, strict=True) if n > 1]
     last = part.offset + sum(s * (n - 1) for s, n in longer)
     for piece in in_file.pieces:
         covers_file = piece.shape == tuple(in_file.shape)
         dims = [d for d, n in enumerate(piece.shape) if n > 1]
-        if covers_file and all(piece.strides[d] == shape[d] for d in dims):  # offsets map directly
+        if covers_file and all(piece.strides[d] == file_strides[d] for d in dims):  # offsets map directly
             return piece.source, piece.offset + part.offset, [s for s, _ in longer]
         first = _unravel_index(part.offset, in_file.shape)
         each = [_unravel_index(s, in_file.shape) for s, _ in longer]

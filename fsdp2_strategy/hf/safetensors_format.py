@@ -87,10 +87,10 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, st
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
-            raise _invalid(path, f"{entry.name} begins at byte {entry.offset}, the tensor before it ends at {end}")
+            raise _invalid(path, f"{entry.name} begins at byte {entry.offset}, but the tensor before it ends at {end}")
         end = entry.offset + entry.nbytes
     if end != size:
-        raise _invalid(path, f"it is {size} bytes long, its header describes {end} bytes")
+        raise _invalid(path, f"it is {size} bytes long, but its header describes {end} bytes")
     return entries, metadata if isinstance(metadata, dict) else {}
 
 
@@ -101,7 +101,7 @@ def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             if not 10 <= start <= min(size, _MAX_HEADER_BYTES):
-                raise _invalid(path, f"its header would end at byte {start}, the file at {size}")
+                raise _invalid(path, f"its header would end at byte {start}, but the file has {size} bytes")
             header = json.loads(file.read(start - 8), object_pairs_hook=_reject_duplicates)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. Add the file, or name another folder.") from error
@@ -133,7 +133,7 @@ def _entry(path: Path, name: str, facts: object, start: int) -> Entry:
         raise _invalid(path, f"the header's entry of {name} is {facts!r}")
     entry = Entry(name, path, start + offsets[0], DTYPES[dtype], tuple(shape))
     if entry.nbytes != offsets[1] - offsets[0]:
-        raise _invalid(path, f"{name} has {offsets[1] - offsets[0]} bytes, its shape {shape} requires {entry.nbytes}")
+        raise _invalid(path, f"{name} has {offsets[1] - offsets[0]} bytes, but its shape {shape} needs {entry.nbytes}")
     return entry
 
 
@@ -146,7 +146,7 @@ def _invalid(path: Path, reason: str) -> CheckpointError:
 def lay_out(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Return the first bytes of a new file, up to the first tensor, and the location of each tensor; deterministic.
+    """Return the header of a new file, with its length in front, and the location of each tensor; deterministic.
 
     Tensors are sorted by item size, largest first, then by name. So each tensor is aligned to its item size.
 

@@ -1,21 +1,17 @@
-"""Plan a save: the names, layout and offsets of a model's tensors in files, and the ranges that this rank writes.
+"""Plan a save: the names and layout of a model's tensors in files, and the byte ranges that this rank writes.
 
-Input: a model, sharded or not. Output: the files to create, with their headers, and write requests for `write`. The
-plan follows from names, shapes, dtypes and placements alone, so ranks plan without communication.
+Input: a model, sharded or not. Output: the regions of the files, from which `output_files` creates the files, and write
+requests for `write`. The plan follows from names, shapes, dtypes and placements alone, so ranks plan without
+communication.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 import math
-import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +24,13 @@ from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers, state_dict_hooks
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import hub_regions
-from fsdp2_strategy.hf.json_files import fsync, write_text
 from fsdp2_strategy.hf.library_internals import dtype_plan, names_not_saved
 from fsdp2_strategy.hf.regions import Box, Computed, Region, assemble, row_major, sources_of
 from fsdp2_strategy.hf.round_trip import round_trips
-from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry, lay_out, write_from
+from fsdp2_strategy.hf.safetensors_format import CONVERTED, OWN_NAMES, Entry
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.write import WriteRequest, opened
+from fsdp2_strategy.hf.write import WriteRequest
 from fsdp2_strategy.model.materialize import is_uninitialised
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.placeholders import full_tensor_of, is_computed, values_of
@@ -134,22 +129,22 @@ def regions_to_write(
     written = {}
     for name, region in regions.items():
         sources = sources_of(region)
-        wider = [kept[pattern] for pattern in kept for source in sources if re.search(pattern, source)]
+        fixed = [kept[pattern] for pattern in kept for source in sources if re.search(pattern, source)]
         cast = region.dtype.is_floating_point and all(source in parameters for source in sources)
-        written[name] = region.to(wider[0] if wider else dtype) if cast else region
+        written[name] = region.to(fixed[0] if fixed else dtype) if cast else region
     return written
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """The tensors of a model's files, by their names in the files."""
+class TensorLayout:
+    """The tensors of a model's files, by their names there; `files_for` distributes them over the files."""
 
     regions: dict[str, Region]
     metadata: Mapping[str, str]
     """Metadata of the files' headers: whether a load applies transformers' conversions."""
 
 
-def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
     """Choose names and layout of a checkpoint's files: guaranteed to load, and written without a gather if possible.
 
     Return the first of these that passes `round_trips`:
@@ -165,15 +160,15 @@ def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> FileLay
     hub = regions_to_write(skeleton, tensors)
     own = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     regions = dict(hub)
-    while indirect := {name for name, region in regions.items() if not is_direct(region, tensors)}:
-        sources = {source for name in indirect for source in sources_of(regions[name])}
+    while gathered := {name for name, region in regions.items() if needs_gather(region, tensors)}:
+        sources = {source for name in gathered for source in sources_of(regions[name])}
         replaced = {name for name, region in regions.items() if sources.intersection(sources_of(region))}
         sources |= {source for name in replaced for source in sources_of(regions[name])}
         kept = {name: region for name, region in regions.items() if name not in replaced}
         regions = kept | {name: own[name] for name in sources}
     for candidate in (regions, hub, own):
         if round_trips(skeleton, candidate, tensors):
-            return FileLayout(candidate, CONVERTED)
+            return TensorLayout(candidate, CONVERTED)
     if not round_trips(skeleton, own, tensors, converted=False):
         raise CheckpointError(
             f"cannot save {type(skeleton).__name__}: a load would not restore its tensors, expected the names of "
@@ -184,148 +179,16 @@ def choose_layout(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> FileLay
         "load_ckpt and load_weights can"
     )
     log(message, type(skeleton).__name__, level=logging.WARNING)
-    return FileLayout(own, OWN_NAMES)
+    return TensorLayout(own, OWN_NAMES)
 
 
-@dataclass(frozen=True)
-class File:
-    """A file to be written."""
-
-    path: Path
-    name: str
-    """Its final name."""
-    header: bytes
-    entries: dict[str, Entry]
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file in bytes."""
-        return len(self.header) + sum(entry.nbytes for entry in self.entries.values())
-
-    def moved_to(self, folder: Path) -> File:
-        """Return a copy of the file with its paths in a folder."""
-        path = folder / self.path
-        entries = {n: Entry(n, path, e.offset, e.dtype, e.shape) for n, e in self.entries.items()}
-        return replace(self, path=path, entries=entries)
-
-
-def files_for(
-    folder: Path,
-    stem: str,
-    regions: Mapping[str, Region],
-    max_bytes: int,
-    *,
-    partial: bool = False,
-    metadata: Mapping[str, str] = CONVERTED,
-) -> list[File]:
-    """Distribute tensors, in the given order, over files of limited size; a tensor above the limit gets its own file.
-
-    Args:
-        folder: folder of the files.
-        stem: beginning of the file names.
-        regions: the tensors by name.
-        max_bytes: the limit, in bytes of tensors per file.
-        partial: use temporary file names, which no load finds.
-        metadata: metadata of the headers.
-    """
-    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    size = 0
-    for name, region in regions.items():
-        nbytes = region.numel() * region.dtype.itemsize
-        if groups[-1] and size + nbytes > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = (region.dtype, tuple(region.shape))
-        size += nbytes
-    files = []
-    for i, group in enumerate(groups, 1):
-        number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        name = f"{stem}{number}.safetensors"
-        path = folder / (f".{name}.partial" if partial else name)
-        files.append(File(path, name, *lay_out(path, group, metadata)))
-    return files
-
-
-def file_bytes(regions: Mapping[str, Region]) -> int:
-    """Return the size limit of each file of a checkpoint; ranks and threads write several files in parallel."""
-    total = sum(region.numel() * region.dtype.itemsize for region in regions.values())
-    return min(sizes.FILE_BYTES, max(sizes.MIN_FILE_LIMIT_BYTES, -(-total // sizes.FILE_COUNT)))
-
-
-def index_of(files: Sequence[File]) -> dict[str, Any]:
-    """Return the content of the index, which maps each tensor to its file."""
-    entries = [(name, entry, file) for file in files for name, entry in file.entries.items()]
-    return {
-        "metadata": {
-            "total_parameters": sum(math.prod(entry.shape) for _, entry, _ in entries),
-            "total_size": sum(entry.nbytes for _, entry, _ in entries),
-        },
-        "weight_map": {name: file.name for name, _, file in sorted(entries, key=lambda e: e[0])},
-    }
-
-
-def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise if the files do not fit on the disk; one rank calls it before the files are created.
-
-    Raises:
-        CheckpointError: fewer than ``needed_bytes`` are free.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed_bytes > free:
-        raise CheckpointError(
-            f"cannot save: the files need {needed_bytes / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free. Free "
-            "space on the disk; earlier files are deleted only after the new ones are complete."
-        )
-
-
-def create_files(files: Iterable[File]) -> None:
-    """Create files with their full length and their header; bytes that other ranks have written already are kept."""
-    for file in files:
-        with opened(file.path, os.O_WRONLY | os.O_CREAT) as fd:
-            os.ftruncate(fd, file.nbytes)
-            write_from(fd, 0, memoryview(file.header))
-
-
-def check_shared_folder(files: Iterable[File]) -> None:
-    """Check that this rank sees the files that another rank created.
-
-    Raises:
-        CheckpointError: a file is missing or has another header: the folder is not on a shared file system.
-    """
-    for file in files:
-        try:
-            with file.path.open("rb") as stream:
-                found = stream.read(len(file.header))
-        except FileNotFoundError:
-            found = b""
-        if found != file.header:
-            raise CheckpointError(
-                f"cannot save: {file.path} is missing or differs from the file that another rank created, expected a "
-                "folder that all ranks see. Save to a shared file system."
-            )
-
-
-def publish(folder: Path, files: Sequence[File], index_name: str = "model.safetensors.index.json") -> None:
-    """Give complete files their final names, and write their index if there are several; fsync the folder.
-
-    Several files do not load without the index, so it is written last.
-    """
-    for file in files:
-        file.path.rename(folder / file.name)
-    if len(files) > 1:
-        partial = folder / f".{index_name}.partial"
-        write_text(partial, json.dumps(index_of(files), indent=2) + "\n")
-        partial.rename(folder / index_name)
-    fsync(folder)
-
-
-def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether ranks can write a region from their shards without a gather, in byte ranges that are not tiny."""
+def needs_gather(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether to gather a region before it is written: ranks cannot write it in long byte ranges from shards."""
     if is_identity(region, tensors):
-        return True
+        return False
     for piece in region.pieces:
         if isinstance(piece.source, Computed) or not _is_in_rows(tensors[piece.source]):
-            return False
+            return True
         strides = [s for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1]
         run = region.dtype.itemsize
         for length, full_length in zip(reversed(piece.shape), reversed(region.shape), strict=True):
@@ -334,8 +197,8 @@ def is_direct(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
                 break
         in_order = strides == sorted(strides, reverse=True)
         if not in_order or run < min(sizes.SHORTEST_RUN_BYTES, math.prod(piece.shape) * region.dtype.itemsize):
-            return False
-    return True
+            return True
+    return False
 
 
 def is_identity(region: Region, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -368,7 +231,10 @@ class Share:
     """First row and number of rows, within the view or local tensor; None for all."""
 
     def cut(self, region: Region) -> Iterator[Share]:
-        """Split the share by rows into shares of at most one checksum block or row; this does not change the blocks."""
+        """Split the share by rows into shares that fit into one checksum block, but have at least one row.
+
+        `write_all` splits in the same rows, so the checksum blocks are the same without the split.
+        """
         length = self.box[0][1] if self.box else 0
         row_bytes = math.prod(n for _, n in self.box[1:]) * region.dtype.itemsize
         step = max(1, sizes.BLOCK_BYTES // max(1, row_bytes))
@@ -400,7 +266,7 @@ def own_shares(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor
                 shares += Share(name, local.box, piece.source, None).cut(region)
                 continue
             low, high = local.elements()
-            for part in piece.clip(low, high):
+            for part in piece.within_source(low, high):
                 box = tuple(zip(part.start, part.shape, strict=True))
                 view = (part.shape, part.strides, part.offset - low)
                 shares += Share(name, box, piece.source, view).cut(region)
@@ -500,14 +366,16 @@ def _local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, _LocalBox]:
 def gathered_write_requests(
     region: Region, tensors: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor], entry: Entry
 ) -> list[WriteRequest]:
-    """Gather a region's sources, and return this rank's write requests, one per block, for an equal share; collective.
+    """Gather a region's sources, and return write requests for this rank's part of the region; collective.
+
+    All ranks have parts of about the same size. Each request is one checksum block.
 
     Args:
         region: the region to write.
         tensors: the sources by name.
         gathered: full sources of earlier regions, reused because several regions may have the same source. Those that
             this region does not need are removed.
-        entry: its location in a file.
+        entry: the region's location in a file.
     """
     needed = sources_of(region)
     for source in [source for source in gathered if source not in needed]:
@@ -522,21 +390,4 @@ def gathered_write_requests(
     line = Entry(entry.name, entry.path, entry.offset, entry.dtype, (len(flat),))
     step = max(1, sizes.BLOCK_BYTES // entry.dtype.itemsize)
     parts = [(at, min(step, end - at)) for at in range(begin, end, step)]
-    return [WriteRequest(line, (part,), flat.narrow(0, *part), own_block=True) for part in parts]
-
-
-def write_configuration(folder: Path, skeleton: Any, regions: Mapping[str, Region]) -> None:
-    """Write the configuration files that ``from_pretrained`` reads; no-op if the model is not of transformers."""
-    if not is_transformers_model(skeleton):
-        return
-    config = copy.deepcopy(skeleton.config)
-    floating = [region.dtype for region in regions.values() if region.dtype.is_floating_point]
-    config.dtype = str(floating[0]).removeprefix("torch.") if floating else config.dtype
-    config.architectures = [type(skeleton).__name__]
-    if skeleton.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
-
-        custom_object_save(skeleton, folder, config=config)
-    config.save_pretrained(folder)
-    if skeleton.can_generate():
-        skeleton.generation_config.save_pretrained(folder)
+    return [WriteRequest(line, (part,), flat.narrow(0, *part), separate_blocks=True) for part in parts]

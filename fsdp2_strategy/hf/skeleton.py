@@ -79,9 +79,9 @@ def copy_module_shell(module: nn.Module) -> nn.Module:
     """Copy one module without its parameters, buffers, children and hooks; share its other attributes."""
     cls = original_class(module)
     new = cls.__new__(cls)
-    nn.Module.__init__(new)  # without hooks: those of the original refer to the original
+    nn.Module.__init__(new)  # without the hooks, which may refer to the original
     for name, value in module.__dict__.items():
-        if name not in new.__dict__ and _is_copy_tree(name, value, cls):
+        if name not in new.__dict__ and _is_copied(name, value, cls):
             new.__dict__[name] = value
     return new
 
@@ -106,8 +106,11 @@ def _copy_tree(
     return modules[id(module)]
 
 
-def _is_copy_tree(name: str, value: object, cls: type[nn.Module]) -> bool:
-    """Return whether to copy an attribute. Callables that shadow a method may be bound to the original: do not copy."""
+def _is_copied(name: str, value: object, cls: type[nn.Module]) -> bool:
+    """Return whether an attribute is copied.
+
+    A callable that shadows a method is not copied, because it may be bound to the original.
+    """
     shadows = callable(value) and callable(getattr(cls, name, None))
     return not (name in _LEFT_OUT or name.startswith(STATE_OF_FSDP) or shadows)
 

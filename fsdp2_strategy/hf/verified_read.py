@@ -2,9 +2,10 @@
 
 Input: read requests, each with a region, a box of it, and the tensor to fill. Output: filled tensors.
 
-A contiguous range of a file is read directly into a CPU tensor of the same dtype. All other reads go through one
-scratch buffer per thread, so the memory needed does not grow with the model. If there are checksums, a file is read
-block by block, with one checksum for each block. A block that is only partly requested is read in full.
+A contiguous range of a file is read directly into a CPU tensor of the same dtype. All other ranges are read into one
+scratch buffer per thread, so the memory needed does not grow with the model. A computed region is an exception: the
+full tensors that it is computed from are read, one region at a time. If there are checksums, each checksum block is
+read in full, even if only a part of it is requested.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class _View:
     piece: Piece
     target: torch.Tensor
     dtype: torch.dtype
+    """The region's dtype, to which values are cast first."""
 
     @property
     def begin(self) -> int:
@@ -74,6 +76,7 @@ class _Range:
     target: torch.Tensor
     """Also contiguous."""
     dtype: torch.dtype
+    """The region's dtype, to which values are cast first."""
 
     @property
     def nbytes(self) -> int:
@@ -215,7 +218,8 @@ class Reader:
             if (stop - view.begin) % itemsize:
                 raise DamageError(
                     f"cannot check {entry.name}: a checksum block ends at byte {stop} of {entry.path}, expected the "
-                    f"end of an element of {itemsize} bytes. The checksum manifests do not belong to this file."
+                    f"end of an element of {itemsize} bytes. The checksum manifests do not belong to this file: load "
+                    "another checkpoint."
                 )
             part = target[(begin - view.begin) // itemsize : (stop - view.begin) // itemsize]
             yield _Ranges(block, [_Range(entry, begin, part, view.dtype)])

@@ -76,9 +76,9 @@ def open_folder(model: nn.Module, path: str | Path, *, has_model_names: bool = F
     if path.is_dir():
         chosen = next((path / name for name in (WEIGHTS, INDEX) if (path / name).is_file()), path / WEIGHTS)
     if not chosen.is_file():
-        content = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else "nothing"
+        found = f"contains {sorted(p.name for p in path.iterdir())[:8]}" if path.is_dir() else "does not exist"
         raise CheckpointError(
-            f"cannot load {path}: it contains {content}, expected {WEIGHTS} or {INDEX}. Name the folder of the weights."
+            f"cannot load {path}: it {found}, expected {WEIGHTS} or {INDEX}. Pass the folder of the weights."
         )
     index = chosen if chosen.name.endswith(".index.json") else None
     files = tuple(sorted({chosen.parent / name for name in read_index(index).values()})) if index else (chosen,)
@@ -135,7 +135,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]]:
-    """Return the origin and the location of each tensor; drop the conversions if a header is marked with own names.
+    """Return the origin and the location of each tensor. Drop the conversions if a header is marked with `OWN_NAMES`.
 
     Raises:
         CheckpointError: a file is missing or invalid, or the index does not match the files.
@@ -143,7 +143,8 @@ def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]
     index = read_index(origin.index) if origin.index else {}
     if missing := sorted(set(index.values()) - {file.name for file in origin.files}):
         raise CheckpointError(
-            f"cannot load {origin.where}: its index names {missing[0]}, which is missing. Complete the folder."
+            f"cannot load {origin.where}: {missing[0]}, which its index lists, is missing, expected all files of the "
+            "index. Copy or download the folder again."
         )
     entries: dict[str, Entry] = {}
     for file in origin.files:
@@ -154,8 +155,8 @@ def read_headers(origin: WeightsSource) -> tuple[WeightsSource, dict[str, Entry]
             if index.get(name, file.name) == file.name:
                 if name in entries:
                     raise CheckpointError(
-                        f"cannot load {origin.where}: {entries[name].path.name} and {file.name} both contain {name}, "
-                        "expected one of them. Remove the file that does not belong there."
+                        f"cannot load {origin.where}: {name} is in {entries[name].path.name} and in {file.name}, "
+                        "expected in one file only. Remove the file that does not belong to this model."
                     )
                 entries[name] = entry
     if lost := [name for name in index if name not in entries]:

@@ -41,9 +41,10 @@ class WriteRequest:
     entry: Entry
     box: Box
     tensor: torch.Tensor
-    own_block: bool = False
-    """Whether its checksum blocks contain no bytes of other requests. Used for gathered tensors, which a synchronous
-    save writes in separate calls and an asynchronous save in one call. So both write the same checksum blocks."""
+    separate_blocks: bool = False
+    """Whether checksum blocks with bytes of this request contain no bytes of other requests. True for gathered tensors:
+    a synchronous save writes each in its own call of `write_all`, an asynchronous save all in one call. Both must write
+    the same checksum blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class _Run:
     offset: int
     dtype: torch.dtype
     tensor: torch.Tensor
-    own_block: bool
+    separate_blocks: bool
 
     @property
     def end(self) -> int:
@@ -163,7 +164,7 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
     if not tensor.numel():
         return
     if not entry.shape:
-        yield _Run(entry.path, entry.offset, entry.dtype, tensor.reshape(1), request.own_block)
+        yield _Run(entry.path, entry.offset, entry.dtype, tensor.reshape(1), request.separate_blocks)
         return
     (begin, length), inner_box, inner_shape = request.box[0], request.box[1:], entry.shape[1:]
     row_bytes = math.prod(inner_shape) * entry.dtype.itemsize
@@ -171,11 +172,11 @@ def _runs(request: WriteRequest) -> Iterator[_Run]:
         step = sizes.BLOCK_BYTES // row_bytes
         for at in range(0, length, step):
             rows = tensor.narrow(0, at, min(step, length - at))
-            yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, request.own_block)
+            yield _Run(entry.path, entry.offset + (begin + at) * row_bytes, entry.dtype, rows, request.separate_blocks)
     else:
         for i, row in enumerate(tensor.unbind(), begin):
             inner = Entry(entry.name, entry.path, entry.offset + i * row_bytes, entry.dtype, inner_shape)
-            yield from _runs(WriteRequest(inner, inner_box, row, request.own_block))
+            yield from _runs(WriteRequest(inner, inner_box, row, request.separate_blocks))
 
 
 def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
@@ -184,8 +185,9 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
     for run in runs:
         if group:
             first, last = group[0], group[-1]
-            adjacent = (run.path, run.offset) == (last.path, last.end) and not (run.own_block or last.own_block)
-            if not adjacent or run.end - first.offset > sizes.BLOCK_BYTES:
+            adjacent = (run.path, run.offset) == (last.path, last.end)
+            separate = run.separate_blocks or last.separate_blocks
+            if not adjacent or separate or run.end - first.offset > sizes.BLOCK_BYTES:
                 yield group
                 group = []
         group.append(run)

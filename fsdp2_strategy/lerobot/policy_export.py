@@ -16,9 +16,9 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.export import save_model
+from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS
 from fsdp2_strategy.hf.peft.merge import has_adapters, without_adapter_modules
-from fsdp2_strategy.hf.save_plan import write_configuration
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.lerobot.checkpoint_layout import PolicySidecars
 from fsdp2_strategy.model.ranks import on_model_ranks
