@@ -75,7 +75,7 @@ class BatchPlan:
         if not self._epoch_length(self.anchor.epoch + 1):
             raise DataError(
                 f"cannot make batches: {self._remaining(self.anchor.epoch + 1)} samples of an epoch are not skipped, "
-                f"expected at least {f'{self.batch}, one batch' if self.tail == 'drop' else 1}. Skip fewer samples"
+                f"expected at least {f'one batch of {self.batch}' if self.tail == 'drop' else 1}. Skip fewer samples"
                 f"{', or choose a smaller batch' if self.tail == 'drop' else ''}."
             )
 
