@@ -417,7 +417,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
         progress = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
-            message = "saving before run_training: a run that resumes from this checkpoint starts at the start of an epoch"
+            message = "saving before run_training: a run that loads this checkpoint starts at the beginning of an epoch"
             log(message, level=logging.WARNING)
         pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a resumed run computes them again
         try:
