@@ -1,10 +1,11 @@
 """Compute which samples are in which global batch.
 
-Input: the order of each epoch, the batch size, the samples to skip, and the first batch that skips them (the anchor).
+Input: the order of each epoch, the batch size, the samples to skip, and the anchor (the first batch that skips them).
 Output: the samples of a batch, computed from the batch's index without replaying earlier batches.
 
-[Note: positions and offsets] A *position* is an index in an epoch's order. An *offset* is an index among the positions
-that the plan covers: those from its anchor on, without the positions of skipped samples.
+[Note: positions and offsets] A *position* is an index in an epoch's order. A plan leaves out the positions before its
+anchor and those of skipped samples. It numbers the remaining positions of each epoch from 0; this number is the
+*offset*.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if not self._epoch_length(self.anchor.epoch + 1):
             raise DataError(
-                f"cannot make batches: {self._offsets(self.anchor.epoch + 1)} samples are left of an epoch, expected "
-                f"{f'at least one batch of {self.batch}' if self.tail == 'drop' else 'at least one'}. Skip fewer "
-                "samples, or choose a smaller batch."
+                f"cannot make batches: {self._remaining(self.anchor.epoch + 1)} samples of an epoch are not skipped, "
+                f"expected at least {f'one batch of {self.batch}' if self.tail == 'drop' else 1}. Skip fewer samples"
+                f"{', or choose a smaller batch' if self.tail == 'drop' else ''}."
             )
 
     def epoch_of(self, batch: int) -> int:
@@ -97,7 +98,7 @@ class BatchPlan:
         epoch, begin = self._locate(batch)
         found, missing = [], self.batch
         while True:
-            end = min(begin + missing, self._offsets(epoch))
+            end = min(begin + missing, self._remaining(epoch))
             found.append(Span(epoch, begin, end))
             missing -= end - begin
             if not missing or self.tail != "carry":
@@ -164,16 +165,16 @@ class BatchPlan:
     def _begin(self, epoch: int) -> int:
         return self.anchor.position if epoch == self.anchor.epoch else 0
 
-    def _offsets(self, epoch: int) -> int:
-        """Return the number of offsets of an epoch."""
+    def _remaining(self, epoch: int) -> int:
+        """Return the number of remaining positions of an epoch; see [Note: positions and offsets]."""
         return len(self.order_of(epoch)) - self._begin(epoch) - len(self._skipped_in(epoch))
 
     def _epoch_length(self, epoch: int) -> int:
-        """Return the length of an epoch: in offsets if batches may span two epochs (``"carry"``), else in batches."""
-        offsets = self._offsets(epoch)
+        """Return the length of an epoch: in samples if batches may span two epochs (``"carry"``), else in batches."""
+        samples = self._remaining(epoch)
         if self.tail == "carry":
-            return offsets
-        return offsets // self.batch if self.tail == "drop" else -(-offsets // self.batch)
+            return samples
+        return samples // self.batch if self.tail == "drop" else -(-samples // self.batch)
 
     def _length_through(self, epoch: int) -> int:
         """Return the length from the anchor to the end of an epoch, in the unit of `_epoch_length`."""

@@ -1,4 +1,6 @@
-"""Choose a loader's data order and return its fingerprint, which must equal that of a saved position.
+"""Choose a loader's data order and compute its fingerprint.
+
+A loader accepts a saved position only if the position has the same fingerprint.
 
 Input: a data set and a loader's arguments. Output: a function from epochs to orders, and the fingerprint (JSON values).
 """
@@ -17,7 +19,7 @@ from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
 
 
-def order_of(
+def choose_order(
     dataset: Any,
     batch: int,
     seed: int,

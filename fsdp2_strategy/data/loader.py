@@ -1,4 +1,4 @@
-"""A data loader that resumes at the exact sample, on any number of ranks, from a few saved numbers.
+"""Load data, and resume at the exact sample, on any number of ranks, from a few saved numbers.
 
 Input: a map-style data set. Output: this rank's part of every global batch, fetched by torch's DataLoader.
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
-from fsdp2_strategy.data.dataset_order import order_of
+from fsdp2_strategy.data.dataset_order import choose_order
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
 from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
@@ -104,11 +104,11 @@ class ResumableLoader:
         self.dataset, self.tail = dataset, tail
         self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)
         self._check()
-        self._fingerprint, make_order = order_of(
+        self._fingerprint, make_order = choose_order(
             dataset, self.global_batch_size, self.seed, tail=tail, pool=pool, lanes=lanes, weights=weights
         )
         self._plan = BatchPlan(lru_cache(maxsize=4)(make_order), self.global_batch_size, tail)
-        # This rank's part of every batch: the samples from ``low`` to ``high - 1``.
+        # This rank's part of every batch: the samples from ``_low`` to ``_high - 1``.
         self._low, self._high = (r * self.global_batch_size // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
         self._collate = collate_fn or default_collate
         self._fetch: dict[str, Any] = {
@@ -117,8 +117,8 @@ class ResumableLoader:
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor if num_workers else None,
         }
-        self._batches = 0  # delivered
-        self._samples = 0  # delivered, over all ranks, without padding
+        self._batches = 0  # number of delivered batches
+        self._samples = 0  # number of delivered samples, over all ranks, without padding
         self._began = 0  # index of the first batch of this epoch
         self._end = self._plan.end_of(0)
         self._in_flight: Iterator[Any] | None = None
@@ -178,7 +178,7 @@ class ResumableLoader:
         began = self._began
         while self._began == began and self._batches < self._end:
             if self._in_flight is None:
-                self._in_flight = iter(self._loader())
+                self._in_flight = iter(self._make_data_loader())
                 self._announcer = self._make_announcer()
             try:
                 if self._announcer is not None:
@@ -197,7 +197,7 @@ class ResumableLoader:
             self._replan(self._plan.skipped)
         self._began, self._end = self._batches, self._plan.end_of(self.epoch)
 
-    def _loader(self) -> DataLoader[Any]:
+    def _make_data_loader(self) -> DataLoader[Any]:
         plan = self._plan
         return DataLoader(
             SampleFetcher(self.dataset, self.seed, self._collate),
@@ -220,13 +220,13 @@ class ResumableLoader:
         """Count a batch as delivered; with ``tail="pad"``, return the mask of samples that are not padding.
 
         Raises:
-            DataError: the workers fetched samples that were not requested.
+            DataError: the workers fetched other samples than the requested ones.
         """
         requested, fetched = self._plan.keys(self._batches, self._low, self._high), [tuple(key) for key in keys]
         if fetched != requested:
             raise DataError(
                 f"cannot deliver batch {self._batches}: the workers fetched {fetched[:3]}…, expected "
-                f"{requested[:3]}…. Load a checkpoint, and report this error of the loader."
+                f"{requested[:3]}…. Report this bug of the loader, and resume from a checkpoint."
             )
         real = sum(map(len, self._plan.spans(self._batches)))
         self._has_begun = True
@@ -245,7 +245,7 @@ class ResumableLoader:
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the trainer as JSON values, equal on every rank; prefetched batches do not count."""
+        """Return the trainer's position as JSON values, equal on every rank; prefetched batches are not counted."""
         anchor = self._plan.anchor
         return {
             "version": _VERSION,
@@ -321,8 +321,8 @@ class ResumableLoader:
         epoch = self.epoch
         self._replan(skipped)
         if self._batches < self._end:
-            continues = self.epoch == epoch
-            self._end = self._plan.end_of(epoch) if continues else self._batches
+            has_batches_left = self.epoch == epoch
+            self._end = self._plan.end_of(epoch) if has_batches_left else self._batches
         self.close()
 
     def _replan(self, skipped: Sequence[int]) -> None:
@@ -333,8 +333,8 @@ class ResumableLoader:
     def _check(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
             raise DataError(
-                f"cannot load {type(self.dataset).__name__}: it has no length, expected a map-style data set. Use a "
-                "data set with __len__ and __getitem__."
+                f"cannot load batches: the data set is a {type(self.dataset).__name__}, expected a map-style data set. "
+                "Use a data set with __len__ and __getitem__."
             )
         if not 0 <= self.dp_rank < self.dp_size <= self.global_batch_size:
             raise DataError(
@@ -367,6 +367,6 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
         raise DataError(
             f"cannot divide batches between ranks: dp_rank is {dp_rank}, dp_size {dp_size}, and there is "
             f"{'a' if dist.is_initialized() else 'no'} process group, expected both numbers, or neither and a process "
-            "group. Construct the strategy first."
+            "group. Pass both numbers, or construct the strategy first."
         )
     return rank(), world_size()

@@ -38,7 +38,7 @@ class Order(Protocol):
 
 
 class GlobalOrder:
-    """Permute ``n`` samples by seed and epoch; the time and memory for a slice depend on the slice's length only.
+    """Permute ``n`` samples by seed and epoch; the time and memory for a slice do not grow with ``n``.
 
     Args:
         n: number of samples, at least 1.
@@ -56,7 +56,7 @@ class GlobalOrder:
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
         if not 1 <= n < _MAX_SAMPLES:
-            raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61. Use a data set that is not empty.")
+            raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61 - 1. Use a data set with samples.")
         self.n, self.seed, self.epoch = operator.index(n), operator.index(seed), operator.index(epoch)
         self._bijection = Bijection(self.n, "samples", self.seed, self.epoch)
 
@@ -83,22 +83,22 @@ class EpisodeOrder:
     reader needs the episodes of one block at a time, or of several where a slice crosses a block boundary.
 
     Without ``lanes`` every rank reads frames of every episode, because the frames of a block are spread over all ranks.
-    ``lanes`` splits each batch into that many contiguous spans. Each span takes its frames from its own episodes,
-    ``pool // lanes`` at a time. Each rank reads a contiguous part of each batch, so it reads only the episodes of its
-    own lanes; `episodes_touched` returns their number. The order is the same on any number of ranks. A batch still
-    mixes about ``pool`` episodes, but a lane mixes only its own.
+    ``lanes`` splits each batch into that many contiguous spans, the lanes. Each lane has its own episodes, and mixes
+    ``pool // lanes`` of them at a time. A rank reads a contiguous part of each batch, so it reads only the episodes of
+    the lanes in this part; `episodes_touched` returns the number of these episodes. The order is the same on any number
+    of ranks. A batch still mixes about ``pool`` episodes.
 
     Args:
         lengths: number of frames of each episode, in the order of the data set. Frames are numbered consecutively.
         seed: any integer.
         epoch: any integer.
-        pool: number of episodes that are mixed.
-        lanes: number of spans of a batch; choose a multiple of each number of ranks that the run may use.
+        pool: number of episodes that are mixed at a time.
+        lanes: number of lanes of a batch; choose a multiple of each number of ranks that the run may use.
         batch: number of samples of a global batch; needed if ``lanes`` is more than 1.
         offset: index of the epoch's first sample within its batch; above 0 if that batch begins in the epoch before.
 
     Raises:
-        DataError: there are no frames, or an argument is out of range.
+        DataError: the episodes have no frames, or an argument is out of range.
     """
 
     def __init__(
@@ -116,29 +116,29 @@ class EpisodeOrder:
         batch = lanes if batch is None else batch
         if not self.lengths.size or self.lengths.min() < 0 or not self.lengths.sum():
             raise DataError(
-                f"cannot order frames: lengths are {self.lengths[:5].tolist()}…, expected none below 0 and some above. "
-                "Pass the length of each episode."
+                f"cannot order frames: the episode lengths are {self.lengths[:5].tolist()}…, expected none below 0 and "
+                "at least one above 0. Pass the number of frames of each episode."
             )
         if pool < 1 or not 1 <= lanes <= min(pool, batch) or not 0 <= offset < batch:
             raise DataError(
-                f"cannot order frames: pool is {pool}, lanes {lanes}, batch {batch}, offset {offset}, expected for "
-                "each lane at least one episode of the pool and one sample of the batch, and an offset within the "
-                "batch. Use fewer lanes, or a larger pool."
+                f"cannot order frames: pool is {pool}, lanes {lanes}, batch {batch}, offset {offset}, expected "
+                "1 <= lanes <= min(pool, batch) and 0 <= offset < batch. Use fewer lanes, or a larger pool."
             )
         self.pool, self.lanes, self._batch = int(pool), int(lanes), int(batch)
         self._key = int(seed), int(epoch)
-        self._begins = _offsets_of(self.lengths)  # first frame of each episode, in the data set
+        self._first_frames = _starts_of(self.lengths)  # first frame of each episode, in the data set
         self._episodes = GlobalOrder(len(self.lengths), seed, epoch).indices(0, len(self.lengths))
-        # First frame of each episode in the concatenation of the permuted episodes. The index of a frame in this
-        # concatenation is called its offset.
-        self._episode_offsets = _offsets_of(self.lengths[self._episodes])
-        self.n = int(self._episode_offsets[-1])
-        # Ranges of offsets: [head: completes the last batch of the epoch before][one per lane][tail: less than a batch]
+        # The episode sequence consists of the frames of the permuted episodes, one episode after another. Episodes,
+        # lanes and blocks are ranges of it; the arrays ``_*_starts`` contain where they start.
+        self._episode_starts = _starts_of(self.lengths[self._episodes])
+        self.n = int(self._episode_starts[-1])
+        # With lanes, the sequence is: the frames that complete the last batch of the epoch before; then the frames of
+        # each lane; then the rest, which is less than a batch.
         self._head = min(-offset % batch, self.n) if lanes > 1 else 0
-        self._cuts = np.arange(lanes + 1) * batch // lanes
+        self._cuts = np.arange(lanes + 1) * batch // lanes  # start of each lane within a batch
         self._batches = (self.n - self._head) // batch if lanes > 1 else 0
-        self._lane_offsets = self._head + self._batches * self._cuts
-        self._block_offsets = self._blocks()
+        self._lane_starts = self._head + self._batches * self._cuts
+        self._block_starts = self._find_block_starts()
 
     def __len__(self) -> int:
         return self.n
@@ -150,23 +150,24 @@ class EpisodeOrder:
             DataError: the positions are not within 0 to the number of frames.
         """
         positions = _within(start, stop, self.n)
-        offsets = self._in_blocks(self._to_offsets(positions), Bijection.values)
-        i = np.searchsorted(self._episode_offsets, offsets, side="right") - 1
-        frames: Indices = self._begins[self._episodes[i]] + offsets - self._episode_offsets[i]
+        in_sequence = self._permute_in_blocks(self._to_sequence(positions), Bijection.values)
+        i = np.searchsorted(self._episode_starts, in_sequence, side="right") - 1
+        frames: Indices = self._first_frames[self._episodes[i]] + in_sequence - self._episode_starts[i]
         return frames
 
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of frames, in ascending order."""
         frames = _checked(samples, self.n)
-        episode = np.searchsorted(self._begins, frames, side="right") - 1
-        offsets = self._episode_offsets[np.argsort(self._episodes)[episode]] + frames - self._begins[episode]
-        return np.sort(self._to_positions(self._in_blocks(offsets, Bijection.positions)))
+        episode = np.searchsorted(self._first_frames, frames, side="right") - 1
+        starts = self._episode_starts[np.argsort(self._episodes)[episode]]
+        in_sequence = starts + frames - self._first_frames[episode]
+        return np.sort(self._to_positions(self._permute_in_blocks(in_sequence, Bijection.positions)))
 
     def episodes_at(self, positions: Indices) -> Indices:
         """Return the episodes that a reader of these positions needs: all episodes of the blocks of the positions."""
-        blocks = np.unique(np.searchsorted(self._block_offsets, self._to_offsets(positions), side="right") - 1)
-        first = np.searchsorted(self._episode_offsets, self._block_offsets[blocks], side="right") - 1
-        last = np.searchsorted(self._episode_offsets, self._block_offsets[blocks + 1], side="left")
+        blocks = np.unique(np.searchsorted(self._block_starts, self._to_sequence(positions), side="right") - 1)
+        first = np.searchsorted(self._episode_starts, self._block_starts[blocks], side="right") - 1
+        last = np.searchsorted(self._episode_starts, self._block_starts[blocks + 1], side="left")
         found = [self._episodes[begin:end] for begin, end in zip(first, last, strict=True)]
         return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found]))
 
@@ -180,48 +181,54 @@ class EpisodeOrder:
             low, high = (self._batch * r // dp_size for r in (rank, rank + 1))
             first = np.searchsorted(self._cuts, low, side="right") - 1
             last = np.searchsorted(self._cuts, high, side="left")
-            begin, end = (self._lane_offsets[first], self._lane_offsets[last]) if self.lanes > 1 else (0, self.n)
-            overlaps = np.minimum(self._episode_offsets[1:], end) > np.maximum(self._episode_offsets[:-1], begin)
+            begin, end = (self._lane_starts[first], self._lane_starts[last]) if self.lanes > 1 else (0, self.n)
+            overlaps = np.minimum(self._episode_starts[1:], end) > np.maximum(self._episode_starts[:-1], begin)
             touched.append(int(overlaps.sum()) if high > low else 0)
         return touched
 
-    def _to_offsets(self, positions: Indices) -> Indices:
-        """Return the offset of each position, without the permutation within blocks."""
+    def _to_sequence(self, positions: Indices) -> Indices:
+        """Return the index in the episode sequence of each position, before frames are permuted within blocks."""
         row, column = np.divmod(positions - self._head, self._batch)
         lane = np.searchsorted(self._cuts, column, side="right") - 1
         width = np.diff(self._cuts)[lane]
         in_lanes = (row >= 0) & (row < self._batches)
-        return np.where(in_lanes, self._lane_offsets[lane] + row * width + column - self._cuts[lane], positions)
+        return np.where(in_lanes, self._lane_starts[lane] + row * width + column - self._cuts[lane], positions)
 
-    def _to_positions(self, offsets: Indices) -> Indices:
-        """Return the position of each offset; the inverse of `_to_offsets`."""
-        in_lanes = (offsets >= self._lane_offsets[0]) & (offsets < self._lane_offsets[-1])
-        lane = np.where(in_lanes, np.searchsorted(self._lane_offsets, offsets, side="right") - 1, 0)
-        row, column = np.divmod(offsets - self._lane_offsets[lane], np.diff(self._cuts)[lane])
-        return np.where(in_lanes, self._head + row * self._batch + self._cuts[lane] + column, offsets)
+    def _to_positions(self, in_sequence: Indices) -> Indices:
+        """Return the position of each index in the episode sequence; the inverse of `_to_sequence`."""
+        in_lanes = (in_sequence >= self._lane_starts[0]) & (in_sequence < self._lane_starts[-1])
+        lane = np.where(in_lanes, np.searchsorted(self._lane_starts, in_sequence, side="right") - 1, 0)
+        row, column = np.divmod(in_sequence - self._lane_starts[lane], np.diff(self._cuts)[lane])
+        return np.where(in_lanes, self._head + row * self._batch + self._cuts[lane] + column, in_sequence)
 
-    def _blocks(self) -> Indices:
-        """Return the first offset of each block, then ``n``; a block has up to ``pool // lanes`` episodes of a lane."""
-        lane_offsets = self._lane_offsets.tolist() if self.lanes > 1 else []
-        edges = np.unique(np.asarray([0, *lane_offsets, self.n]))
+    def _find_block_starts(self) -> Indices:
+        """Return where each block starts in the episode sequence, then ``n``.
+
+        A block has up to ``pool // lanes`` episodes, all of the same lane.
+        """
+        lane_starts = self._lane_starts.tolist() if self.lanes > 1 else []
+        edges = np.unique(np.asarray([0, *lane_starts, self.n]))
         step = self.pool // self.lanes
-        begins = [edges]
+        starts = [edges]
         for begin, end in itertools.pairwise(edges):
-            first = np.searchsorted(self._episode_offsets, begin, side="right") - 1
-            inside = self._episode_offsets[first + step :: step]
-            begins.append(inside[(inside > begin) & (inside < end)])
-        return np.unique(np.concatenate(begins))
+            first = np.searchsorted(self._episode_starts, begin, side="right") - 1
+            inside = self._episode_starts[first + step :: step]
+            starts.append(inside[(inside > begin) & (inside < end)])
+        return np.unique(np.concatenate(starts))
 
-    def _in_blocks(self, offsets: Indices, change: Callable[[Bijection, Indices], Indices]) -> Indices:
-        """Permute offsets within their blocks; ``change`` selects the permutation or its inverse."""
-        block = np.searchsorted(self._block_offsets, offsets, side="right") - 1
+    def _permute_in_blocks(self, in_sequence: Indices, permute: Callable[[Bijection, Indices], Indices]) -> Indices:
+        """Permute indices of the episode sequence within their blocks.
+
+        ``permute`` is `Bijection.values`, or `Bijection.positions` for the inverse.
+        """
+        block = np.searchsorted(self._block_starts, in_sequence, side="right") - 1
         by_block = np.argsort(block, kind="stable")
-        result = np.empty_like(offsets)
-        for chosen in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if len(offsets) else ():
+        result = np.empty_like(in_sequence)
+        for chosen in np.split(by_block, np.flatnonzero(np.diff(block[by_block])) + 1) if len(in_sequence) else ():
             i = int(block[chosen[0]])
-            begin, end = self._block_offsets[i : i + 2]
+            begin, end = self._block_starts[i : i + 2]
             bijection = _cached_bijection(int(end - begin), "frames", *self._key, i)
-            result[chosen] = begin + change(bijection, offsets[chosen] - begin)
+            result[chosen] = begin + permute(bijection, in_sequence[chosen] - begin)
         return result
 
 
@@ -240,7 +247,8 @@ class MixtureOrder:
         n: number of positions of an epoch; by default the number of samples of all data sets.
 
     Raises:
-        DataError: there is not one weight per length, one of them is not positive, or a data set gets no position.
+        DataError: the numbers of lengths and weights differ, a length or weight is not positive, or a data set gets no
+            position.
     """
 
     def __init__(
@@ -259,10 +267,10 @@ class MixtureOrder:
         self._shares = np.concatenate([[0], ends]).astype(np.int64)
         if (np.diff(self._shares) == 0).any():
             raise DataError(
-                f"cannot mix data sets: with weights {list(weights)}, one of them gets none of the {self.n} positions "
-                "of an epoch, expected at least one for each. Raise its weight, or leave it out."
+                f"cannot mix data sets: with weights {list(weights)}, a data set gets none of the {self.n} positions "
+                "of an epoch, expected at least one for each data set. Raise its weight, or leave the data set out."
             )
-        self._begins = _offsets_of(np.asarray(self.lengths))
+        self._begins = _starts_of(np.asarray(self.lengths))  # first sample of each data set
         self._draws = GlobalOrder(self.n, seed, epoch)  # the draws of each data set have consecutive numbers
 
     def __len__(self) -> int:
@@ -279,7 +287,7 @@ class MixtureOrder:
         for i, length in enumerate(self.lengths):
             own = np.flatnonzero((draws >= self._shares[i]) & (draws < self._shares[i + 1]))
             number, sample = np.divmod(draws[own] - self._shares[i] + self._drawn_before(i), length)
-            for partial in self._partial_passes(i):  # full passes are permuted by the order of the draws
+            for partial in self._partial_passes(i):  # full passes need no permutation: draws are permuted
                 chosen = np.flatnonzero(number == partial)
                 sample[chosen] = self._pass(i, partial).values(sample[chosen])
             result[own] = self._begins[i] + sample
@@ -337,11 +345,12 @@ def _checked(samples: ArrayLike, n: int) -> Indices:
     numbers = np.asarray(samples, dtype=np.int64).reshape(-1)
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < n:
         raise DataError(
-            f"cannot find samples: they range from {numbers.min()} to {numbers.max()}, expected 0 to {n - 1}."
+            f"cannot find samples: their indices range from {numbers.min()} to {numbers.max()}, expected 0 to {n - 1}. "
+            "Pass indices of the data set."
         )
     return numbers
 
 
-def _offsets_of(lengths: Indices) -> Indices:
+def _starts_of(lengths: Indices) -> Indices:
     """Return the starts of consecutive ranges of these lengths, and the end of the last one."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

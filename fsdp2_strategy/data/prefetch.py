@@ -1,12 +1,12 @@
-"""Announce to a data set which episodes the batches in flight need, and which are needed next.
+"""Announce to a data set which episodes the prefetched batches need, and which episodes are needed after them.
 
 Input: the episodes of this rank's part of each batch. Output: calls of the data set's ``hold``, in the trainer's
 process, before each batch.
 
 [Note: needed episodes] A data set whose episodes are expensive to open has a method ``hold(now, soon)``. Until the next
 call, only samples of the episodes in ``now`` are requested; the episodes in ``soon`` are needed after them. Both lists
-are in ascending order. A second method, ``pause``, ends the data set's threads. `ResumableLoader.close` calls it,
-before new workers are forked.
+are in ascending order. An optional method ``pause`` ends the data set's threads, so that workers can be forked safely.
+`ResumableLoader.close` calls it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 _MAX_DISTANCE = 1 << 20
-"""Maximum number of batches to search ahead for the next change of episodes."""
+"""The search for the next change of episodes ends at the first probe that is more batches ahead than this."""
 
 
 class EpisodeAnnouncer:
@@ -39,7 +39,7 @@ class EpisodeAnnouncer:
         """Call ``hold`` for the batch that the trainer receives next."""
         now = self._needed(batch)
         if now != self._now or batch >= self._change:
-            self._change = self._first_change(batch, now)
+            self._change = self._find_change(batch, now)
             self._now, self._soon = now, self._needed(self._change) - now
         self._dataset.hold(sorted(self._now), sorted(self._soon))
 
@@ -47,11 +47,11 @@ class EpisodeAnnouncer:
         """Return the episodes of a batch and of the batches that are prefetched after it."""
         return frozenset().union(*(self._episodes(b) for b in range(batch, batch + self._in_flight + 1)))
 
-    def _first_change(self, batch: int, now: frozenset[int]) -> int:
-        """Return the first batch whose episodes differ from ``now``, by exponential search and bisection.
+    def _find_change(self, batch: int, now: frozenset[int]) -> int:
+        """Search for a later batch whose needed episodes differ from ``now``, by exponential search and bisection.
 
-        The result may be a later change if the episodes change and change back between two probes of the search. This
-        happens in epochs of a few batches.
+        It is the first such batch, unless the episodes change and change back between two probes of the search. This
+        happens in epochs of a few batches. If no probe differs up to `_MAX_DISTANCE`, return the last probe.
         """
         same, other = batch, batch + 1
         while self._needed(other) == now:

@@ -43,7 +43,7 @@ class SampleFetcher(Dataset[Any]):
             return keys, DataError(str(error))  # subclasses may not be picklable
 
     def _batch(self, keys: list[Key]) -> Any:
-        with _own_generators():
+        with _restored_generators():
             samples = []
             for epoch, sample in keys:
                 self._seed(epoch, sample)
@@ -60,7 +60,7 @@ class SampleFetcher(Dataset[Any]):
 
 
 @contextmanager
-def _own_generators() -> Iterator[None]:
+def _restored_generators() -> Iterator[None]:
     """Restore the random generators of the trainer's process after the block; do nothing in a worker process."""
     if get_worker_info() is not None:
         yield

@@ -31,7 +31,7 @@ from fsdp2_strategy.lerobot.worker_counters import Counts
 
 _PLANAR = {"yuv420p", "yuvj420p"}
 _BUFFER_BYTES = 1 << 15  # small, to fetch few bytes beyond the end of an episode
-_KEYS_BACK = 4
+_MAX_SEEKS = 4  # key frames that `_seek` tries before it gives up
 # Raise an error for corrupt data. FFmpeg would conceal it in the image by default.
 _STRICT = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
@@ -151,7 +151,7 @@ class _Decoder:
         index does not record this. If the first decoded frame is after the time stamp, try earlier key frames.
         """
         start = target
-        for _ in range(_KEYS_BACK):
+        for _ in range(_MAX_SEEKS):
             self._container.seek(start, stream=self._stream, backward=True)
             self._frames = self._container.decode(self._stream)
             self._last = self._next()

@@ -1,6 +1,6 @@
 """Iterate over the epochs of any loader, and resume exactly at a checkpoint, even during gradient accumulation.
 
-Input: a loader. Output: its batches, epoch by epoch, and the data position of the last optimizer step.
+Input: a loader. Output: its batches, epoch by epoch, and the data position and random state of the last optimizer step.
 
 [Note: position] A micro-batch is pending until an optimizer step uses its gradients. Checkpoints do not contain these
 gradients. If micro-batches are pending at a save (at the end of an epoch), the checkpoint contains the data position
@@ -44,7 +44,8 @@ class Position:
     batch: int
     """Number of micro-batches of the epoch that are done."""
     kind: Kind
-    """How the loader resumes: by a formula (ResumableLoader), by a ``state_dict`` per rank, or by ``batch`` only."""
+    """How the loader resumes: "formula" if it computes its order (ResumableLoader), "state" if it has a ``state_dict``
+    per rank, "count" if it resumes by ``batch`` only."""
     ranks: int
     """Number of ranks of the saved run."""
     placed: bool = False
@@ -53,8 +54,8 @@ class Position:
 
 _END = object()
 
-# By plain loader, data set or sampler: the seed of its generator before `_seed_generators` first changed it.
-_first_seeds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+# For each plain loader, data set or sampler: the seed that its generator had before `_seed_generators` changed it.
+_original_seeds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Epochs:
@@ -99,7 +100,7 @@ class Epochs:
 
         Raises:
             DataError: on every rank: the loader fails, yields no batch, or yields more batches on some ranks than on
-                others. Also if the caller set the sampler's position before the checkpoint but not after it.
+                others; or the caller set the sampler's position before the checkpoint, but not in the resumed run.
         """
         resumes = self._start is not None and self._start.epoch == epoch and self._batch > 0
         self.epoch, self._batch, self._start = epoch, self._batch if resumes else 0, None
@@ -126,8 +127,8 @@ class Epochs:
         self._is_positioned = bool(positioned)
         if self._must_be_positioned and not positioned:
             raise DataError(
-                f"cannot resume in epoch {epoch}: the position of the sampler is not set, expected the caller to set "
-                "it, as before the checkpoint. Call the sampler's set_epoch(epoch, position), or load with "
+                f"cannot resume in epoch {epoch}: the position of the sampler is not set, expected it to "
+                "be set, as it was before the checkpoint. Call the sampler's set_epoch(epoch, position), or load with "
                 "load_data_position=False."
             )
         self._may_be_positioned = self._must_be_positioned = False
@@ -147,11 +148,11 @@ class Epochs:
             # Samplers draw their order when the first batch is drawn: draw it now, under this random state.
             return batches if resumes else chain(list(islice(batches, 1)), batches)
 
-    def _has_ended(self, here: bool) -> bool:
+    def _has_ended(self, on_this_rank: bool) -> bool:
         """Return whether the epoch has ended on all ranks; collective, except for a ResumableLoader."""
-        if self.kind == "formula" or not any_rank(here):
-            return here
-        if any_rank(not here):
+        if self.kind == "formula" or not any_rank(on_this_rank):
+            return on_this_rank
+        if any_rank(not on_this_rank):
             raise DataError(
                 f"cannot continue: after {self._batch} batches of epoch {self.epoch} some ranks have none left and "
                 "others have more, expected the same number on every rank. Use ResumableLoader, or a sampler that "
@@ -171,8 +172,11 @@ class Epochs:
         self.record_step()
 
     @contextmanager
-    def at_last_step(self) -> Iterator[tuple[Position, Loader | None]]:
-        """Restore the random state of the last step inside the block; yield its position, and a loader in its state."""
+    def state_of_last_step(self) -> Iterator[tuple[Position, Loader | None]]:
+        """Restore the random state of the last optimizer step inside the block, and yield its data position.
+
+        Also yield a loader whose ``state_dict`` returns the state at that step; None for a plain loader.
+        """
         if self._last_step is None:
             yield self._position(), self._loader if self.kind != "count" else None
             return
@@ -204,13 +208,13 @@ class Epochs:
         return [loader, *own, getattr(own[-1], "sampler", None)]
 
     def _seed_generators(self, epoch: int) -> None:
-        """Seed the generators of a plain loader by their original seeds and the epoch, but not by rank."""
+        """Seed the generators of a plain loader from their original seeds and the epoch, but not from the rank."""
         seeded: set[int] = set()
         for source in self._order_sources():
             generator = getattr(source, "generator", None)
             if isinstance(generator, torch.Generator) and id(generator) not in seeded:
                 seeded.add(id(generator))
-                generator.manual_seed(derive_seed(_first_seeds.setdefault(source, generator.initial_seed()), epoch))
+                generator.manual_seed(derive_seed(_original_seeds.setdefault(source, generator.initial_seed()), epoch))
 
 
 def kind_of(loader: Any) -> Kind:

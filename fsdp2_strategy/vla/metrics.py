@@ -77,7 +77,7 @@ class JSONLinesTracker:
 
 
 class WeightsBiasesTracker:
-    """Write to Weights & Biases, only on rank 0; needs the extra ``tracking``.
+    """Write settings and records to Weights & Biases, only on rank 0; requires the extra ``tracking``.
 
     With ``WANDB_MODE=offline`` in the environment, wandb writes to disk only.
 
@@ -268,7 +268,7 @@ def _to_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _open_for_append(path: Path) -> IO[bytes]:
-    """Open a text file to append without buffering; remove a last line that a crash left incomplete."""
+    """Open a file of lines to append without buffering; remove a last line that a crash left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
     file.seek(0)

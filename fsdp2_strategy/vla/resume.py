@@ -25,20 +25,20 @@ def check_new_run(folder: Path, run_dir: Path) -> None:
     may_be_new = folder.is_dir() or folder.absolute() == run_dir.absolute()
     if folder.suffix == ".ckpt" or not from_rank_0(may_be_new):
         raise CheckpointError(
-            f"cannot load {folder}: no checkpoint exists there, expected a committed one. Pass another, or the run's "
-            "directory to load its newest."
+            f"cannot resume: {folder} is neither a committed checkpoint nor the directory of a run, expected one of "
+            "them. Correct the path."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """The checkpoint that was loaded."""
+    """The loaded checkpoint from which a run resumes."""
 
     path: Path
     epoch: int
     """The epoch in which the checkpoint was saved."""
-    ended: bool
-    """Whether the checkpoint was saved at the end of this epoch."""
+    at_epoch_end: bool
+    """Whether the checkpoint was saved at the end of ``epoch``."""
     position: Position | None
     """The data position to resume at; None to start at the beginning of an epoch."""
     rng: bytes
@@ -51,7 +51,7 @@ class Resumed:
         return cls(
             path=Path(path),
             epoch=client_state.get("epoch", 0),
-            ended=path.endswith(".end.ckpt"),
+            at_epoch_end=path.endswith(".end.ckpt"),
             position=Position(**position) if position else None,
             rng=rng_content(),
         )
@@ -59,7 +59,7 @@ class Resumed:
     @property
     def start_epoch(self) -> int:
         """The epoch in which training continues."""
-        return self.position.epoch if self.position else self.epoch + self.ended
+        return self.position.epoch if self.position else self.epoch + self.at_epoch_end
 
     def check_start(self, epoch: int, step: int, steps_taken: int) -> None:
         """Compare the caller's start arguments with the checkpoint; 0 is always accepted.

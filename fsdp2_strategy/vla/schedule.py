@@ -21,12 +21,12 @@ class MultiGroupLRScheduler:
 
     Args:
         optimizer: an optimizer whose groups have the names in `GROUPS`; some of the four may be missing.
-        backbone_scheduler: a schedule of a separate optimizer. This optimizer has two groups, for the backbone's groups
-            with and without weight decay, or one group for both.
-        action_model_scheduler: likewise, for the two other groups.
+        backbone_scheduler: the schedule of the two backbone groups. It is built on a separate optimizer with two groups
+            (first with, then without weight decay), or with one group for both.
+        action_model_scheduler: the schedule of the two other groups, built in the same way.
 
     Raises:
-        OptimizerError: a group has another name.
+        OptimizerError: a group has a name that is not in `GROUPS`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MultiGroupLRScheduler:
     def step(self) -> None:
         """Advance both schedules by one optimizer step."""
         with warnings.catch_warnings():
-            # The schedules' own optimizers only contain learning rates. They never step, which torch warns about.
+            # torch warns if a schedule's optimizer has not stepped; the separate optimizers never step.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.backbone_scheduler.step()
             self.action_model_scheduler.step()
@@ -59,12 +59,12 @@ class MultiGroupLRScheduler:
         return rates
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group of the optimizer, which may have several groups of the same name."""
+        """Return the learning rate of each of the optimizer's groups; several groups may have the same name."""
         rates = self.rates()
         return [rates[group["name"]] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of both schedules; serialisable as JSON."""
+        """Return the states of both schedules, as JSON values if those schedules return JSON values."""
         return {
             "backbone": self.backbone_scheduler.state_dict(),
             "action_model": self.action_model_scheduler.state_dict(),

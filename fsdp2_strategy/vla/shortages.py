@@ -43,7 +43,7 @@ def shortages(
     num_workers: int,
     cores: int | None = None,
 ) -> list[str]:
-    """Return the text of a warning for each shortage; not collective.
+    """Compare the numbers, and return the text of a warning for each shortage; not collective.
 
     Args:
         ranks: number of ranks that share the data.
@@ -83,13 +83,13 @@ def shortages(
         lower_pool = f"Lower the pool to at most {per_lane} episodes per lane, {per_lane * lanes} in total."
         found.append(
             f"{episodes} episodes do not fill the pools of all ranks, {pool} in total: all episodes are open at once, "
-            f"and each batch mixes fewer than the pool. "
+            f"and each batch mixes fewer episodes than the pool. "
             f"{lower_pool if per_lane else f'Start a new run with at most {episodes} lanes.'}"
         )
     if num_workers > batches:
         found.append(
-            f"{num_workers} workers per rank are more than the {batches} batches of an epoch: some fetch nothing in an "
-            f"epoch, and prefetch from the next ones. Use at most {batches}."
+            f"{num_workers} workers per rank are more than the {batches} batches of an epoch: in each epoch some "
+            f"workers only prefetch batches of later epochs. Use at most {batches}."
         )
     if num_workers * local_ranks > cores:
         found.append(

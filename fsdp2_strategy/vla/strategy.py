@@ -83,8 +83,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps.
         enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
         enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise compute in fp32.
-        reduce_in_full_precision: with mixed precision, reduce gradients and keep buffers in fp32; otherwise both in
-            bf16.
+        reduce_in_full_precision: with mixed precision, reduce gradients and keep buffers in fp32 (if true) or bf16 (if
+            false).
         mixed_precision_dtype: ``torch.bfloat16``, or ``torch.float32`` to disable mixed precision.
         sharding_strategy: "shard-grad-op" keeps parameters all-gathered from forward to backward; "full-shard" reshards
             them after forward and all-gathers them again in backward.
@@ -148,7 +148,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         ):
             if value is not None and value < least:
                 raise ConfigError(
-                    f"cannot configure: {name} is {value}, expected at least {least}. Pass a whole number."
+                    f"cannot configure: {name} is {value}, expected at least {least}. Pass a larger number."
                 )
         super().__init__(
             config=(config or StrategyConfig()).replace(
@@ -240,7 +240,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         log("%s", summary(self, n_train_examples))
 
     def _node_shard_size(self) -> int:
-        """Return the number of ranks per node; -1 (all ranks) for one node, or if nodes differ in this number."""
+        """Return the number of ranks per node; -1 (all ranks) if it is not a proper divisor of the world size."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         return local if 0 < local < self.world_size and self.world_size % local == 0 else -1
 
@@ -264,7 +264,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         """Train until ``max_steps`` or the end of the last epoch; collective.
 
         After `load_optimizer_and_scheduler`, training resumes at the checkpoint, even in the middle of an epoch. The
-        resumed run draws the same data and random numbers as an uninterrupted run.
+        resumed run draws the same data and random numbers as an uninterrupted run. All ranks skip a step whose gradient
+        norm is not finite.
 
         Args:
             dataloader: yields this rank's micro-batches as mappings of tensors. Pass a ResumableLoader with a global
@@ -283,21 +284,25 @@ class VLAFSDPStrategy(TrainingStrategy):
             exit with a non-zero status, so that the run is started again.
 
         Raises:
-            StepError, DataError, CheckpointError, ConfigError: on every rank. A gradient norm that is not finite raises
-                nothing; its step is skipped.
+            StepError: the forward returns no loss; or, on every rank, a tracker fails.
+            DataError: on every rank: the loader fails, yields no batch, or yields more batches on some ranks than on
+                others.
+            CheckpointError: on every rank: a checkpoint cannot be saved, or the loader cannot resume at the position.
+            ConfigError: on every rank: a start argument differs from the loaded checkpoint, or SIGTERM stopped an
+                earlier call.
         """
         self._check_start(start_epoch, start_global_step)
         resumed = self._resumed
         start = resumed.position if resumed else None
         if self._interrupted:
             raise ConfigError(
-                "cannot train: SIGTERM stopped this run before its end, expected it to be loaded first. Restart the "
-                "process, or call load_optimizer_and_scheduler and create the loader again."
+                "cannot train: SIGTERM stopped this run before its end, expected its checkpoint to be loaded first. "
+                "Restart the process, or call load_optimizer_and_scheduler and create the loader again."
             )
         if resumed and start and start.kind == kind_of(dataloader) != "count":
             load_checkpoint(self.vla, resumed.path, load_model=False, dataloader=dataloader)
         if resumed:
-            load_rng(resumed.rng)  # undo random draws since the load
+            load_rng(resumed.rng)  # random numbers may have been drawn since the load
         data = Epochs(
             dataloader,
             seed=self.config.seed,
@@ -373,9 +378,9 @@ class VLAFSDPStrategy(TrainingStrategy):
             return None
 
     def clip_grad_norm(self, model: nn.Module | None = None, max_norm: float | None = None) -> float:
-        """Clip the gradients to ``max_grad_norm``, and return the norm before clipping; collective.
+        """Clip the gradients to ``max_norm`` (by default ``max_grad_norm``), and return the norm before clipping.
 
-        `run_training` clips in each step without this call.
+        Collective. `run_training` clips in each step without this call.
         """
         return super().clip_grad_norm(self.vla if model is None else model, max_norm)
 
@@ -391,7 +396,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         *,
         async_save: bool = False,
     ) -> Path:
-        """Save as ``<run_dir>/checkpoints/epoch={epoch}-step={global_step}[.end].ckpt``, then rotate; collective.
+        """Save as ``<run_dir>/checkpoints/epoch={epoch}-step={global_step}[.end].ckpt``; collective.
+
+        Then delete old checkpoints, as ``max_num`` and ``max_mem`` require.
 
         Args:
             run_dir: directory of the run.
@@ -405,16 +412,16 @@ class VLAFSDPStrategy(TrainingStrategy):
             The checkpoint's directory. With ``async_save`` it exists only after the write has finished.
 
         Raises:
-            CheckpointError: on every rank, for the reasons of `save_ckpt`.
+            CheckpointError: on every rank; see `save_ckpt`.
         """
         tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
         progress = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
-            message = "saving before run_training resumes: a run that loads this checkpoint starts epoch %d again"
-            log(message, epoch, level=logging.WARNING)
+            message = "saving before run_training: a run that loads this checkpoint starts at the beginning of an epoch"
+            log(message, level=logging.WARNING)
         pending, self.pending_micro_batches = self.pending_micro_batches, 0  # a resumed run computes them again
         try:
-            with self._data.at_last_step() if self._data else nullcontext((None, None)) as (position, loader):
+            with self._data.state_of_last_step() if self._data else nullcontext((None, None)) as (position, loader):
                 path = self.save_ckpt(
                     self.vla,
                     Path(run_dir) / _CHECKPOINTS,
@@ -446,7 +453,7 @@ class VLAFSDPStrategy(TrainingStrategy):
 
         Args:
             checkpoint_folder: a checkpoint, or a run's directory, whose newest checkpoint is loaded.
-            load_weights: whether to load the weights; otherwise the model keeps its current weights.
+            load_weights: whether to load the weights; if false, the model keeps its current weights.
             load_data_position: resume at the data position in the checkpoint, if there is one.
             strict: raise if the checkpoint, the model and the optimizer have different parameter names.
             trust: also load checkpoints that VITRA wrote. They are pickles, which can execute code.
@@ -455,7 +462,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             "epoch" and "global_step", or None if the run's directory contains no checkpoint yet.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint does not exist, or for the reasons of `load_ckpt`.
+            CheckpointError: on every rank: the checkpoint does not exist or cannot be loaded; see `load_ckpt`.
         """
         folder = Path(checkpoint_folder)
         directory = folder / _CHECKPOINTS if from_rank_0((folder / _CHECKPOINTS).is_dir()) else folder
@@ -470,10 +477,10 @@ class VLAFSDPStrategy(TrainingStrategy):
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _check_start(self, epoch: int, step: int) -> None:
-        """Compare the start arguments with the loaded checkpoint; without one, advance the schedule to ``step``.
+        """Compare the start arguments with the loaded checkpoint; if none was loaded, advance the schedule to ``step``.
 
         Raises:
-            ConfigError: the arguments differ from the checkpoint, or ``step`` from the steps taken.
+            ConfigError: an argument differs from the checkpoint, or ``step`` differs from the steps already taken.
         """
         accumulation = self._state_of(self.vla).accumulation
         if self._resumed is not None:

@@ -1,4 +1,4 @@
-"""VITRA's training loop: micro-batches, optimizer steps, metrics and saves, until the end or a request to stop.
+"""VITRA's training loop: micro-batches, optimizer steps, metrics and saves, until the last step or SIGTERM.
 
 Input: a strategy that is set up, and epochs of batches. Output: a trained model, checkpoints, metric records.
 """
@@ -72,7 +72,7 @@ class Loop:
     """Whether steps were taken since the last checkpoint."""
 
     def run(self) -> bool:
-        """Train, and return True at the end of the run, or False if SIGTERM stopped it earlier."""
+        """Train, and return True at the end of the run, or False if SIGTERM stopped it before its end."""
         for epoch in range(self.data.epoch, self.strategy.epochs):
             self.strategy.vla.train()
             for batch in self.data.batches(epoch):
@@ -131,8 +131,8 @@ class Loop:
         or "other"), or 0 if that group has no parameters either.
         """
         found = {group["name"]: group["lr"] for group in self.strategy.optimizer.param_groups}
-        of_half = {name.partition("_")[0]: rate for name, rate in found.items()}
-        return {_METRIC_NAMES[name]: found.get(name, of_half.get(name.partition("_")[0], 0.0)) for name in GROUPS}
+        by_first_word = {name.partition("_")[0]: rate for name, rate in found.items()}
+        return {_METRIC_NAMES[name]: found.get(name, by_first_word.get(name.partition("_")[0], 0.0)) for name in GROUPS}
 
     def _save(self, epoch: int, *, is_epoch_end: bool) -> None:
         step = self.strategy.global_step(self.strategy.vla)
