@@ -53,7 +53,7 @@ def param_groups_of(state: FSDPState) -> list[Any]:
 def choose_root(state: FSDPState) -> None:
     """Initialise FSDP2 with this state as the root; do nothing if it is initialised already.
 
-    Otherwise FSDP2 would make the first unit that runs the root.
+    Otherwise FSDP2 would choose the first unit whose forward runs as the root.
     """
     if state._is_root is None:
         state._lazy_init()
@@ -70,7 +70,7 @@ def run_post_forward(state: FSDPState, module: nn.Module, args: Any, output: Any
 
 
 def pre_backward_hook(state: FSDPState) -> Callable[..., Any]:
-    """Return the tensor hook that all-gathers a unit for backward."""
+    """Return FSDP2's hook on a unit's outputs, which all-gathers the unit for backward."""
     return state._pre_backward
 
 
@@ -98,7 +98,7 @@ def forget_forward_root(state: FSDPState) -> None:
 
 
 def prefetch_for_forward(state: FSDPState) -> None:
-    """Start the all-gathers of the units that a unit prefetches in its forward."""
+    """Start the all-gathers of the units that this unit is set to prefetch in its forward."""
     for ahead in state._states_to_forward_prefetch:
         for record in param_groups_of(ahead):
             record._prefetch_unshard(record, "forward")
@@ -169,7 +169,7 @@ def drop_gather_in_flight(record: FSDPParamGroup) -> None:
 
 
 def reset_record(record: FSDPParamGroup) -> None:
-    """Free a unit's gathered parameters and mark it idle, at any point of a pass."""
+    """Free a unit's gathered parameters and mark it idle; callable at any point of a pass."""
     if record._all_gather_result is not None:
         record.wait_for_unshard()
     mark_idle(record)
@@ -177,7 +177,7 @@ def reset_record(record: FSDPParamGroup) -> None:
 
 
 def record_pre_forward(record: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """All-gather a unit before its forward; return the inputs with a backward hook that reduces its gradients."""
+    """All-gather a unit before its forward; return its inputs with the backward hook that reduces its gradients."""
     return record.pre_forward(module, args, kwargs)
 
 
