@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="dtype of floating-point tensors; by default that of the checkpoint",
     )
     command.add_argument("--trust", action="store_true", help="unpickle files of other systems (.distcp, .pt, .bin)")
-    command.add_argument("--beside", type=Path, help="folder to copy configuration and tokenizer from, for such files")
+    command.add_argument(
+        "--beside", type=Path, help="folder to copy configuration and tokenizer from, for files of other systems"
+    )
     parsed = parser.parse_args(arguments)
     from fsdp2_strategy.checkpoint import cli_commands  # noqa: PLC0415  ``--help`` need not import torch
 

@@ -96,7 +96,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], Itera
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports its names when they are first used.
 
     The names are read from the package's source: each ``from a.module import Name as Name`` in its ``if TYPE_CHECKING``
-    block is one name. So type checkers read the same list.
+    block is one name. So the list exists once, and type checkers can read it.
 
     Args:
         package: ``__name__`` of the package.
@@ -149,6 +149,9 @@ def _new_path(fullname: str) -> str | None:
 
 
 def install_old_paths() -> None:
-    """Install the finder of `MOVED` before Python's finders, which would import a submodule a second time."""
+    """Insert the finder of `MOVED` ahead of Python's own finders.
+
+    Python's finders would find a submodule of an old path, too, and import it a second time as another module object.
+    """
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())

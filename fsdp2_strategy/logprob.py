@@ -58,7 +58,8 @@ def token_log_probs(
         model: a causal language model or its wrapper; it may be sharded, and may take images.
         input_ids: [batch, length], int64.
         attention_mask: [batch, length], passed to the model.
-        last: return only this number of tokens at the end of each sequence; default and maximum: length - 1.
+        last: number of tokens at the end of each sequence whose log-probabilities are returned; by default and at most
+            length - 1.
         temperature: the logits are divided by this number.
         entropy: also return the entropies, in nats.
         chunk_bytes: maximum size of the fp32 logits of one chunk, by default 256 MiB; a chunk has at least one row.
@@ -87,11 +88,11 @@ def token_log_probs(
         if is_sharded(root):
             stack.enter_context(on_ranks_of(root))
             stack.enter_context(all_or_none("compute log-probabilities", LogProbError))
-        last = _checked(input_ids, last, temperature, chunk_bytes, inputs)
+        last = _check_arguments(input_ids, last, temperature, chunk_bytes, inputs)
         head = _head_of(root)
     # Without generation, a key-value cache would only use memory.
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
-    shape = _shape_of(root, head, inputs)
+    shape = _logit_shape_of(root, head, inputs)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[:2] != input_ids.shape:
@@ -111,7 +112,7 @@ def token_log_probs(
         )
         return torch.stack(found) if isinstance(found, tuple) else found[None]
 
-    found = _pass(root, head, compute, inputs)
+    found = _run_with_head(root, head, compute, inputs)
     return (found[0], found[1]) if entropy else found[0]
 
 
@@ -149,7 +150,7 @@ def linear_log_probs(
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
     settings = _Settings(
         temperature=temperature,
-        rows=max(1, chunk_bytes // (weight.shape[0] * _wide(hidden).itemsize)),
+        rows=max(1, chunk_bytes // (weight.shape[0] * _at_least_fp32(hidden).itemsize)),
         shape=shape or LogitShape(),
         entropy=entropy,
         autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
@@ -177,7 +178,7 @@ class LogitShape:
             logits = logits * self.scale
         return logits if math.isinf(self.cap) else torch.tanh(logits / self.cap) * self.cap
 
-    def slope(self, shaped: torch.Tensor) -> torch.Tensor | float:
+    def derivative(self, shaped: torch.Tensor) -> torch.Tensor | float:
         """Return the derivative of the function where its value is ``shaped``; this may overwrite ``shaped``."""
         if math.isinf(self.cap):
             return self.scale
@@ -194,15 +195,15 @@ class _Settings:
     shape: LogitShape
     entropy: bool
     autocast: tuple[str, torch.dtype, bool]
-    """Device type, dtype and state (enabled or not) of autocast in forward; backward uses them for equal logits."""
+    """Arguments of `torch.autocast` in forward; backward passes the same ones, so that it computes equal logits."""
 
     def log_probs(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits that the model returns for some rows, and the log-softmax of these logits."""
+        """Return the logits that the model returns for some rows, and the log-softmax of logits / temperature."""
         with torch.autocast(*self.autocast):
             shaped = self.shape.apply(linear(hidden, weight, bias))
-        logits = shaped.to(_wide(hidden))
+        logits = shaped.to(_at_least_fp32(hidden))
         if self.temperature != 1.0:
             logits = logits / self.temperature
         return shaped, logits.log_softmax(dim=-1)
@@ -224,7 +225,7 @@ class _LinearLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found, entropies = hidden.new_zeros((2, len(targets)), dtype=_wide(hidden)).unbind()
+        found, entropies = hidden.new_zeros((2, len(targets)), dtype=_at_least_fp32(hidden)).unbind()
         for rows in _chunks(targets, settings):
             _, log_probs = settings.log_probs(hidden[rows], weight, bias)
             found[rows] = log_probs.gather(-1, targets[rows, None]).squeeze(-1)
@@ -236,41 +237,41 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_log_probs: torch.Tensor, of_entropies: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor) -> Any:
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        of_hidden, of_weight, of_bias = (
+        grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(tensor, dtype=hidden.dtype if tensor is hidden else entropies.dtype) if wanted else None
             for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
         for rows in _chunks(targets, settings):
             shaped, log_probs = settings.log_probs(hidden[rows], weight, bias)
-            of_logits = log_probs.exp()
+            grad_logits = log_probs.exp()
             if settings.entropy:
                 log_probs += entropies[rows, None]
-                log_probs *= of_entropies[rows, None]
-                log_probs += of_log_probs[rows, None]
-                of_logits *= log_probs
+                log_probs *= grad_entropies[rows, None]
+                log_probs += grad_log_probs[rows, None]
+                grad_logits *= log_probs
             else:
-                of_logits *= of_log_probs[rows, None]
-            of_logits.neg_().scatter_add_(-1, targets[rows, None], of_log_probs[rows, None])
+                grad_logits *= grad_log_probs[rows, None]
+            grad_logits.neg_().scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
             if settings.shape != LogitShape():
-                of_logits *= settings.shape.slope(log_probs.copy_(shaped))
+                grad_logits *= settings.shape.derivative(log_probs.copy_(shaped))
             if settings.temperature != 1.0:
-                of_logits /= settings.temperature
-            of_raw = of_logits.to(shaped.dtype)
-            del shaped, log_probs, of_logits
-            if of_hidden is not None:
-                of_hidden[rows] = of_raw @ weight.to(of_raw.dtype)
-            if of_weight is not None:
-                _add_product(of_weight, of_raw.T, hidden[rows].to(of_raw.dtype))
-            if of_bias is not None:
-                of_bias += of_raw.sum(dim=0, dtype=of_bias.dtype)
-        of_weight, of_bias = (None if grad is None else grad.to(weight.dtype) for grad in (of_weight, of_bias))
-        return of_hidden, of_weight, of_bias, None, None
+                grad_logits /= settings.temperature
+            grad_raw = grad_logits.to(shaped.dtype)
+            del shaped, log_probs, grad_logits
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad_raw @ weight.to(grad_raw.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_raw.T, hidden[rows].to(grad_raw.dtype))
+            if grad_bias is not None:
+                grad_bias += grad_raw.sum(dim=0, dtype=grad_bias.dtype)
+        grad_weight, grad_bias = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -288,19 +289,19 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 # --- the model around the head ---------------------------------------------------------------------------------------
 
 
-def _checked(
+def _check_arguments(
     input_ids: torch.Tensor, last: int | None, temperature: float, chunk_bytes: int | None, inputs: Mapping[str, Any]
 ) -> int:
     """Check the arguments; return ``last``, or its default if it is None."""
     if unsupported := [name for name in ("labels", "logits_to_keep") if name in inputs]:
         raise LogProbError(
-            f"cannot compute log-probabilities: {unsupported[0]} is among the inputs, expected only inputs of the "
-            "hidden states. Omit it; last selects the tokens."
+            f"cannot compute log-probabilities: {unsupported[0]} is among the inputs, expected only inputs that the "
+            "hidden states are computed from. Omit it; last selects the tokens."
         )
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         raise LogProbError(
             f"cannot compute log-probabilities: input_ids has the shape {list(input_ids.shape)}, expected "
-            "[batch, length] with at least two tokens. Add the batch dimension."
+            "[batch, length] with at least two tokens. Add the batch dimension, or pass longer sequences."
         )
     longest = input_ids.shape[1] - 1
     last = longest if last is None else last
@@ -329,12 +330,12 @@ def _head_of(root: Any) -> nn.Linear:
         return head
     raise LogProbError(
         f"cannot compute log-probabilities: the head of {type(model).__name__} is a {type(head).__name__}, expected "
-        "an nn.Linear of a causal language model, returned by get_output_embeddings. Use such a model, add no adapter "
+        "the nn.Linear that get_output_embeddings of a causal language model returns. Use such a model, add no adapter "
         "to its head, or call linear_log_probs in its forward."
     )
 
 
-def _pass(
+def _run_with_head(
     root: nn.Module,
     head: nn.Module,
     compute: Callable[[torch.Tensor], torch.Tensor],
@@ -345,8 +346,8 @@ def _pass(
     """Run a model with ``compute`` as the forward of its head; collective for a sharded model.
 
     Returns:
-        The head's output, after FSDP2's hooks of the head and of the root unit; so backward gathers both units. With
-        ``with_output``, a pair: the head's output and the model's output.
+        The head's output. It has passed through FSDP2's hooks of the head and of the root unit, so backward gathers
+        both units. With ``with_output``, a pair: the head's output and the model's output.
     """
     made: list[torch.Tensor] = []
     forward = root.forward
@@ -392,15 +393,16 @@ ranks that measured the function before sharding.
 """
 
 
-def _shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
+def _logit_shape_of(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
     """Return the function that a model applies to its logits, measured at first use: [Note: after the head]."""
     cached = model_state(root).get(_SHAPE)
     if cached is None or cached[0] != is_sharded(root):
-        cached = model_state(root).set(_SHAPE, (is_sharded(root), _measure(root, head, inputs)))
+        cached = model_state(root).set(_SHAPE, (is_sharded(root), _measure_logit_shape(root, head, inputs)))
     return cached[1]
 
 
-def _measure(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
+def _measure_logit_shape(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> LogitShape:
+    """Run the model with a head that returns known numbers, and fit the function to the logits of the model."""
     device = inputs["input_ids"].device
     known = torch.linspace(-1, 1, head.out_features, device=device) ** 3 * 2000
 
@@ -409,7 +411,7 @@ def _measure(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> Log
         return known.clone().view(1, 1, -1)  # a copy: `known` must stay the same if the model changes logits in place
 
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        from_head, output = _pass(root, head, return_known, inputs, with_output=True)
+        from_head, output = _run_with_head(root, head, return_known, inputs, with_output=True)
     logits = getattr(output, "logits", torch.empty(0))
     comparable = logits.shape == (1, 1, len(known)) and not logits.requires_grad
     if comparable and torch.equal(from_head[0, 0].to(known.dtype), known):
@@ -418,7 +420,7 @@ def _measure(root: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> Log
             if torch.allclose(shape.apply(known), measured, rtol=8 * torch.finfo(logits.dtype).eps, atol=1e-6):
                 return shape
     raise LogProbError(
-        f"cannot compute log-probabilities: {type(root).__name__} changes the logits of its head, or a hook does, "
+        f"cannot compute log-probabilities: {type(root).__name__} or one of its hooks changes the logits of its head, "
         "expected at most a fixed factor and a soft cap. Call linear_log_probs in its forward."
     )
 

@@ -1,8 +1,9 @@
-"""Define the size thresholds for tensors and their files, so that tests can lower and cross each with small tensors.
+"""Define all size thresholds for tensors and files, so that tests can lower them and cross each with small tensors.
 
 Read them as ``sizes.X`` at the time of use; a ``from … import`` or a default argument would keep an old value. Files
-can be read with other values than they were written with: checksum manifests record their block size, and so do the
-fingerprints of weights that a checkpoint leaves out. Both ends of a remote connection need the same ``HEADER_BYTES``.
+that were written with other values of these sizes can be read, because checksum manifests record their block size. The
+fingerprints of weights that a checkpoint leaves out record it, too. Both ends of a remote connection need the same
+``HEADER_BYTES``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SCRATCH_BYTES = 8 << 20
 SMALL_READ_BYTES = 64 << 10
 """The same maximum for a file range of which less than half of the bytes are needed."""
 SHORT_READ_BYTES = 4 << 10
-"""Exception to `SMALL_READ_BYTES`: needed ranges shorter than this are read together with the gaps between them."""
+"""Exception to `SMALL_READ_BYTES`: if the needed parts are shorter than this, the gaps between them are read, too."""
 SHORTEST_RUN_BYTES = 4 << 10
 """Minimum file range to write; a tensor whose shards would be written in shorter ranges is gathered instead."""
 COMPUTED_BYTES = 256 << 20
@@ -53,7 +54,7 @@ LARGE_BYTES = 16 << 20
 """Tensors of at least this size are gathered alone, because the cost of one more collective is small. A remote engine
 loads one batch of weights, of at least this size, while it receives the next one."""
 HEADER_BYTES = 64 << 20
-"""Maximum size of a message's header."""
+"""Maximum size of the header of a message between a trainer and a remote engine."""
 GATHER_BYTES = 256 << 20
 """Bytes of adapter parameters that are gathered together."""
 MERGED_ROWS = 1024

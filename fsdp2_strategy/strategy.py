@@ -1,4 +1,4 @@
-"""Define the strategy class for RLHF trainers: `TrainingStrategy`, and the further methods that such trainers call.
+"""Define `FSDPV2Strategy`, which adds to `TrainingStrategy` the further methods that RLHF trainers call.
 
 Input: a configuration and the trainer's models. Output: the results of the free functions that the methods call.
 """
@@ -65,8 +65,8 @@ class FSDPV2Strategy(TrainingStrategy):
         micro_train_batch_size: number of samples in one forward pass on one rank.
         train_batch_size: number of samples in one optimizer step over all ranks.
         bf16: compute in bfloat16.
-        args: a trainer's namespace or mapping, or a StrategyConfig. The configuration is made from those fields that
-            StrategyConfig has; some methods read further options from it.
+        args: a trainer's namespace or mapping, or a StrategyConfig. The configuration takes from it the fields that
+            StrategyConfig has; some methods read further options.
         config: a StrategyConfig, instead of ``args``.
         process_group: the ranks that train; by default all ranks of the default group. Until `close`, "all ranks" means
             the ranks of this group, for all methods and free functions.
@@ -94,7 +94,7 @@ class FSDPV2Strategy(TrainingStrategy):
     def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
         """Set the time-out of collectives if one is given, else do nothing; collective if a time-out is given.
 
-        This method exists because trainers call it; the constructor makes sure that there is a process group.
+        Trainers call this method to start the process group. The constructor has started it already, if there was none.
 
         Args:
             timeout: time-out of collectives between the ranks that train.
@@ -112,11 +112,11 @@ class FSDPV2Strategy(TrainingStrategy):
         return collectives.all_gather(data)
 
     def report_memory(self, prefix: str = "") -> str:
-        """Log the memory of all ranks on one line, device and host; collective; see `memory.report_memory`."""
+        """Log the device and host memory of all ranks on one line; collective; see `memory.report_memory`."""
         return memory.report_memory(prefix)
 
     def sync_and_clear_cache(self) -> None:
-        """Collect garbage, wait for all ranks and for the device, and release unused device memory; collective."""
+        """Run Python's garbage collector, synchronise ranks and device, free cached device memory; collective."""
         gc.collect()
         dist.barrier(group=group_in_use())
         memory.clear_cache()
@@ -142,7 +142,8 @@ class FSDPV2Strategy(TrainingStrategy):
             pin_memory: copy batches to pinned memory.
             shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins epoch n.
             collate_fn: a function that makes a batch from a list of samples.
-            drop_last: drop the last samples if they are fewer than the ranks, and the last batch if it is not full.
+            drop_last: drop the last samples if there are fewer of them than ranks, and a rank's last batch if it is not
+                full.
             sampler: replaces the default `ResumableSampler`; ``shuffle`` and ``consumed_samples`` are then ignored.
             consumed_samples: number of samples of this epoch that all ranks together have drawn already; the loader
                 skips these.
@@ -177,16 +178,16 @@ class FSDPV2Strategy(TrainingStrategy):
             is_rlhf: ignored; accepted for compatibility.
 
         Returns:
-            The arguments, with prepared models: a single argument as it is, several as a list.
+            The arguments with their models prepared; if there are several, a list of them.
 
         Raises:
             MeshError, ShardError, CheckpointError: see `prepare_model`.
-            OptimizerError: see `rebind_optimizer`; or ``use_mp_opt`` is set and an optimizer keeps no master weights.
+            OptimizerError: see `rebind_optimizer`; or ``use_mp_opt`` is true and an optimizer keeps no master weights.
         """
-        prepared = [self._prepare_one(given) for given in models_or_pairs]
+        prepared = [self._prepare_model_or_pair(given) for given in models_or_pairs]
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare_one(self, given: Any) -> Any:
+    def _prepare_model_or_pair(self, given: Any) -> Any:
         if not isinstance(given, tuple | list):
             return self.prepare_model(given)
         model, optimizer, *rest = given
@@ -197,8 +198,8 @@ class FSDPV2Strategy(TrainingStrategy):
         if optimizer is not None:
             if self.config.use_mp_opt and not is_mp_optimizer(optimizer):
                 raise OptimizerError(
-                    f"cannot keep this {type(optimizer).__name__}: with use_mp_opt the model has bf16 parameters only, "
-                    "expected an optimizer that keeps fp32 master weights. Create it with create_optimizer, after "
+                    f"cannot train with this {type(optimizer).__name__}: it keeps no fp32 master weights, expected an "
+                    "optimizer that keeps them, because use_mp_opt is true. Create it with create_optimizer, after "
                     "prepare_model."
                 )
             rebind_optimizer(optimizer, names, model)
@@ -215,7 +216,7 @@ class FSDPV2Strategy(TrainingStrategy):
         args: object = None,
         max_steps: int = int(1e8),
     ) -> tuple[Any, Any, Any, Any]:
-        """Prepare an RLHF trainer's models, and create optimizers and schedules of actor and critic; collective.
+        """Prepare an RLHF trainer's models, and create optimizers and schedules for actor and critic; collective.
 
         Args:
             actor: the policy; its attribute ``is_actor`` is set.
@@ -229,8 +230,8 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Returns:
             (actor, optimizer, schedule), (critic, optimizer, schedule), reward models, reference model. Without a
-            critic, the second tuple is (None, None, None). The schedules warm up, and then decay by a cosine to a tenth
-            of the peak learning rate.
+            critic, the second tuple is (None, None, None). The schedules warm up linearly, and then decay along a
+            cosine to a tenth of the peak learning rate.
 
         Raises:
             MeshError, ShardError, CheckpointError: see `prepare_model`.
@@ -249,7 +250,7 @@ class FSDPV2Strategy(TrainingStrategy):
     ) -> tuple[nn.Module, Optimizer, LRScheduler]:
         """Prepare a reward model for training, with the actor's options; collective.
 
-        Arguments and errors are those of `prepare_models_and_optimizers`.
+        ``args``, ``max_steps`` and the errors are those of `prepare_models_and_optimizers`.
 
         Returns:
             (reward model, optimizer, schedule).
@@ -275,7 +276,7 @@ class FSDPV2Strategy(TrainingStrategy):
         return model, optimizer, scheduler
 
     def _option(self, name: str, args: object) -> Any:
-        """Return an option from ``args``, from the strategy's ``args`` or from the defaults; None counts as missing."""
+        """Return an option from ``args``, else from the strategy's ``args``, else its default; skip values of None."""
         for source in (args, self.args):
             value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
             if value is not None:
@@ -289,7 +290,7 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             models: a prepared model, a wrapper, a list of them, or None.
-            empty_cache: release unused memory of the CUDA allocator, so that other processes can use this memory.
+            empty_cache: release the memory that the CUDA allocator caches, so that other processes can use it.
 
         Returns:
             ``models`` itself.
@@ -339,9 +340,9 @@ class FSDPV2Strategy(TrainingStrategy):
         """Update a moving average of a model's trainable parameters: average = beta x average + (1 - beta) x model.
 
         Call this method after every ``optimizer_step``. It updates the average once per step: after a micro-batch
-        without a step, it does nothing. If the model was never stepped by ``optimizer_step``, every call updates the
-        average. The average is kept in fp32, and is saved in checkpoints of ``model``. The method is collective, unless
-        both models are sharded the same way.
+        without a step, it does nothing. If `optimizer_step` is not used for ``model``, every call updates the average.
+        The average is kept in fp32, and is saved in checkpoints of ``model``. The method is collective, unless both
+        models are sharded the same way.
 
         Args:
             model: the model that is trained.
@@ -371,12 +372,12 @@ class FSDPV2Strategy(TrainingStrategy):
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
-        """The engine that `setup_inference_engine` returned; None before this call, and on ranks without an engine."""
+        """The engine that `setup_inference_engine` returned; None before that call, and on ranks without an engine."""
         return self._rollout.engine
 
     @property
     def inference_engine_type(self) -> str | None:
-        """The ``engine_type`` given to `setup_inference_engine`, or the class name of an engine given in its place."""
+        """The ``engine_type`` given to `setup_inference_engine`; its class name if it was an engine."""
         return self._rollout.engine_type
 
     def setup_inference_engine(
@@ -388,17 +389,17 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             args: the trainer's arguments, which are passed to the engine's builder; by default the strategy's ``args``.
-            engine_type: "transformers"; "remote"; a name that was added to `rollout.ENGINES`; or an engine. "remote" is
-                an engine in another process, at ``args.remote_engine_address`` or rank ``args.remote_engine_rank``.
-                Rank 0 connects to it. An error is raised if the other process does not respond for
-                ``args.remote_engine_timeout_seconds`` (default 60).
+            engine_type: "transformers"; "remote"; a name that was added to `rollout.ENGINES`, such as "vllm"; or an
+                engine. "remote" is an engine in another process, at ``args.remote_engine_address`` or on rank
+                ``args.remote_engine_rank``. Rank 0 connects to it. An error is raised if the other process does not
+                respond for ``args.remote_engine_timeout_seconds`` (default 60).
             actor: the model whose weights are loaded; with None, no weights are loaded.
 
         Returns:
             The engine; None on ranks without an engine.
 
         Raises:
-            RolloutError: on every rank, if ``engine_type`` is unknown, the engine cannot be built, or it did not
+            RolloutError: on every rank, if ``engine_type`` is unknown, if the engine cannot be built, or if it did not
                 receive all weights.
         """
         self._rollout.set_up(self.args if args is None else args, engine_type, actor)
@@ -410,7 +411,7 @@ class FSDPV2Strategy(TrainingStrategy):
     def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
         """Load a model's weights into the engine, in the compute dtype; collective.
 
-        If the engine sleeps, it is woken for the update and then put to sleep again.
+        A sleeping engine is woken for the update, and put to sleep again after it.
 
         Args:
             actor: the model, or its wrapper; it may be offloaded.
@@ -431,7 +432,7 @@ class FSDPV2Strategy(TrainingStrategy):
         self._rollout.wake_up()
 
     def close(self) -> None:
-        """Close the engine, and then the strategy as `TrainingStrategy.close` does; collective, idempotent."""
+        """Close the engine, then close the strategy as `TrainingStrategy.close` does; collective, idempotent."""
         if (rollout := self.__dict__.pop("_rollout", None)) is not None:
             rollout.close()
         super().close()

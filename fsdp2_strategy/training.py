@@ -1,7 +1,7 @@
 """The strategy methods that every trainer needs: models, optimizers, steps and checkpoints.
 
-Input: a configuration and the trainer's models. Output: the results of the functions that it calls. The class adds only
-state: for each model its optimizer, schedule, averages and accumulation.
+Input: a configuration and the trainer's models. Output: the results of the free functions that the methods call. The
+class adds only state: for each model its optimizer, schedule, moving averages and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _UNSET: Any = _Unset()
 
 @dataclass
 class _TrainingState:
-    """The training state of one model."""
+    """The state that the strategy keeps for one model."""
 
     accumulation: Accumulation
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
     ema: EMA | None = None
-    """Averages of the parameters, last used with this model."""
+    """The moving averages that were last used with this model."""
     loaded_steps: int = 0
     """Optimizer steps of the checkpoint that was loaded last."""
     averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
@@ -144,9 +144,10 @@ class TrainingStrategy:
         seed_everything(seed + ranks.rank() if per_rank else seed)
 
     def close(self) -> None:
-        """Wait for a save, and destroy the process group if this strategy created it; collective, idempotent.
+        """Wait for an asynchronous save, and destroy the process group that the constructor started; collective.
 
-        The locks on the directories that this process saved into are released.
+        A process group that existed before is kept, and repeated calls have no effect. The locks on the directories
+        that this process saved into are released.
 
         Raises:
             CheckpointError: on every rank, if an asynchronous save has failed. The strategy is closed nevertheless.
@@ -185,15 +186,15 @@ class TrainingStrategy:
     ) -> ModelT:
         """Shard a model in place by the settings of the configuration; collective.
 
-        None, prepared models, and wrappers of an engine or of prepared models are returned unchanged. The weights of
-        a model that was built on the meta device are loaded.
+        None, prepared models, and wrappers around an engine or around prepared models are returned unchanged. If the
+        model was built on the meta device, its weights are loaded or initialised.
 
         Args:
             model: any module, or a wrapper around one; every rank must have the same weights.
-            is_training: keep fp32 master weights; else keep the compute dtype only.
-            shard_size: number of ranks that a parameter is split over, a divisor of the world size. -1 means all ranks,
-                "auto" all ranks in training and otherwise the fewest that a model of this size needs. By default, the
-                configuration's.
+            is_training: keep fp32 master weights; if false, store the parameters in the compute dtype only.
+            shard_size: number of ranks that a parameter is split over, a divisor of the world size. -1 means all ranks.
+                "auto" selects a number by the size of the model: see `auto_shard_size`. By default, that of the
+                configuration.
             reshard_after_forward: free gathered parameters after a block's forward. With an int, keep them sharded over
                 groups of that many ranks until backward. By default, the configuration's.
 
@@ -260,7 +261,10 @@ class TrainingStrategy:
         return optimizer
 
     def create_scheduler(self, optimizer: Optimizer, name: str, **kwargs: Any) -> LRScheduler:
-        """Build a schedule, and use it for checkpoints with its optimizer; not collective; see `build_scheduler`."""
+        """Build a schedule, and save it in checkpoints together with ``optimizer``; not collective.
+
+        Arguments and errors are those of `build_scheduler`.
+        """
         scheduler = build_scheduler(optimizer, name, **kwargs)
         for state in self._states.values():
             if state.optimizer is optimizer:
@@ -268,7 +272,10 @@ class TrainingStrategy:
         return scheduler
 
     def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
-        """Return the averages that ``model_ema`` receives, created on first use, and assign them to ``model``."""
+        """Return the averages that are copied into ``model_ema``, and record them as those of ``model``.
+
+        If ``model_ema`` is a module, its averages are created at first use. If it is an `EMA`, it is returned itself.
+        """
         state = self._state_of(model)
         if isinstance(model_ema, EMA):
             state.ema = model_ema
@@ -293,8 +300,8 @@ class TrainingStrategy:
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
-        It divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given; the caller must not
-        divide it.
+        This method divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given. The caller must
+        not divide it.
 
         Arguments and errors are those of `optim.step.backward`. ``optimizer`` and ``kwargs`` are ignored; trainers may
         pass them.
@@ -318,8 +325,9 @@ class TrainingStrategy:
     ) -> StepResult:
         """Step the optimizer if this was the last micro-batch; call it after each ``backward``; collective.
 
-        After the last micro-batch it clips the gradients to ``max_norm``, steps optimizer and schedule, and clears the
-        gradients. If the norm is not finite, all ranks skip the optimizer and the schedule, and clear the gradients.
+        After the last micro-batch, this method clips the gradients to ``max_norm``, steps the optimizer and the
+        schedule, and clears the gradients. If the gradient norm is not finite, all ranks skip the steps of optimizer
+        and schedule, and clear the gradients.
 
         Arguments, result and errors are those of `optim.step.optimizer_step`. ``kwargs`` are ignored; trainers may pass
         them.
@@ -342,7 +350,8 @@ class TrainingStrategy:
 
         Args:
             model: the model, or its wrapper.
-            max_norm: largest norm that is not scaled down; by default that of the configuration; 0 disables clipping.
+            max_norm: norm above which gradients are scaled down to it; by default that of the configuration; 0 disables
+                clipping.
         """
         scale = own.scale.value if (own := self._state_of(model).accumulation).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
@@ -350,9 +359,10 @@ class TrainingStrategy:
     def preempted(self) -> bool:
         """Return whether any rank has received SIGTERM; collective, the same on every rank.
 
-        Call it between steps. If it returns True, save, and exit with a status other than 0, because the run is not
-        complete (143 is the status of a process that SIGTERM ends). From the first call on, SIGTERM no longer ends the
-        process; `close` restores the previous handler. docs/checkpoints.md says how much time there is to save.
+        Call this method between steps. If it returns True, save a checkpoint, and exit with a status other than 0,
+        because the run is not complete. 143 is the status of a process that SIGTERM ends. From the first call on,
+        SIGTERM no longer ends the process; `close` restores the previous handler. docs/checkpoints.md says how much
+        time there is to save.
 
         Raises:
             StepError: the first call is not in the main thread, or the strategy is closed.
@@ -399,7 +409,8 @@ class TrainingStrategy:
             max_num: checkpoints to keep, at least 1; None for no limit.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
-            ema: averages, or the ``model_ema`` of `moving_average`; by default those last used with this model.
+            ema: the averages to save, or the ``model_ema`` that was passed to `moving_average`; by default the averages
+                that were last used with this model.
         """
         state = self._state_of(model)
         if pending := state.accumulation.micro_batches % self.accumulated_gradient:
@@ -433,7 +444,7 @@ class TrainingStrategy:
         return str(path)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until no asynchronous save is in flight; call it on every rank, so that all of them raise its error.
+        """Wait until no asynchronous save is in flight; call this on every rank, so that all of them raise its error.
 
         Raises:
             CheckpointError: on every rank, if the save has failed. The error is raised only once.
@@ -471,7 +482,8 @@ class TrainingStrategy:
             load_module_strict: raise if the checkpoint and the model have different names.
             load_optimizer_states: restore the optimizer's state, if there is an optimizer.
             load_lr_scheduler_states: restore the schedule's state, if there is a schedule.
-            ema: restore these averages, or those of the ``model_ema`` of `moving_average`.
+            ema: restore these averages; or restore the averages of this ``model_ema``, as `moving_average` takes it,
+                and copy them into it.
             load_module: load the model's parameters and buffers; if false, load all other state only.
             **kwargs: ignored; trainers may pass other arguments.
 

@@ -39,7 +39,7 @@ def test_attempts_over_one_store_never_mix(world_size):
 
 def test_what_dead_ranks_left_is_ignored():
     store = dist.HashStore()
-    left = dist.PrefixStore("fsdp2_strategy/meeting", store)
+    left = dist.PrefixStore("fsdp2_strategy/handshake", store)
     left.set("hello/1", "dead")
     left.set("hello/2", "dead-too")
     left.set("invitation/1", "dead old")
@@ -49,5 +49,5 @@ def test_what_dead_ranks_left_is_ignored():
 
 
 def test_a_rank_that_never_comes_is_given_up():
-    with pytest.raises(MeshError, match="rank 0 waits for the others beyond the time-out"):
+    with pytest.raises(MeshError, match="rank 0 still waits for another rank after the time-out"):
         fresh_store(dist.HashStore(), 0, 2, timedelta(seconds=0.2))

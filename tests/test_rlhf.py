@@ -445,7 +445,7 @@ def test_masters_are_not_lost_on_the_way_into_a_strategy():
     strategy = strategy_for(bf16=True, use_mp_opt=True)
     model = rounded_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    with pytest.raises(OptimizerError, match="expected an optimizer that keeps fp32 master weights"):
+    with pytest.raises(OptimizerError, match="it keeps no fp32 master weights"):
         strategy.prepare((model, optimizer))
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     with pytest.raises(OptimizerError, match="a learning-rate schedule was already built"):

@@ -27,8 +27,9 @@ T = TypeVar("T")
 def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     """Raise ``error`` on every rank if the block raised on any rank; collective.
 
-    See [Note: agreed errors]. The message names the first failing rank and the cause of its error. Blocks may be
-    nested: if one rank fails in the outer block while the others wait in an inner one, all ranks raise.
+    See [Note: agreed errors]. The message names the first failing rank and contains the text of its error. If all ranks
+    fail with the same text, the message is this text. Blocks may be nested: if one rank fails in the outer block while
+    the others wait in an inner one, all ranks raise.
 
     Raises:
         FSDP2StrategyError: of the given class, on every rank, if the block raised on any rank.
@@ -38,7 +39,7 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
         yield
     except Exception as failure:
         if getattr(failure, "is_agreed", False):
-            raise  # the other ranks raise it too: an inner block gathered it
+            raise  # an inner block made all ranks raise this error
         cause = failure
     if not any_rank(cause is not None):
         return
@@ -53,7 +54,7 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
 
 
 def error_text(cause: BaseException) -> str:
-    """Return the text of an error for another process; add the name of its class, unless this package defines it."""
+    """Return the text of an error for another process, after its class name if the class is not of this package."""
     return str(cause) if isinstance(cause, FSDP2StrategyError) else f"{type(cause).__name__}: {cause}"
 
 
@@ -71,7 +72,7 @@ def check_equal(action: str, value: object, error: type[FSDP2StrategyError], exp
         action: the operation that fails, for the message.
         value: an object; the ranks compare its ``repr``.
         error: class of the error.
-        expected: the end of the message: what must be equal, and how to correct it.
+        expected: the end of the message, which says what must be equal and how to correct it.
     """
     digest = hashlib.sha256(repr(value).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())

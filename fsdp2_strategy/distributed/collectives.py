@@ -119,11 +119,11 @@ def _rebuilt(data: Any, value_at: Callable[[Path], Any], path: Path = ()) -> Any
 def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.tensor(value, dtype=torch.float64)  # also for integers: another rank may have a float here
+    return torch.tensor(value, dtype=torch.float64)  # integers too, because another rank may have a float here
 
 
 def _communication_device(value: Any) -> torch.device:
-    """Return the device on which a value is communicated: its own, if the group has a backend for it."""
+    """Return the device on which a value is communicated: for CPU values `control_device`, else the accelerator."""
     on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
     return control_device() if on_host else current_device()
 

@@ -18,8 +18,8 @@ from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 def report_memory(prefix: str = "") -> str:
     """Log the memory of all ranks on one line, in GB (10^9 bytes), and return the line; collective.
 
-    The device memory is given as allocated by tensors, reserved by the allocator, and the peak of the allocated memory.
-    The host memory is given as the resident set size of the process, and its peak.
+    For the device, the line has the memory that tensors occupy, the memory that the allocator reserves, and the peak of
+    the former. For the host, it has the resident set size of the process, and its peak.
     """
     own = {"host": _resident(), "host peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
@@ -45,7 +45,7 @@ def clear_cache() -> None:
 
 
 def _resident() -> int:
-    """Return the resident set size of this process in bytes; where /proc does not exist, its peak."""
+    """Return the resident set size of this process in bytes, or its peak on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux: fall back to the peak

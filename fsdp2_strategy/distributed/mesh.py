@@ -1,7 +1,7 @@
 """Build the device meshes that models are sharded over.
 
-Input: the process group and a shard size. Output: a mesh whose last axis, "shard", splits parameters. With HSDP it also
-has a first axis, "replicate", along which parameters are replicated.
+Input: the process group and a shard size. Output: a mesh whose last axis, "shard", is the one that parameters are split
+over. For HSDP, the mesh also has a first axis, "replicate", along which parameters are replicated.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules
 from fsdp2_strategy.errors import MeshError
 
 # One mesh for each group and shape. A new mesh for each call would leak: the threads and file descriptors of a mesh's
-# process groups outlive the mesh. The first element of each key is the default group when the entry was made.
+# process groups outlive the mesh. The first element of each key is the default group at the time of the entry.
 _meshes: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, str, int], DeviceMesh] = {}
 _groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
-    """Build a mesh of all ranks of the group in use, and shard over ``shard_size`` of them; collective.
+    """Build a mesh of all ranks of the group in use, with ``shard_size`` ranks along its axis "shard"; collective.
 
-    If the open strategy has a ``process_group``, that is the group in use.
+    The group in use is the ``process_group`` of the open strategy, if it has one: [Note: group in use].
 
     Args:
         shard_size: number of ranks that a parameter is split over; it must divide the world size. -1 means all ranks.
@@ -104,7 +104,7 @@ def check_shard_size(shard_size: int, world_size: int) -> int:
 
 
 def auto_shard_size(parameter_count: int, *, is_training: bool, world_size: int) -> int:
-    """Return a shard size for a model of this size, by the thresholds that RLHF trainers use.
+    """Return a shard size for a model of this size, by thresholds that are common in RLHF trainers.
 
     In training, a model is sharded over all ranks (-1). In inference, a model of less than 10 billion parameters is
     replicated. A model of less than 80 billion is sharded over n ranks, where n is the largest divisor of the world
@@ -121,8 +121,8 @@ def forget_meshes() -> None:
     """Clear the caches of meshes and groups, which become invalid when the default group is destroyed.
 
     DTensor's sharding cache is cleared too: its keys contain meshes, and meshes compare equal even if their groups
-    differ. Call this before new groups are made. Otherwise an old group, destroyed later, would unregister the name of
-    a new one.
+    differ. Call this before new groups are made: a cached old group would be freed later, and would then unregister a
+    new group that has the same name.
     """
     _meshes.clear()
     _groups.clear()

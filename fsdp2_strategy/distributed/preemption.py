@@ -2,8 +2,8 @@
 
 Input: SIGTERM from a scheduler, from torchrun or from a person. Output: a bool that is the same on every rank.
 
-A run that is killed loses the steps since its last checkpoint. To save a checkpoint first, all ranks must learn of the
-signal at the same point of the training loop, where a checkpoint is possible.
+A run that is killed loses the steps since its last checkpoint. To save a checkpoint before the end, all ranks must
+learn of the signal at the same point of the training loop, between two steps.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Preemption:
         """Return whether any rank has received SIGTERM since the first call; collective, the same on every rank.
 
         The first call installs a signal handler. From then until `close`, SIGTERM does not end this process. A process
-        may receive several signals, because schedulers signal every process and torchrun forwards the signal too. Only
-        the first has an effect.
+        may receive SIGTERM several times, because schedulers signal every process and torchrun forwards the signal.
+        Only the first SIGTERM has an effect.
 
         Raises:
             StepError: `close` was called, or the first call is not in the main thread. Python installs signal handlers

@@ -1,4 +1,4 @@
-"""Start or find the process group; return its ranks and the devices for computation and communication.
+"""Start the process group or use an existing one; return its ranks, and the devices of tensors and messages.
 
 Input: the variables that torchrun sets, or an existing process group. Output: the group that collectives use.
 
@@ -118,7 +118,7 @@ class TrainingRanks:
         self.default_group: Any = default
         self.group: dist.ProcessGroup | None = group if self.count < dist.get_world_size() else None
         if self.group is not None and _trains_on_all(default):
-            gc.collect()  # some of these strategies may be unreachable already
+            gc.collect()  # remove strategies that are unreachable but not freed yet
             if _trains_on_all(default):
                 raise MeshError(
                     f"cannot train on ranks {ranks}: another strategy of this process trains on all ranks, expected "
@@ -126,14 +126,14 @@ class TrainingRanks:
                 )
 
     def begin(self) -> None:
-        """Make this the group in use; not collective."""
+        """Make the group of these ranks the group in use; not collective."""
         if self.group is not None:
             _partial_trainers.append(self)
         else:
             _full_trainers.add(self)
 
     def close(self) -> None:
-        """Release the group; not collective. Repeated calls have no effect."""
+        """Stop using this group; not collective. Repeated calls have no effect."""
         if self in _partial_trainers:
             _partial_trainers.remove(self)
         _full_trainers.discard(self)
@@ -162,8 +162,8 @@ def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:
     """Make a process group of ``ranks``; collective over ``ranks`` only.
 
     torch derives the name of such a group from the number of groups that a rank has made. If that number differs
-    between the ranks, they wait for each other under different names. Here the name contains the ranks and the number
-    of earlier groups of the same ranks, which is equal on all of them.
+    between the ranks, they wait for each other under different names. Here the name consists of the ranks and of the
+    number of groups that were made of exactly these ranks before, which is equal on all of them.
 
     Args:
         ranks: ranks of the default group.

@@ -54,7 +54,7 @@ def param_groups_of(state: FSDPState) -> list[Any]:
 def choose_root(state: FSDPState) -> None:
     """Initialise FSDP2 with this state as the root; do nothing if it is initialised already.
 
-    Otherwise FSDP2 would make the first unit that runs the root.
+    Otherwise FSDP2 would choose the first unit whose forward runs as the root.
     """
     if state._is_root is None:
         state._lazy_init()
@@ -71,7 +71,7 @@ def run_post_forward(state: FSDPState, module: nn.Module, args: Any, output: Any
 
 
 def pre_backward_hook(state: FSDPState) -> Callable[..., Any]:
-    """Return the tensor hook that all-gathers a unit for backward."""
+    """Return FSDP2's hook on a unit's outputs, which all-gathers the unit for backward."""
     return state._pre_backward
 
 
@@ -99,7 +99,7 @@ def forget_forward_root(state: FSDPState) -> None:
 
 
 def prefetch_for_forward(state: FSDPState) -> None:
-    """Start the all-gathers of the units that a unit prefetches in its forward."""
+    """Start the all-gathers of the units that this unit is set to prefetch in its forward."""
     for ahead in state._states_to_forward_prefetch:
         for param_group in param_groups_of(ahead):
             param_group._prefetch_unshard(param_group, "forward")
@@ -170,7 +170,7 @@ def drop_gather_in_flight(param_group: FSDPParamGroup) -> None:
 
 
 def reset_param_group(param_group: FSDPParamGroup) -> None:
-    """Free a unit's gathered parameters and mark it idle, at any point of a pass."""
+    """Free a unit's gathered parameters and mark it idle; callable at any point of a pass."""
     if param_group._all_gather_result is not None:
         param_group.wait_for_unshard()
     mark_idle(param_group)
@@ -178,7 +178,7 @@ def reset_param_group(param_group: FSDPParamGroup) -> None:
 
 
 def param_group_pre_forward(param_group: FSDPParamGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """All-gather a unit before its forward; return the inputs with a backward hook that reduces its gradients."""
+    """All-gather a unit before its forward; return its inputs with the backward hook that reduces its gradients."""
     return param_group.pre_forward(module, args, kwargs)
 
 
