@@ -55,9 +55,9 @@ _DEFAULTS: dict[str, Any] = {
 class FSDPV2Strategy(TrainingStrategy):
     """Shard, train, save and resume models with FSDP2; construct one per process, with equal arguments on every rank.
 
-    The constructor is collective. It seeds every rank with the same seed. If there is no process group, it starts one:
-    with torchrun's ranks if torchrun's environment variables are set, else with one rank. `close`, which the end of a
-    ``with`` block calls, destroys a group that the constructor started.
+    The constructor seeds every rank with the same seed. If there is no process group, it starts one, which is
+    collective: with torchrun's ranks if torchrun's environment variables are set, else with one rank. `close`, which
+    the end of a ``with`` block calls, destroys a group that the constructor started.
 
     Args:
         seed: seed of all random number generators.
@@ -76,7 +76,8 @@ class FSDPV2Strategy(TrainingStrategy):
     Raises:
         ConfigError: a value is not valid, or ``train_batch_size`` is not a multiple of ``micro_train_batch_size`` x
             number of ranks.
-        MeshError: this rank is not in ``process_group``, or an open strategy of this process trains on other ranks.
+        MeshError: this rank is not in ``process_group``, an open strategy of this process trains on other ranks, or the
+            process group cannot be started.
 
     Example:
         >>> from torch import nn
@@ -92,7 +93,7 @@ class FSDPV2Strategy(TrainingStrategy):
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
-        """Set the time-out of collectives if one is given, else do nothing; collective if a time-out is given.
+        """Set the time-out of collectives if one is given, else do nothing; not collective, but call it on every rank.
 
         Trainers call this method to start the process group. The constructor has started it already, if there was none.
 
@@ -142,11 +143,11 @@ class FSDPV2Strategy(TrainingStrategy):
             pin_memory: copy batches to pinned memory.
             shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins epoch n.
             collate_fn: a function that makes a batch from a list of samples.
-            drop_last: drop the last samples if there are fewer of them than ranks, and a rank's last batch if it is not
+            drop_last: drop the last samples if there is not one for every rank, and a rank's last batch if it is not
                 full.
             sampler: replaces the default `ResumableSampler`; ``shuffle`` and ``consumed_samples`` are then ignored.
-            consumed_samples: number of samples of this epoch that all ranks together have drawn already; the loader
-                skips these.
+            consumed_samples: number of samples of epoch 0 that all ranks together have drawn already; the loader skips
+                these. To resume in epoch n, call ``loader.sampler.set_epoch(n, consumed_samples)``.
 
         Raises:
             ConfigError: ``consumed_samples`` is more than an epoch has, or not a multiple of the number of ranks.
@@ -341,15 +342,15 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Call this method after every ``optimizer_step``. It updates the average once per step: after a micro-batch
         without a step, it does nothing. If `optimizer_step` is not used for ``model``, every call updates the average.
-        The average is kept in fp32, and is saved in checkpoints of ``model``. The method is collective, unless both
-        models are sharded the same way.
+        The average is kept in fp32, and is saved in checkpoints of ``model``. The method is collective, unless the
+        average and both models are sharded the same way.
 
         Args:
             model: the model that is trained.
             model_ema: a prepared model that the average is copied into, or an `EMA`.
             beta: weight of the old average.
             device: "cpu" keeps the fp32 average in host memory; any other value keeps it on the device of
-                ``model_ema``. Ignored if ``model_ema`` is an `EMA`.
+                ``model_ema``. Ignored if ``model_ema`` is an `EMA`, and after the first call for a ``model_ema``.
 
         Raises:
             ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
@@ -389,8 +390,8 @@ class FSDPV2Strategy(TrainingStrategy):
 
         Args:
             args: the trainer's arguments, which are passed to the engine's builder; by default the strategy's ``args``.
-            engine_type: "transformers"; "remote"; a name that was added to `rollout.ENGINES`, such as "vllm"; or an
-                engine. "remote" is an engine in another process, at ``args.remote_engine_address`` or on rank
+            engine_type: "transformers"; "remote"; a name that you have added to `rollout.ENGINES`, for example "vllm";
+                or an engine. "remote" is an engine in another process, at ``args.remote_engine_address`` or on rank
                 ``args.remote_engine_rank``. Rank 0 connects to it. An error is raised if the other process does not
                 respond for ``args.remote_engine_timeout_seconds`` (default 60).
             actor: the model whose weights are loaded; with None, no weights are loaded.
@@ -418,7 +419,8 @@ class FSDPV2Strategy(TrainingStrategy):
             verify: compare the checksums of the sent weights with the checksums of the engine's weights.
 
         Raises:
-            RolloutError: on every rank, if no engine was set up, or the engine did not receive all weights.
+            RolloutError: on every rank, if no engine was set up, the engine did not receive all weights, or, with
+                ``verify``, the checksums differ or the engine computes none.
         """
         self._rollout.update(actor, verify=verify)
 
@@ -432,10 +434,12 @@ class FSDPV2Strategy(TrainingStrategy):
         self._rollout.wake_up()
 
     def close(self) -> None:
-        """Close the engine, then close the strategy as `TrainingStrategy.close` does; collective, idempotent."""
-        if (rollout := self.__dict__.pop("_rollout", None)) is not None:
-            rollout.close()
-        super().close()
+        """Close the engine if it was built by name, then call `TrainingStrategy.close`; collective, idempotent."""
+        try:
+            if (rollout := self.__dict__.pop("_rollout", None)) is not None:
+                rollout.close()
+        finally:
+            super().close()
 
 
 def _each(models: Any) -> Iterator[nn.Module]:

@@ -1,7 +1,8 @@
 """The strategy methods that every trainer needs: models, optimizers, steps and checkpoints.
 
 Input: a configuration and the trainer's models. Output: the results of the free functions that the methods call. The
-class adds only state: for each model its optimizer, schedule, moving averages and gradient accumulation.
+class keeps state: the configuration, the ranks that train, and for each model its optimizer, schedule, moving averages
+and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
 
 class _Unset:
-    """The default of arguments whose default value is taken from the configuration."""
+    """The default of arguments that are taken from the configuration if they are not given."""
 
     def __repr__(self) -> str:
         return "<from the configuration>"
@@ -186,8 +187,9 @@ class TrainingStrategy:
     ) -> ModelT:
         """Shard a model in place by the settings of the configuration; collective.
 
-        None, prepared models, and wrappers around an engine or around prepared models are returned unchanged. If the
-        model was built on the meta device, its weights are loaded or initialised.
+        None, prepared models, wrappers that add no parameters to prepared models, and modules whose ``base_model`` is
+        not an nn.Module are returned unchanged. If the model was built on the meta device, its weights are loaded or
+        initialised.
 
         Args:
             model: any module, or a wrapper around one; every rank must have the same weights.
@@ -203,7 +205,7 @@ class TrainingStrategy:
 
         Raises:
             MeshError, ShardError: on every rank; see `build_mesh` and `shard_model`.
-            CheckpointError: on every rank; see `load_weights`.
+            CheckpointError: on every rank: the weights of a model on the meta device cannot be loaded.
         """
         if model is None or not _should_shard(model):
             return model
@@ -239,7 +241,7 @@ class TrainingStrategy:
         return model
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the inner model of an actor wrapper, else the model itself."""
+        """Return the module that is sharded as the root, for a model or its wrapper; see `model.wrappers`."""
         return unwrap_model(model)
 
     def create_optimizer(
@@ -300,8 +302,8 @@ class TrainingStrategy:
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
-        This method divides the loss by ``accumulated_gradient``, or by ``num_items_in_batch`` if given. The caller must
-        not divide it.
+        This method multiplies the loss by 1 / ``accumulated_gradient``, or by (number of ranks) /
+        ``num_items_in_batch`` if given. The caller must not scale it.
 
         Arguments and errors are those of `optim.step.backward`. ``optimizer`` and ``kwargs`` are ignored; trainers may
         pass them.
@@ -350,8 +352,8 @@ class TrainingStrategy:
 
         Args:
             model: the model, or its wrapper.
-            max_norm: norm above which gradients are scaled down to it; by default that of the configuration; 0 disables
-                clipping.
+            max_norm: maximum global norm, to which larger gradients are scaled down; by default that of the
+                configuration; 0 disables clipping.
         """
         scale = own.scale.value if (own := self._state_of(model).accumulation).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
@@ -406,7 +408,7 @@ class TrainingStrategy:
             model: a prepared model, or its wrapper.
             save_dir: directory of the run's checkpoints, on a file system that all ranks share.
             tag: name of this checkpoint; by default ``global_step<step>``, or the layout's name for the step.
-            max_num: checkpoints to keep, at least 1; None for no limit.
+            max_num: maximum number of unprotected checkpoints, at least 1; None for no limit.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
             ema: the averages to save, or the ``model_ema`` that was passed to `moving_average`; by default the averages
@@ -414,7 +416,7 @@ class TrainingStrategy:
         """
         state = self._state_of(model)
         if pending := state.accumulation.micro_batches % self.accumulated_gradient:
-            message = "saving between two steps: the gradients of %d micro-batches are not saved"
+            message = "saving in the middle of a step: the gradients of %d micro-batches are not saved"
             log(message, pending, level=logging.WARNING)
         averages = self._ema(model, ema) if ema is not None else state.ema
         path = save_checkpoint(
@@ -479,11 +481,11 @@ class TrainingStrategy:
             load_dir: directory of a run's checkpoints, or one checkpoint, or LeRobot's link ``last``.
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
-            load_module_strict: raise if the checkpoint and the model have different names.
+            load_module_strict: raise if tensor names in the checkpoint and in the model differ.
             load_optimizer_states: restore the optimizer's state, if there is an optimizer.
             load_lr_scheduler_states: restore the schedule's state, if there is a schedule.
-            ema: restore these averages; or restore the averages of this ``model_ema``, as `moving_average` takes it,
-                and copy them into it.
+            ema: an `EMA` to restore; or the ``model_ema`` of `moving_average`, which its restored averages are copied
+                into.
             load_module: load the model's parameters and buffers; if false, load all other state only.
             **kwargs: ignored; trainers may pass other arguments.
 
@@ -537,7 +539,10 @@ class TrainingStrategy:
 
 
 def _should_shard(model: object) -> bool:
-    """Return whether to call `shard_model`; false for wrappers of an engine or of sharded models."""
+    """Return whether to call `shard_model`, which returns prepared models unchanged.
+
+    False if ``base_model`` is not an nn.Module, or if all parameters are sharded already, but not by this model.
+    """
     if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False
     return is_sharded(model) or has_unsharded_parameters(model)

@@ -5,7 +5,8 @@ host buffers, and the error that the function raised, if any.
 
 [Note: background saves] The background threads of all ranks use a separate process group, so that their collectives
 cannot mix with the trainer's. Only one save is in flight at a time. A save fails on all ranks or on none
-([Note: agreed errors] in `agreement`). If it fails, the next save, load, `wait` or `close` raises its error.
+([Note: agreed errors] in `agreement`). If it fails, the next save, load, `wait` or `close` (of the strategy)
+raises its error.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Save:
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
         self._name, self._group, self._device = name, group, current_device()
-        self.ended = threading.Event()  # not `Thread.join`: if interrupted, it marks the thread as ended in Python 3.11
+        self.ended = threading.Event()  # an interrupted `Thread.join` would mark the thread as ended in Python 3.11
         threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
@@ -95,7 +96,7 @@ class _Save:
             set_device(self._device)
             with on_group(self._group):
                 self._work()
-        except BaseException as error:  # noqa: BLE001  torch raises a BaseException (CheckpointException)
+        except BaseException as error:  # noqa: BLE001  any error ends the save; the trainer's thread raises it
             self._error = error
             if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # our own errors are the same on all ranks
                 message = "saving %s failed; the next save, load, wait or close raises this error: %s"
@@ -122,8 +123,8 @@ def _at_exit() -> None:
         wait()
 
 
-# `threading` calls the registered functions in reverse order. So `_at_exit` runs before the function with which
-# concurrent.futures shuts down its thread pools. Functions registered with `atexit` would run too late.
+# `threading` calls these functions in reverse order. concurrent.futures has registered its own at import, before this
+# one, so `_at_exit` runs before the thread pools are shut down. Functions registered with `atexit` would run too late.
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()
@@ -147,7 +148,7 @@ def save_in_background(name: str, work: Callable[[], None]) -> None:
 
 
 def wait() -> None:
-    """Wait until no save is in flight. Not collective, but a failed save raises on every rank that calls it.
+    """Wait until no save is in flight. Not collective; if the save has failed, every rank that calls this raises.
 
     Raises:
         CheckpointError: the save failed. Its error is raised only once.

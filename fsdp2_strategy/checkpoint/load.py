@@ -89,9 +89,9 @@ def load_checkpoint(
             number of ranks, another loader only on the number of ranks of the save. Pass LATER if a later load will
             restore the position.
         load_model: load parameters and buffers.
-        strict: raise if the checkpoint and the model have different names. If False, load the names that both have and
-            report the others. Shapes must always match.
-        verify: verify the checksums of the bytes that are read.
+        strict: raise if tensor names in the checkpoint and in the model differ. If False, load the names that both have
+            and report the others. Shapes must always match.
+        verify: verify the checksums of the tensors; those of headers and small files are always verified.
         fallback: if the checkpoint is corrupted, log a warning, and load the newest intact checkpoint that is older.
             This needs a directory of checkpoints as ``load_dir``, or the link ``last``.
         trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.

@@ -48,7 +48,7 @@ def load_rng(content: bytes) -> None:
 
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
-    """Seed the generators inside the block, and restore their states afterwards."""
+    """Seed the generators inside the block, and restore those that `rng_content` saves afterwards."""
     before = rng_content()
     seed_everything(seed)
     try:

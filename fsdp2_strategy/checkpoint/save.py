@@ -104,7 +104,8 @@ def save_checkpoint(
             and ``load_state_dict``. The state of another loader is saved per rank, and loads only on the same number of
             ranks.
         seed: a load on another number of ranks derives the random state from it.
-        max_num: maximum number of unprotected checkpoints in ``save_dir``; None for no limit.
+        max_num: maximum number of unprotected checkpoints in ``save_dir``, not counting an older one with the best
+            ``metric``; None for no limit.
         max_mem: maximum total size of all checkpoints in ``save_dir``, in GB (10^9 bytes); None for no limit.
         save_latest: point the file ``latest``, or LeRobot's link ``last``, to this checkpoint.
         protect: exclude this checkpoint from rotation.
@@ -115,8 +116,9 @@ def save_checkpoint(
             ``trainable/``, and there is no folder for ``from_pretrained``. A load compares the model's frozen weights
             with fingerprints of the omitted ones. See [Note: reloadable weights] in `trainable_only`.
         meta: JSON content of ``meta.json``, for other programs.
-        layout: LeRobot's layout, with the objects that it saves with the weights; by default our own layout. In
-            LeRobot's layout, a peft model is saved as with ``only_trainable``, and its adapters also in peft's format.
+        layout: LeRobot's layout, which also holds the configurations and processors to save; by default our own layout.
+            In LeRobot's layout, a peft model is saved as with ``only_trainable``, and its adapters also in peft's
+            format.
 
     Returns:
         The checkpoint's directory; an asynchronous save creates it when it commits.
@@ -288,9 +290,9 @@ def _execute(plan: _SavePlan) -> None:
 
 
 def _create_folders(plan: _SavePlan) -> None:
-    """Lock the directory, delete leftovers of crashed runs, and create the folders of the other files; collective.
+    """Lock ``save_dir``, delete leftovers of crashed runs, and create the folders of files in no component; collective.
 
-    The other files are those that are not in a component. `write_components` creates the folders of the components.
+    `write_components` creates the folders of the components.
 
     Raises:
         CheckpointError: on every rank: another run saves into the directory, the tag cannot be replaced, or the
@@ -321,7 +323,7 @@ def _write(plan: _SavePlan) -> list[str]:
     paths, tag = plan.request.partial_paths, plan.request.tag
     with all_or_none(f"write {tag}", CheckpointError):
         blocks = write_components(plan.components)
-    with all_or_none(f"write the other files of {tag}", CheckpointError):
+    with all_or_none(f"write the files of {tag} that are in no component", CheckpointError):
         rank_files = {paths.rank_file(RNG, rank()): plan.rng}
         if plan.data is not None and plan.data.rank_file is not None:
             rank_files[paths.rank_file(DATA, rank())] = plan.data.rank_file
@@ -339,7 +341,7 @@ def _write(plan: _SavePlan) -> list[str]:
 
 
 def wait_for_save() -> None:
-    """Wait until no save is in flight; not collective, but call it on every rank, so that all ranks raise its error.
+    """Wait until no save is in flight; not collective, but if every rank calls it, a failed save raises on all of them.
 
     Raises:
         CheckpointError: on every rank: the save that was in flight failed. Each failure is raised once.

@@ -1,7 +1,7 @@
-"""Write tensors to safetensors files in their final location, and read them, with `torch.distributed.checkpoint`.
+"""Write and read this rank's byte ranges of safetensors files, with `torch.distributed.checkpoint`.
 
 Input: `Component`s, each a folder of files and the tensors to write to it; for a load, read requests. Output: the
-files, and the checksums of the bytes that this rank wrote; for a load, filled tensors.
+files and checksums; for a load, filled tensors.
 
 [Note: local plans] torch's planners gather the plans of all ranks on one rank, and the cost grows with the number of
 ranks times the number of tensors. So these planners get an empty state dict here, and each rank plans its own writes.
@@ -9,8 +9,8 @@ Offsets follow from names, shapes and dtypes, which are the same on all ranks. A
 headers, and the coordinator compares the digests. torch runs the phases, and raises errors on all ranks.
 
 [Note: layout cache] A layout contains no values, and a run saves the same models and optimizers many times. So the most
-recently used layouts are cached. The key contains everything that a layout depends on: names, shapes, dtypes,
-placements and the limits in `sizes`.
+recently used layouts are cached. The key contains everything that a layout depends on: the arguments of
+`Layout.of`, the rank and the limits in `sizes`; of the tensors only names, shapes, dtypes and placements.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ LoadTargets = Sequence[tuple[str, Region, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a folder, and this rank's share of them; depends only on names, shapes, dtypes and placements."""
+    """The files of a folder, and this rank's share of them; does not depend on the tensors' values."""
 
     regions: Mapping[str, Region]
-    """All tensors of the files, by name in the files; their sources are names of tensors of the model."""
+    """All tensors of the files, by name in the files; their sources are names in `Component.tensors`."""
     files: Sequence[File]
     """Paths are relative to the folder."""
     gathered: Mapping[str, Region]
@@ -102,7 +102,7 @@ class Layout:
 
 
 _MAX_LAYOUTS = 16
-"""Maximum number of layouts in the cache: one per folder. A layout takes about a kilobyte per tensor."""
+"""Maximum number of layouts in the cache; each component has one. A layout takes about a kilobyte per tensor."""
 _layouts: dict[object, tuple[object, Layout]] = {}
 """The cache. An entry also keeps the regions that were passed in, because their `id` in the key must not be reused."""
 
@@ -147,7 +147,7 @@ class Component:
 
         Args:
             folder: the folder of the files.
-            tensors: the tensors to write, by name in the model.
+            tensors: the tensors to write, by the names that are the sources of ``regions``.
             regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
             stem: prefix of the file names.
             max_file_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
@@ -183,7 +183,7 @@ class Component:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Write components; each rank writes its byte ranges directly to the final files.
+    """Write components; each rank writes its byte ranges directly into the shared files.
 
     Args:
         components: the components to write.
@@ -192,7 +192,7 @@ class SafetensorsWriter(StorageWriter):
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = components
         self.blocks: dict[Path, list[Block]] = {}
-        """Checksums of the bytes that this rank wrote."""
+        """Checksums of the bytes that this rank wrote; on rank 0, also those of the headers of all files."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer is used for one save."""
@@ -226,7 +226,7 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Create this rank's share of the files, write its ranges of all files, and fsync them."""
+        """Create this rank's part of the files, write its ranges of all files, and fsync what it created or wrote."""
         files = [file for component in self._components for file in component.files]
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
@@ -344,7 +344,7 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
     """Write components and fsync their files; collective.
 
     Returns:
-        The checksums of the bytes that this rank wrote, by file.
+        The checksums of the bytes that this rank wrote, by file; on rank 0, also those of the headers of all files.
     """
     writer = SafetensorsWriter(components)
     with convert_dcp_errors():
