@@ -79,15 +79,15 @@ def save_model(
         model: sharded or not, or a wrapper.
         tokenizer: tokenizer or processor to save with the model, or None.
         output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
-        dtype: dtype of floating-point parameters in the files. By default that of the shards: after training, these are
-            the fp32 master weights, which take twice the space of bf16.
+        dtype: dtype of floating-point parameters in the files. By default that of the shards: fp32 for
+            trained parameters unless ``use_mp_opt`` is true, which takes twice the space of bf16.
         max_shard_size: maximum size of a transformers model's files: bytes, or a number with a unit of 10^3 ("5GB") or
             2^10 ("5GiB").
         merge_adapters: write a peft model as its base model, with adapters merged in the dtype of the base weights. If
             false, write only its adapters, as a folder that ``PeftModel.from_pretrained`` loads.
         **kwargs: arguments of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision
-            and create_pr; variant; save_original_format=False for the model's own names. is_main_process is ignored.
-            Other arguments are an error.
+            and create_pr; variant; save_original_format=False for the model's own names. is_main_process and
+            safe_serialization=True have no effect. Other arguments are an error.
 
     Raises:
         CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
@@ -227,7 +227,7 @@ def _write(
             write_all(write_requests(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
-        # All ranks agree after each tensor: if one rank failed, no other rank may wait for it in the next gather.
+        # If one rank failed, the others would wait for it in the next gather; so all ranks compare after each tensor.
         with all_or_none(f"export {name}", CheckpointError):
             write_all(gathered_write_requests(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
@@ -276,7 +276,7 @@ def _remove_earlier(folder: Path, files: Sequence[File], suffix: str, index_name
 
 
 def _save_tokenizer_and_push(folder: Path, skeleton: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Save the tokenizer, and upload the folder to the Hugging Face hub as ``save_pretrained`` does, if requested."""
+    """Save the tokenizer, and upload the whole folder to the Hugging Face hub, if requested."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if not kwargs.get("push_to_hub"):

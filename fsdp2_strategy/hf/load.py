@@ -50,7 +50,8 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
         model: a model, sharded or not, or its wrapper; tensors that are not sharded are read in full.
         path: a folder, a safetensors file or an index; None for the folders that ``from_pretrained`` was called with
             under `init_on_meta`.
-        strict: whether every name in the model must be in the files, and every name in the files in the model.
+        strict: raise if the files lack a tensor of the model that they belong to, or have one that this model lacks.
+            Tensors outside of that model, such as a value head, may be missing.
 
     Returns:
         The names of the tensors that were loaded, missing, unexpected and cast.
@@ -66,8 +67,9 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
 def load_pretrained(model: nn.Module) -> LoadReport:
     """Load the weights of a model that was built under `init_on_meta`, as ``from_pretrained`` would; collective.
 
-    If the files lack the tensors of a head or a pooler, these tensors are initialised and named in the log. If the
-    files lack a layer of the base model, or a part of a layer, an error is raised.
+    If the files lack the tensors of a head, a pooler or another module outside of the layers, these tensors are
+    initialised and named in the log. If the files lack a layer of the base model, or a part of a layer, an error is
+    raised.
     """
     return _load(model, None, allowed_missing="heads")
 
@@ -86,8 +88,8 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
         known = _origins(root, path)
         if path is None and not known and not has_uninitialised_tensors(root):
             raise CheckpointError(
-                f"cannot load {name}: no path was given, and the model was not built under init_on_meta, expected a "
-                "path or such a model. Pass the path of the weights."
+                f"cannot load {name}: no path was given, and none of its tensors lacks values or was built by "
+                "from_pretrained under init_on_meta, expected one of these. Pass the path of the weights."
             )
         targets, report = match_tensors(root, known, allowed_missing)
         to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
@@ -124,9 +126,10 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
             if unknown:
                 raise CheckpointError(
                     f"cannot initialise {name}: {some(unknown, 'tensor')} are not in the files, and neither an init "
-                    "function nor a constructor gives them values, expected one of these. A constructor's operations "
-                    "cannot be repeated if they need values of files or their own generator. Add a reset_parameters "
-                    "method, or build the module outside of init_on_meta."
+                    "function nor a constructor gives them values, expected one of these. A constructor cannot "
+                    "be repeated if it reads values from files, or draws from its own torch.Generator. Give the "
+                    "tensors values in a reset_parameters method that the constructor calls, or build the module "
+                    "outside of init_on_meta."
                 )
     forget(root)
     mark_initialised(root)

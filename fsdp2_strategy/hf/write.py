@@ -42,7 +42,7 @@ class WriteRequest:
     box: Box
     tensor: torch.Tensor
     separate_blocks: bool = False
-    """Whether checksum blocks with bytes of this request contain no bytes of other requests. True for gathered tensors:
+    """Whether this request gets checksum blocks of its own, without bytes of other requests. True for gathered tensors:
     a synchronous save writes each in its own call of `write_all`, an asynchronous save all in one call. Both must write
     the same checksum blocks."""
 
@@ -71,8 +71,8 @@ def write_all(
     Args:
         requests: the boxes to write.
         hashed: return checksums.
-        create: create missing files. If false, a missing file is an error: this rank does not see the folder in which
-            another rank created the file.
+        create: create missing files. If false, a missing file is an error: the folder is not shared with the rank
+            that created the file.
 
     Returns:
         For each file, the checksums of the blocks that were written; empty lists unless ``hashed``.
@@ -197,7 +197,7 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 @torch.no_grad()
 def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
-    """Write adjacent runs: large CPU tensors that need no cast directly, other tensors through a scratch buffer."""
+    """Write adjacent runs: large CPU tensors directly if they need no cast, all others through a scratch buffer."""
     digest = xxhash.xxh3_64() if hashed else None
     begin, filled = runs[0].offset, 0
     for run in runs:

@@ -211,15 +211,15 @@ def _exempt(model: nn.Module, trainable: dict[str, nn.Parameter], no_decay: Sequ
 def _construct(
     optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Optimizer:
-    if options.keys() & {"fused", "foreach"} or "foreach" not in inspect.signature(optimizer_cls).parameters:
-        return optimizer_cls(groups, **options)
-    is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
     parameters = [p for group in groups for p in group["params"]]
     if optimizer_cls in _NO_DTENSOR and any(isinstance(p, DTensor) for p in parameters):
         raise OptimizerError(
             f"cannot build an optimizer: {optimizer_cls.__name__} does not support sharded parameters, expected one "
             "that does. Use AdamW, Adam, SGD, Adagrad or RMSprop."
         )
+    if options.keys() & {"fused", "foreach"} or "foreach" not in inspect.signature(optimizer_cls).parameters:
+        return optimizer_cls(groups, **options)
+    is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
     # Adam's is the only fused kernel of torch that supports DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
@@ -242,8 +242,8 @@ def _check_dtypes(parameters: Collection[nn.Parameter], *, masters: bool) -> Non
     elif 0 < half < total:
         raise OptimizerError(
             f"cannot train {half} parameters: they are stored in half precision while the others have fp32 master "
-            "weights, expected master weights for all. Make them trainable before prepare_model(is_training=True); "
-            "freeze them afterwards if needed."
+            "weights, expected master weights for all. Set requires_grad before prepare_model(is_training=True); to "
+            "train them only later, freeze them after it."
         )
     elif half:
         log(

@@ -66,7 +66,7 @@ class LossScale:
     """Successive finite steps since the scale last changed."""
 
     def update(self, *, finite: bool) -> None:
-        """Adapt the scale after a step; not collective, but equal on all ranks because the gradient norm is."""
+        """Adapt the scale to one step; not collective: the gradient norm, and so the scale, is equal on all ranks."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value = max(self.value / 2, 1.0)
@@ -87,7 +87,7 @@ class Accumulation:
     checked_optimizer: ref[Optimizer] | None = None
     """The optimizer that last passed `_check_parameters`."""
     last_sync: bool | None = None
-    """``is_last`` in the last call of `set_gradient_sync`; None before the first call, which is equivalent to True."""
+    """``is_last`` of the last `set_gradient_sync` that `backward` called; None, before any call, acts like True."""
 
 
 _ACCUMULATION = Slot[Accumulation]("accumulation")
@@ -191,13 +191,13 @@ def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tens
     if not num_items_in_batch > 0:
         raise StepError(
             f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items in all "
-            "micro-batches of all ranks in this step, at least 1. Sum it over the ranks first."
+            "micro-batches of all ranks in this step, more than 0. Sum it over the ranks first."
         )
     return world_size() / num_items_in_batch
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
-    """Set which collectives each unit runs in the next backward pass; not collective.
+    """Set which collectives each unit runs in backward passes from the next one on; not collective.
 
     Args:
         model: a sharded model, or its wrapper.
@@ -206,7 +206,8 @@ def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> Non
     """
     root = unwrap_model(model)
     if mode == "defer_all_reduce" and may_have_unequal_gradients(root):
-        mode = "every"  # FSDP2 sums deferred gradients in a flat buffer, so all passes need the same parameters
+        # FSDP2 sums deferred gradients in a flat buffer, so each pass must have gradients of the same parameters.
+        mode = "every"
     for unit in root.modules():
         if isinstance(unit, FSDPModule) and mode == "last":
             unit.set_requires_gradient_sync(is_last, recurse=False)
@@ -228,7 +229,7 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
         The global norm before clipping, equal on all ranks. If it is not finite, gradients are not scaled.
 
     Raises:
-        OffloadError: the model is offloaded.
+        OffloadError: ``parameters`` is a model that is offloaded.
     """
     if isinstance(parameters, nn.Module):
         model = unwrap_model(parameters)
@@ -239,7 +240,7 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
 
 
 def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
-    """Divide all gradients by the loss scale, clip them, and return their unscaled norm; collective."""
+    """Divide all gradients by the loss scale and clip them; return their norm before clipping; collective."""
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     with on_ranks_of(parameters):
@@ -282,6 +283,9 @@ def take_step(
 
     Returns:
         Whether the optimizer stepped, and the norm before clipping; both are equal on all ranks.
+
+    Raises:
+        OffloadError: the model or the optimizer is offloaded.
     """
     root = unwrap_model(model)
     check_resident(root, "step")

@@ -7,16 +7,18 @@ called. FSDP2's own hooks run only when the forward is called.
 pi0 and smolvla run the layers of two decoders in pairs, in a function that calls the norms and projections of the
 layers directly. So each module within units has a forward pre-hook that checks the units around the module. If the
 forward of one of these units is not running, the hook opens the unit: it gathers the unit's parameters. The unit stays
-open until a module of another unit in the same ModuleList runs, or until the forward pass of the model ends. For
+open until another unit of the same container (such as a ModuleList) is opened, or until the forward pass of the model
+ends. For
 backward, hooks on the outputs of the unit's submodules gather the unit again, as FSDP2's hooks on the outputs of a unit
 do. The unit's gradients are reduced when the gradient of the input of the first submodule that ran is computed. If this
 input needs no gradient, they are reduced at the end of the backward pass. If activation checkpointing runs the
 submodules again in backward, the pre-hooks gather the unit for backward, unless it is gathered already.
 
 [Note: observed pass] Most models call the forward of every block and need none of these hooks. So the hooks are
-registered only during the first pass of each kind. A kind consists of the method that is called, the mode (training or
-evaluation), and whether gradients are enabled. The hooks stay registered permanently in each of these cases:
-  - the first pass of a kind bypasses a unit, or the hooks cast an input of a module in it
+registered only until the first pass of each kind has ended. A kind consists of the method that is called, the mode
+(training or evaluation), and whether gradients are enabled. The hooks stay registered permanently in each of these
+cases:
+  - in the first pass of a kind, a unit is bypassed, or the hooks cast an input of a module
   - the model has several decoders, and a pass with gradients passes a cache to a block
   - the policy is known to bypass its blocks
 Otherwise the hooks are removed after the pass. If a later pass of the same kind bypasses a unit, this pass raises an
@@ -28,9 +30,9 @@ only through these. So in a model with several decoders, if a block receives a c
 the block get the hooks that gather it for backward.
 
 [Note: fp32 inputs] Policies create noise, time steps and tables in fp32, and a projection in half precision would raise
-an error for them. So in a model with half-precision units, inputs of modules that require the dtype of their parameters
-are cast to this dtype, unless autocast is enabled. Within a bypassed unit, the inputs of all modules are cast to the
-unit's compute dtype.
+an error for them. So in a model with half-precision units, inputs of modules that accept only the dtype of their
+parameters are cast to this dtype, unless autocast is enabled. Within a bypassed unit, the inputs of all modules are
+cast to the unit's compute dtype.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class BypassHooks:
     """Register hooks that track which units are running, and gather units whose forward is bypassed.
 
     Args:
-        root: the model. It must not be sharded yet, so that FSDP2's pre-forward hooks run before these hooks.
+        root: the model. It must not be sharded yet, so that FSDP2's post-forward hooks run after these hooks.
         units: the units of the model and their names; the root may be one of them.
         casts: the dtype that the inputs of each unit are cast to. If a unit is bypassed, the inputs of each module
             within it are cast to this dtype instead.
@@ -254,7 +256,7 @@ class BypassHooks:
                 changed = args, kwargs = self._open_unit(unit, module, args, kwargs)
             else:
                 self._check_running(module)
-        if module in self._units:  # FSDP2 casts the inputs of a unit
+        if module in self._units:  # FSDP2 or `cast_first` casts the inputs of a unit
             return changed
         if around and around[-1].was_bypassed:
             dtype = self._casts.get(around[-1].module)

@@ -14,12 +14,13 @@ root unit, which is the model itself, contains all remaining parameters. A plan 
      forward pass. A module object that is registered in several blocks becomes a unit itself.
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
   3. Only a module that can be gathered becomes a unit: one with a forward, or one with neither forward nor direct
-     parameters. The latter is gathered when its submodules run ([Note: bypassed units] in `bypassed_units`).
+     parameters that is no container such as a ModuleList. The latter is gathered when its submodules run ([Note:
+     bypassed units] in `bypassed_units`).
 
 [Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank.
-Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so a module computes in the dtype
-in which it is stored: fp32 if any of its parameters is trained or kept in fp32, otherwise the compute dtype. As for a
-unit, inputs of its forward are cast to this dtype, and outputs to the compute dtype of the unit around it.
+Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so an ignored module
+computes in the dtype in which it is stored: fp32 if any of its parameters is trained or kept in fp32, otherwise the
+compute dtype. Inputs of its forward are cast to this dtype, and outputs to the compute dtype of the unit around it.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class Unit:
     """The parameters that belong to it, by name; a tied parameter is under its first name."""
     compute_dtype: torch.dtype
     parent_dtype: torch.dtype | None = None
-    """Compute dtype of the unit around it, if it differs; outputs are cast to that dtype."""
+    """For kind "dtype" and ignored modules: compute dtype of the unit around it, if it differs, which outputs are cast
+    to."""
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs] in `input_casts`."""
     stays_gathered: bool = False
-    """Whether it stays gathered after forward, because the model may use an embedding's weight directly as its head."""
+    """Whether it stays gathered after forward: an embedding whose weight the model may use directly as its head."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +96,8 @@ class ShardPlan:
     vision_encoder: VisionEncoder | None = None
     """The vision encoder, if ``mixed_mm_data`` is set and the model has one."""
     mixed_mm_data: MixedData | None = None
-    """How ranks without images take part; see [Note: unequal ranks] in `vision_encoders`."""
+    """How ranks without images take part in the other ranks' collectives; see [Note: unequal ranks] in
+    `vision_encoders`."""
     policy: Policy | None = None
     """The model's policy, if it is known."""
     ties: list[tuple[str, ...]] = field(default_factory=list)
@@ -188,7 +191,7 @@ def plan_units(
     encoder = find_vision_encoder(model) if mixed_mm_data else None
     if encoder and mixed_mm_data != "dummy":
         _check_ignored(encoder, tree.ignored, is_replicated=mixed_mm_data == "replicate")
-        for module in encoder.runs_for_images():  # part of the root unit, or of one unit for the encoder
+        for module in encoder.runs_for_images():  # parts of the root unit or of the encoder's unit
             kinds.pop(module, None)
         if mixed_mm_data == "replicate":
             kinds[encoder.module] = "vision"
@@ -259,7 +262,7 @@ def _check_vision_encoder(encoder: VisionEncoder, kinds: dict[nn.Module, str]) -
             raise ShardError(
                 f"cannot keep {encoder.name} and its projector in one unit: {type(module).__name__} is a separate unit "
                 f"({kinds[module]}) that ranks without images would not run, expected no separate unit. Use "
-                "mixed_mm_data='dummy', or change keep_fp32 so that it matches none or all of their parameters."
+                "mixed_mm_data='dummy', or keep none of their parameters in fp32."
             )
         single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
         if single:
@@ -311,7 +314,7 @@ def _split_by_dtype(
         dtype = precision.compute_dtype(tree.all_names[parameter][0], parameter)
         if parameter.is_floating_point() and parameter.ndim:
             for owner in map(tree.callable_around, owners):
-                # A module cannot be split: it computes in the widest dtype of its own parameters.
+                # A module's own parameters are in one unit, so it computes in the widest of their dtypes.
                 dtypes[owner] = max(dtypes.get(owner, dtype), dtype, key=lambda d: d.itemsize)
     owners_in: dict[nn.Module, list[nn.Module]] = defaultdict(list)
     for owner in dtypes:
@@ -341,9 +344,9 @@ def _check_ties(tree: ModuleTree, split: nn.Module, unit: nn.Module) -> None:
     for parameter in split.parameters():
         if not within.issuperset(tree.owners[parameter]):
             raise ShardError(
-                f"cannot keep {' = '.join(tree.all_names[parameter])} in fp32: it is tied, and only some of the "
-                f"modules in {tree.names[unit] or 'the root'} that use it would be in an fp32 unit, expected all of "
-                "these modules. Remove it from keep_fp32."
+                f"cannot shard {' = '.join(tree.all_names[parameter])}: it is tied, and the modules in "
+                f"{tree.names[unit] or 'the root'} that use it compute in different dtypes, expected one dtype. Change "
+                "keep_fp32 so that it matches all or none of the parameters of these modules."
             )
 
 

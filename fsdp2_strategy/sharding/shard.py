@@ -71,9 +71,9 @@ def shard_model(
     """Shard ``model`` in place, unit by unit; collective. A model that is already sharded is returned unchanged.
 
     Each block, the input embedding and the output head become units; tied weights usually belong to the root unit.
-    Parameters are cast to the dtype of their shards: fp32 if they are trained, otherwise the compute dtype. Then
-    `fully_shard` is called on each unit, inner units first, and last on the model itself. The model is the root unit,
-    which holds all other parameters.
+    Parameters are cast to the dtype of their shards: by default fp32 if they are trained, otherwise the compute dtype.
+    Then `fully_shard` is called on each unit, inner units first, and last on the model itself. The model is the root
+    unit, which holds all other parameters.
 
     In forward, FSDP2 all-gathers a unit's parameters in the compute dtype before the unit runs, and frees them after it
     (see ``reshard_after_forward``). In backward, FSDP2 gathers them again, and reduce-scatters the unit's gradients. If
@@ -97,17 +97,18 @@ def shard_model(
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
             their parameters as plain, full tensors. The gradient of each of these parameters is averaged in its own
             all-reduce, so in a backward pass, all ranks must use the same ones of these parameters.
-        reshard_after_forward: free the gathered parameters of a block after its forward, and gather them again in
+        reshard_after_forward: free the gathered parameters of a unit after its forward, and gather them again in
             backward. With an int, keep them sharded over groups of that many ranks in between.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         prefetch_depth: number of units that are gathered ahead of the running one; None for the default of FSDP2.
         activation_checkpointing: class names of modules whose activations are recomputed in backward, with the RNG
             state of the forward; True for all blocks. Has no effect unless ``is_training`` is set.
-        compile_blocks: compile the forward of each block; a string is the name of a torch.compile backend.
+        compile_blocks: compile the forward of each block, unless the policy bypasses its blocks; a string is the name
+            of a torch.compile backend.
         forward_methods: methods other than forward that need gathered parameters; those that the model lacks are
             skipped.
-        mixed_mm_data: how ranks without images take part if other ranks have images; see [Note: unequal ranks] in
-            `vision_encoders`.
+        mixed_mm_data: how ranks without images take part in the collectives of the others; see [Note: unequal ranks]
+            in `vision_encoders`.
         debug_divergence_seconds: if positive, raise an error that names the rank and the unit when a rank runs a
             different unit than the others, or no unit for this many seconds; see `rank_divergence`.
 
@@ -202,7 +203,7 @@ def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> N
 
 
 def _add_cast_hooks(plan: ShardPlan) -> None:
-    """Register hooks that cast inputs and outputs and copy views; FSDP2's forward hooks, registered later, run last."""
+    """Register hooks that cast inputs and outputs and copy views. FSDP2's post-forward hooks follow them."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
             cast_inputs(unit.module, unit.compute_dtype)
@@ -229,7 +230,7 @@ def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> boo
             f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
             f"the shard size {shard_size}. Use the number of ranks of a node, or true."
         )
-    # With groups of one rank, parameters stay gathered (False); a group of all ranks is the default (True).
+    # With groups of one rank, parameters stay gathered (False); groups of the shard size are the default (True).
     return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
 
 

@@ -5,19 +5,19 @@ without images take part in the collectives of ranks with images.
 
 [Note: unequal ranks] If only some ranks run a unit, these ranks wait in its all-gather forever. Each of three settings
 of ``mixed_mm_data`` prevents this:
-  "root"       the parameters of the vision encoder, and of the modules between it and the text, belong to the root
-               unit, which every rank gathers.
+  "root"       the parameters of the vision encoder, and of the projector after it, belong to the root unit, which
+               every rank gathers.
   "replicate"  every rank holds the full vision encoder, so it needs no gather. Its gradients are averaged over all
                ranks.
   "dummy"      the vision encoder is sharded block by block. A rank without images or without videos runs the encoder
                on an image of zeros, until all ranks have run it equally often. The output is dropped, and its
                gradients are zero.
-With each setting, some parameters may have gradients on some ranks only: those of the root unit, of a replicated vision
-encoder, or of a projector after it. FSDP2 reduces only parameters that have a gradient on this rank. So before a
-reduction, an all-reduce finds the parameters that have a gradient on any rank, and the other ranks add zeros for these.
-A parameter that no rank used gets no gradient, as without sharding. The root unit and a replicated vision encoder get
-only token ids and pixels as inputs. These have no gradients, so FSDP2 reduces both units at the end of the backward
-pass, in the same order on every rank.
+With each setting, some parameters of the root unit or of a replicated vision encoder may have gradients on some ranks
+only. On each rank, FSDP2 reduces only gradients that exist there. So before a reduction, an all-reduce finds the
+parameters that have a gradient on any rank, and each rank adds zeros for those that it lacks. A parameter that no rank
+used gets no gradient, as without sharding. The root unit and a replicated vision encoder get only token ids and pixels
+as inputs. These have no gradients, so FSDP2 reduces both units at the end of the backward pass, in the same order on
+every rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class VisionEncoder:
         return self.owner.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def runs_for_images(self) -> list[nn.Module]:
-        """Return the modules that run only for images: those of the vision encoder, and all between it and the text."""
+        """Return the encoder, the owner's other children without the text embedding, and all modules within them."""
         others = [child for child in self.owner.children() if self.embedding not in child.modules()]
         return list(dict.fromkeys(module for child in (self.module, *others) for module in child.modules()))
 
@@ -151,8 +151,8 @@ def _reduce_with_zeros(process_group: Any, param_group: Any, reduce: Callable[..
 def attach_graph(encoder: VisionEncoder) -> None:
     """Register a hook that makes the text embeddings require gradients, even if only the vision encoder is trained.
 
-    Otherwise the loss of a rank without images has no autograd graph. Such a rank would run no reductions in backward,
-    and the other ranks would wait for it.
+    Otherwise the loss of a rank without images has no autograd graph. Its backward would raise an error, and the
+    other ranks would wait for its reductions.
     """
     encoder.embedding.register_forward_hook(functools.partial(_with_graph, [*encoder.owner.parameters()]))
 
@@ -272,9 +272,9 @@ class _ZeroImages:
         if not inputs or needed - inputs.keys():
             raise ShardError(
                 f"cannot run {self._encoder.name} on an image of zeros: the arguments of get_image_features of "
-                f"{type(self._encoder.owner).__name__} ({', '.join(parameters)}) cannot be made from its "
-                f"{type(config).__name__}, expected an image size or a patch size in it, and no other required "
-                "arguments. Use mixed_mm_data='root' or 'replicate'."
+                f"{type(self._encoder.owner).__name__} ({', '.join(parameters)}) cannot be made from the "
+                f"{type(config).__name__} of the encoder, expected an image size or patch sizes in it, and only "
+                "pixel_values and image_grid_thw as required arguments. Use mixed_mm_data='root' or 'replicate'."
             )
         return inputs
 
