@@ -97,7 +97,7 @@ def load_checkpoint(
         trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
 
     Returns:
-        A report of the load; None if the directory is missing or contains no checkpoint.
+        A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
 
     Raises:
         CheckpointError: on every rank: the tag does not exist, names or shapes differ, or the checkpoint has no state
@@ -136,7 +136,7 @@ def load_checkpoint(
         except DamageError as error:
             if older is None:
                 raise
-            log("%s is corrupt: loading %s instead. %s", path, older, error, level=logging.WARNING)
+            log("cannot load %s: loading %s instead. %s", path, older, error, level=logging.WARNING)
     return None
 
 

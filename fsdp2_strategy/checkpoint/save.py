@@ -84,8 +84,8 @@ def save_checkpoint(
     Old checkpoints are renamed at once, and a background thread deletes their files.
 
     With ``async_save``, the call returns once this rank's values are copied to host memory. A background thread then
-    writes, commits and rotates, so later changes by the trainer are not saved. Only one save is in flight. The next
-    save, a load, `wait_for_save` and ``close`` first wait for it, and raise its error if it failed.
+    writes the copies, commits and rotates. So later changes by the trainer are not saved. Only one save is in flight.
+    The next save, a load, `wait_for_save` and ``close`` first wait for it, and raise its error if it failed.
 
     Args:
         model: a sharded model, or its wrapper.
@@ -124,8 +124,8 @@ def save_checkpoint(
         The checkpoint's directory; an asynchronous save creates it when it commits.
 
     Raises:
-        CheckpointError: on every rank, for example if another run saves into the same directory. Checkpoints that were
-            committed before are kept.
+        CheckpointError: on every rank, for example if another run saves into the same directory. If the new checkpoint
+            is not committed, those that were committed before are kept.
     """
     background_save.wait()
     request = SaveRequest(
@@ -290,13 +290,13 @@ def _execute(plan: _SavePlan) -> None:
 
 
 def _create_folders(plan: _SavePlan) -> None:
-    """Lock ``save_dir``, delete leftovers of crashed runs, and create the folders of files in no component; collective.
+    """Lock ``save_dir``, delete leftovers of crashed runs, and create folders for files of no component; collective.
 
     `write_components` creates the folders of the components.
 
     Raises:
-        CheckpointError: on every rank: another run saves into the directory, the tag cannot be replaced, or the
-            checkpoint is too large.
+        CheckpointError: on every rank: another run saves into the directory, the save would replace something that is
+            no checkpoint, or the checkpoint is too large.
     """
     request, paths = plan.request, plan.request.partial_paths
     with all_or_none(f"save into {request.save_dir}", CheckpointError):
@@ -344,7 +344,7 @@ def wait_for_save() -> None:
     """Wait until no save is in flight; not collective, but if every rank calls it, a failed save raises on all of them.
 
     Raises:
-        CheckpointError: on every rank: the save that was in flight failed. Each failure is raised once.
+        CheckpointError: the save that was in flight failed. Each rank raises a failure once.
     """
     background_save.wait()
 

@@ -147,10 +147,10 @@ class Component:
 
         Args:
             folder: the folder of the files.
-            tensors: the tensors to write, by the names that are the sources of ``regions``.
+            tensors: the tensors to write, by the names that ``regions`` uses for its sources.
             regions: the tensors of the files, by name in the files; by default ``tensors`` unchanged.
             stem: prefix of the file names.
-            max_file_bytes: limit for the tensors in one file; by default small enough for ranks to write in parallel.
+            max_file_bytes: limit in bytes for one file; by default small enough that ranks write several files at once.
             metadata: metadata of the file headers.
         """
         return cls(folder, stem, tensors, Layout.of(tensors, regions, stem, max_file_bytes, metadata))
@@ -192,7 +192,7 @@ class SafetensorsWriter(StorageWriter):
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = components
         self.blocks: dict[Path, list[Block]] = {}
-        """Checksums of the bytes that this rank wrote; on rank 0, also those of the headers of all files."""
+        """Checksums of the tensors' bytes that this rank wrote; on rank 0, also those of the headers of all files."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer is used for one save."""
@@ -212,7 +212,7 @@ class SafetensorsWriter(StorageWriter):
         """Compare the ranks' digests, and create the folders; the coordinator calls it.
 
         Raises:
-            CheckpointError: ranks have different names, shapes or dtypes.
+            CheckpointError: names, shapes or dtypes of the tensors differ between ranks.
         """
         different = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
         if different:
@@ -226,7 +226,7 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Create this rank's part of the files, write its ranges of all files, and fsync what it created or wrote."""
+        """Create some of the files, write this rank's ranges of all files, and fsync what it created or wrote."""
         files = [file for component in self._components for file in component.files]
         first, end = (n * len(files) // world_size() for n in (rank(), rank() + 1))
         own = files[first:end]
@@ -344,7 +344,7 @@ def write_components(components: Sequence[Component]) -> dict[Path, list[Block]]
     """Write components and fsync their files; collective.
 
     Returns:
-        The checksums of the bytes that this rank wrote, by file; on rank 0, also those of the headers of all files.
+        The checksums of the tensors' bytes that this rank wrote, by file; on rank 0, also those of all headers.
     """
     writer = SafetensorsWriter(components)
     with convert_dcp_errors():
