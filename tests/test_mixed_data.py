@@ -238,7 +238,7 @@ def test_plans_say_where_the_tower_is(capsys):
 @pytest.mark.ranks(2)
 def test_what_cannot_be_kept_in_step_is_an_error():
     for policy in ("root", "replicate"):
-        with pytest.raises(ShardError, match=r"cannot keep model.visual and .* in one unit: \w+ is a separate unit"):
+        with pytest.raises(ShardError, match=r"cannot shard model.visual and its projector .*: \w+ is a separate unit"):
             shard_model(qwen2_5_vl(), mixed_mm_data=policy, keep_fp32=("*visual.blocks.0.norm1*",))
     model = qwen2_5_vl()
     model.model.visual.config.spatial_merge_size = 0

@@ -581,7 +581,7 @@ def test_a_checkpoint_of_the_original_goes_on_with_trust(tmp_path):
         write_as_vitra(lacking, original, optimizer, epoch=1, step=3, without="action_model")
         write_as_vitra(folder.with_name("epoch=1-step=3.ckpt"), original, optimizer, epoch=1, step=3)
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"lacks 4 names \(action_model\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"lack 4 names \(action_model\.0\.weight"):
         strategy.load_optimizer_and_scheduler(lacking, trust=True)
     strategy.load_optimizer_and_scheduler(tmp_path, trust=True)  # twice, which brings the schedule along once
     assert strategy._resumed.path == folder, "of two of one step, that of the epoch's end"

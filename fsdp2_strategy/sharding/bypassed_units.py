@@ -5,17 +5,16 @@ called. FSDP2's own hooks run only when the forward is called.
 
 [Note: bypassed units] FSDP2 gathers a unit before its forward. Some policies never call the forward of their blocks:
 pi0 and smolvla run the layers of two decoders in pairs, in a function that calls the norms and projections of the
-layers directly. So each module within units has a forward pre-hook that checks the units around the module. If the
-forward of one of these units is not running, the hook opens the unit: it gathers the unit's parameters. The unit stays
-open until another unit of the same container (such as a ModuleList) is opened, or until the forward pass of the model
-ends. For
-backward, hooks on the outputs of the unit's submodules gather the unit again, as FSDP2's hooks on the outputs of a unit
-do. The unit's gradients are reduced when the gradient of the input of the first submodule that ran is computed. If this
-input needs no gradient, they are reduced at the end of the backward pass. If activation checkpointing runs the
-submodules again in backward, the pre-hooks gather the unit for backward, unless it is gathered already.
+layers directly. So each module with direct parameters has a forward pre-hook that checks the units around the module.
+If the forward of one of these units is not running, the hook opens the unit: it gathers the unit's parameters. The unit
+stays open until another unit of the same container (such as a ModuleList) is opened, or until the forward pass of the
+model ends. For backward, hooks on the outputs of the unit's submodules gather the unit again, as FSDP2's hooks on the
+outputs of a unit do. The unit's gradients are reduced when the gradient of the input of the first submodule that ran is
+computed. If this input needs no gradient, they are reduced at the end of the backward pass. If activation checkpointing
+runs the submodules again in backward, the pre-hooks gather the unit for backward, unless it is gathered already.
 
 [Note: observed pass] Most models call the forward of every block and need none of these hooks. So the hooks are
-registered only until the first pass of each kind has ended. A kind consists of the method that is called, the mode
+registered only during the first pass of each kind. A kind consists of the method that is called, the mode
 (training or evaluation), and whether gradients are enabled. The hooks stay registered permanently in each of these
 cases:
   - in the first pass of a kind, a unit is bypassed, or the hooks cast an input of a module
@@ -115,7 +114,7 @@ class BypassHooks:
         self._units = {module: name for module, name in units.items() if module is not root}
         self._units_around, made = _find_units_around(root, self._units, never_bypassed, ignored)
         self._handles: list[RemovableHandle] = []
-        """Hooks on the modules within units; empty while these hooks are not registered."""
+        """Hooks on modules with direct parameters; empty while these hooks are not registered."""
         self._are_hooks_needed = is_bypassed
         self._kinds_without_hooks: set[_PassKind] = set()
         """Kinds of passes that were observed and do not need the hooks."""
@@ -209,7 +208,7 @@ class BypassHooks:
             self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Register hooks on the modules within units.
+        """Register hooks on the modules with direct parameters.
 
         The forward hooks run before FSDP2's forward hooks, which free the parameters.
         """

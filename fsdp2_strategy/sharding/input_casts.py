@@ -1,4 +1,4 @@
-"""Cast the inputs and outputs of modules whose compute dtype differs from that of the modules around them.
+"""Choose which inputs of units and ignored modules are cast, and register hooks for casts that FSDP2 does not make.
 
 Input: a module and a dtype. Output: the choice which inputs to cast, for `plan`; and hooks that cast.
 
@@ -6,8 +6,8 @@ Input: a module and a dtype. Output: the choice which inputs to cast, for `plan`
 casts, and passes some values to its blocks in fp32 on purpose: the rotary tables of a vision encoder, or the residual
 stream of a state space model. So within a transformers model, only the first floating input of a unit is cast: the
 hidden state or the pixels. This cast is necessary because model code casts pixels to the dtype of a weight that is not
-gathered yet, which is fp32 in training. If ``residual_in_fp32`` is set in the model's
-configuration, no input of a block is cast. The results are bitwise equal to those of the unsharded bf16 model.
+gathered yet, which is fp32 in training. If ``residual_in_fp32`` is set in the model's configuration, no input of a
+block is cast. The results are bitwise equal to those of the unsharded bf16 model.
 
 All floating inputs are cast for the root, for units outside of transformers models, and for all units of a model with
 several compute dtypes. Otherwise, an fp32 input other than the first, such as a buffer, could raise an error in a unit

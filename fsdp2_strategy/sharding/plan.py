@@ -7,20 +7,20 @@ Input: a model (on any device, meta included) and its blocks. Output: a `ShardPl
 forward, and their gradients are reduced together in backward. A parameter belongs to the innermost unit around it. The
 root unit, which is the model itself, contains all remaining parameters. A plan keeps three invariants:
   1. A parameter that several modules share (tied weights) belongs to one unit. If the modules that hold it (its owners)
-     are in several units, these units are split, the deepest first, until one unit contains all owners; this may be the
-     root unit. When a unit is split, its larger children that contain no owner become units, and its remaining
+     are in several units, the deepest of these is split, until one unit contains all owners, possibly the root unit. A
+     unit that is split is no longer a unit: its larger children that contain no owner become units, and its other
      parameters belong to the unit around it. An embedding that is tied to the head then usually belongs to the root
-     unit. This costs no more memory than a separate unit, because the weight is used at the start and at the end of the
-     forward pass. A module object that is registered in several blocks becomes a unit itself.
+     unit. This does not raise peak memory over that of a separate unit, because the end of the forward pass needs the
+     weight anyway. A module object that is registered in several blocks becomes a unit itself.
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
-  3. Only a module that can be gathered becomes a unit: one with a forward, or one with neither forward nor direct
-     parameters that is no container such as a ModuleList. The latter is gathered when its submodules run ([Note:
-     bypassed units] in `bypassed_units`).
+  3. Only a module that can be gathered becomes a unit. It has a forward; or it has no forward and no direct parameters,
+     and is not a container such as a ModuleList. In the second case, it is gathered when its submodules run
+     ([Note: bypassed units] in `bypassed_units`).
 
 [Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank.
-Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so an ignored module
-computes in the dtype in which it is stored: fp32 if any of its parameters is trained or kept in fp32, otherwise the
-compute dtype. Inputs of its forward are cast to this dtype, and outputs to the compute dtype of the unit around it.
+Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so an ignored module computes in
+the dtype in which it is stored: fp32 if any of its parameters is trained or kept in fp32, otherwise the compute dtype.
+Inputs of its forward are cast to this dtype as for a unit, and outputs to the compute dtype of the unit around it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Unit:
     """The parameters that belong to it, by name; a tied parameter is under its first name."""
     compute_dtype: torch.dtype
     parent_dtype: torch.dtype | None = None
-    """For kind "dtype" and ignored modules: compute dtype of the unit around it, if it differs, which outputs are cast
-    to."""
+    """For kinds "dtype" and "ignored": the dtype that outputs are cast to, which is that of the unit around it; None if
+    the two dtypes are equal."""
     cast_inputs: CastInputs = "all"
     """Which floating inputs are cast to its compute dtype; see [Note: inputs] in `input_casts`."""
     stays_gathered: bool = False
@@ -260,8 +260,8 @@ def _check_vision_encoder(encoder: VisionEncoder, kinds: dict[nn.Module, str]) -
     for module in encoder.runs_for_images():
         if kinds.get(module, "vision") != "vision":
             raise ShardError(
-                f"cannot keep {encoder.name} and its projector in one unit: {type(module).__name__} is a separate unit "
-                f"({kinds[module]}) that ranks without images would not run, expected no separate unit. Use "
+                f"cannot shard {encoder.name} and its projector with this mixed_mm_data: {type(module).__name__} is a "
+                f"separate unit ({kinds[module]}) that ranks without images would not run, expected no separate unit. Use "
                 "mixed_mm_data='dummy', or keep none of their parameters in fp32."
             )
         single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
@@ -294,7 +294,7 @@ def _unify_shared(tree: ModuleTree, kinds: dict[nn.Module, str]) -> None:
 
 
 def _repeated_module(tree: ModuleTree, owners: list[nn.Module]) -> nn.Module | None:
-    """Return the outermost module that has several paths and contains all owners, if it can be a unit."""
+    """Return the outermost module with several paths around the owner; None for several owners, or if it is no unit."""
     if len(owners) != 1 or len(tree.paths[owners[0]]) == 1:
         return None
     module = next(m for m in tree.paths[owners[0]][0] if len(tree.paths[m]) > 1)

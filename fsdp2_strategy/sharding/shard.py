@@ -96,7 +96,7 @@ def shard_model(
         min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
             their parameters as plain, full tensors. The gradient of each of these parameters is averaged in its own
-            all-reduce, so in a backward pass, all ranks must use the same ones of these parameters.
+            all-reduce, so all ranks must use the same subset of them in a backward pass.
         reshard_after_forward: free the gathered parameters of a unit after its forward, and gather them again in
             backward. With an int, keep them sharded over groups of that many ranks in between.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
@@ -116,9 +116,9 @@ def shard_model(
         ``model`` itself.
 
     Raises:
-        ShardError: a class name or pattern matches nothing, an ignored module is tied to one that is not ignored,
-            ``reshard_after_forward`` does not divide the shard size, the ranks hold different models, or the model was
-            sharded for inference before and ``is_training`` is set.
+        ShardError: the model has no parameters, a class name or pattern matches nothing, an ignored module is tied to
+            one that is not ignored, ``reshard_after_forward`` does not divide the shard size, the ranks hold different
+            models, or the model was sharded for inference before and ``is_training`` is set.
     """
     root = unwrap_model(model)
     if is_sharded(root):
@@ -203,7 +203,7 @@ def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> N
 
 
 def _add_cast_hooks(plan: ShardPlan) -> None:
-    """Register hooks that cast inputs and outputs and copy views. FSDP2's post-forward hooks follow them."""
+    """Register hooks that cast inputs and outputs, and copy outputs that are views; FSDP2's hooks run after them."""
     for unit in plan.ignored:
         if unit.cast_inputs == "all":
             cast_inputs(unit.module, unit.compute_dtype)

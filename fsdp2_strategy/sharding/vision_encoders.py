@@ -70,7 +70,7 @@ class VisionEncoder:
         return self.owner.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def runs_for_images(self) -> list[nn.Module]:
-        """Return the encoder, the owner's other children without the text embedding, and all modules within them."""
+        """Return all modules of the encoder and of the owner's children, except children with the text embedding."""
         others = [child for child in self.owner.children() if self.embedding not in child.modules()]
         return list(dict.fromkeys(module for child in (self.module, *others) for module in child.modules()))
 
@@ -93,7 +93,7 @@ _MAY_HAVE_UNEQUAL_GRADIENTS = Slot[bool]("unequal gradients")
 
 
 def may_have_unequal_gradients(model: nn.Module) -> bool:
-    """Return whether different parameters may get gradients in different micro-batches of a sharded model."""
+    """Return whether micro-batches of a sharded model may have gradients of different parameters."""
     return model_state(model).get(_MAY_HAVE_UNEQUAL_GRADIENTS) is True
 
 
