@@ -261,8 +261,8 @@ def _check_vision_encoder(encoder: VisionEncoder, kinds: dict[nn.Module, str]) -
         if kinds.get(module, "vision") != "vision":
             raise ShardError(
                 f"cannot shard {encoder.name} and its projector with this mixed_mm_data: {type(module).__name__} is a "
-                f"separate unit ({kinds[module]}) that ranks without images would not run, expected no separate unit. Use "
-                "mixed_mm_data='dummy', or keep none of their parameters in fp32."
+                f"separate unit ({kinds[module]}) that ranks without images would not run, expected no separate unit. "
+                "Use mixed_mm_data='dummy', or keep none of their parameters in fp32."
             )
         single = [name for name, p in module.named_parameters(recurse=False) if not p.ndim and p.requires_grad]
         if single:
