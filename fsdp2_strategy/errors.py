@@ -2,6 +2,7 @@
 
     FSDP2StrategyError
     ├── ConfigError      (ValueError)    a field, argument or file of the configuration
+    │   └── ArgumentError  (TypeError)   an argument that does not exist, or is of the wrong kind
     ├── MeshError        (ValueError)    process group, device mesh, shard sizes
     ├── ShardError       (ValueError)    which modules become units, and how
     ├── OptimizerError   (ValueError)    parameter groups, schedules
@@ -33,6 +34,10 @@ class FSDP2StrategyError(Exception):
 
 class ConfigError(FSDP2StrategyError, ValueError):
     """A configuration value that cannot be used."""
+
+
+class ArgumentError(ConfigError, TypeError):
+    """An argument that a function does not have, or that is of the wrong kind."""
 
 
 class MeshError(FSDP2StrategyError, ValueError):
@@ -87,10 +92,15 @@ class LogProbError(FSDP2StrategyError, ValueError):
     """A model or an argument for which log-probabilities cannot be computed."""
 
 
+def counted(count: int, what: str, plural: str = "s") -> str:
+    """Return a number with a noun in singular or plural."""
+    return f"{count:,} {what if count == 1 else what + plural}"
+
+
 def some(names: Sequence[str], what: str = "name") -> str:
     """Return a text with the number of names and the first three names."""
     shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-    return f"{len(names)} {what}s ({shown})" if names else f"no {what}"
+    return f"{counted(len(names), what)} ({shown})" if names else f"no {what}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""List the committed checkpoints of a directory, and read their manifests.
+"""List the checkpoints of a directory, read their manifests, and say why a checkpoint is missing or unusable.
 
     <save_dir>/
       global_step100/            committed: final name and a valid manifest
@@ -32,7 +32,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2_strategy.checkpoint.paths import CheckpointPaths
+from fsdp2_strategy.checkpoint.paths import (
+    CHECKSUMS,
+    MANIFEST,
+    RNG,
+    TRAINER_STATE,
+    TRAINING_STATE,
+    CheckpointPaths,
+    has_only_checkpoint_entries,
+)
 from fsdp2_strategy.errors import CheckpointError, DamageError
 from fsdp2_strategy.hf.checksums import digest_of
 
@@ -41,6 +49,9 @@ LAST = "last"
 
 FORMAT = "fsdp2_strategy"
 FORMAT_VERSION = 2
+
+_TYPICAL = (TRAINER_STATE, CHECKSUMS, RNG, f"{TRAINING_STATE}/{TRAINER_STATE}", f"{TRAINING_STATE}/{CHECKSUMS}")
+"""Entries that a directory of another kind hardly has."""
 
 _KEYS = {"sequence", "tag", "step", "protected", "metric", "higher_is_better", "files", "checksums"}
 
@@ -68,7 +79,7 @@ def list_checkpoints(save_dir: str | Path) -> list[Checkpoint]:
     A checkpoint is committed if it has its final name and a valid manifest, and all files exist with the sizes in the
     manifest. Other directories are ignored. The list is empty if the directory is missing.
     """
-    return [checkpoint for checkpoint in checkpoints_with_manifest(Path(save_dir)) if _has_its_files(checkpoint.path)]
+    return [checkpoint for checkpoint in checkpoints_with_manifest(Path(save_dir)) if not problem_of(checkpoint.path)]
 
 
 def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
@@ -77,6 +88,68 @@ def checkpoints_with_manifest(save_dir: Path) -> list[Checkpoint]:
         return []
     paths = [path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path)]
     return sorted((c for path in paths if (c := read_checkpoint(path))), key=lambda c: c.sequence)
+
+
+def without_manifest(save_dir: Path) -> list[Path]:
+    """Return the directories that have the files of a checkpoint but no valid manifest, sorted by name."""
+    if not save_dir.is_dir():
+        return []
+    paths = (path for path in save_dir.iterdir() if not path.name.startswith(".") and not is_last(path))
+    return sorted(path for path in paths if is_checkpoint(path) and read_checkpoint(path) is None)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory is a checkpoint of this package, usable or not.
+
+    It is one if it has a manifest, or if all its entries are those of a checkpoint and some occur nowhere else.
+    """
+    if CheckpointPaths.found_in(path).manifest.exists():
+        return True
+    return any((path / entry).exists() for entry in _TYPICAL) and has_only_checkpoint_entries(path)
+
+
+def problem_of(path: Path) -> str:
+    """Return why a checkpoint is unusable, or "" if it is usable, without reading the content of its files.
+
+    A checkpoint is unusable if its manifest is invalid, or if files are missing or have another length.
+    """
+    try:
+        for name, size in read_manifest(path)["files"].items():
+            actual = (path / name).stat().st_size
+            if actual != size:
+                return f"{name} is {actual} bytes long, expected {size}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(path)} is missing"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except DamageError as error:
+        return str(error).removeprefix(f"cannot read {path}/").removesuffix(". Load another checkpoint.")
+    except (TypeError, AttributeError) as error:
+        return f"{MANIFEST} is invalid ({error!r})"
+    return ""
+
+
+def describe_missing(path: Path) -> str:
+    """Describe a path that has no checkpoint: what it is, what it contains, and where there are checkpoints nearby."""
+    if not path.exists():
+        text = f"{path} does not exist."
+    elif not path.is_dir():
+        text = f"{path} is a file, expected a directory."
+    else:
+        names = sorted(entry.name for entry in path.iterdir())
+        content = f"it contains {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "it is empty"
+        text = f"{path} has no checkpoint of this package: {content}."
+    nearby = checkpoints_nearby(path)
+    return f"{text} There are checkpoints in {' and in '.join(map(str, nearby[:3]))}." if nearby else text
+
+
+def checkpoints_nearby(path: Path) -> list[Path]:
+    """Return the directories one level above or below ``path`` that contain checkpoints, and a checkpoint around it."""
+    path = path.absolute()
+    if is_checkpoint(path.parent):
+        return [path.parent]
+    below = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+    return [each for each in [*below, path.parent] if checkpoints_with_manifest(each)]
 
 
 def is_last(path: Path) -> bool:
@@ -92,13 +165,6 @@ def latest_tag(save_dir: Path) -> str | None:
         return (save_dir / LATEST).read_text(encoding="utf-8").strip()
     except OSError:
         return None
-
-
-def _has_its_files(path: Path) -> bool:
-    try:
-        return all((path / name).stat().st_size == size for name, size in read_manifest(path)["files"].items())
-    except (OSError, DamageError, TypeError, AttributeError):
-        return False
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:

@@ -35,11 +35,12 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_checkpoint(path: str | Path) -> VerifyReport:
+def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with the checksums; not collective.
 
     Args:
         path: the checkpoint's directory.
+        progress: show a progress bar, if standard error is a terminal.
 
     Returns:
         A report of all problems. Corruption is reported and never raises.
@@ -66,9 +67,12 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
             if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
                 problems.append(str(error))
     total = sum(block.end - block.begin for _, block in blocks)
+    disable = None if progress else True  # None: only on a terminal
     with (
         ThreadPoolExecutor(_THREADS) as pool,
-        tqdm(total=total, desc=f"verifying {path.name}", unit="B", unit_scale=True, leave=False, disable=None) as bar,
+        tqdm(
+            total=total, desc=f"verifying {path.name}", unit="B", unit_scale=True, leave=False, disable=disable
+        ) as bar,
     ):
         for (file, block), problem in zip(blocks, pool.map(lambda args: _check_block(*args), blocks), strict=True):
             bar.update(block.end - block.begin)

@@ -91,7 +91,14 @@ class NewFolder:
         publish(self._output, self._files)
 
 
-def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums: Checksums | None = None) -> None:
+def copy_folder(
+    source: Path,
+    output: Path,
+    dtype: torch.dtype | None,
+    checksums: Checksums | None = None,
+    *,
+    progress: bool = True,
+) -> None:
     """Copy the weights and sidecar files of a folder, without its subfolders; not collective.
 
     A single weights file stays a single file. Several weights files are split again, by size.
@@ -101,6 +108,7 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
         output: the new folder; it must be missing or empty.
         dtype: dtype of floating-point tensors in the copy; by default unchanged.
         checksums: checksums of the source's files; by default nothing is verified.
+        progress: show a progress bar, if standard error is a terminal.
 
     Raises:
         CheckpointError: the output is not empty, or a file cannot be read.
@@ -112,7 +120,11 @@ def copy_folder(source: Path, output: Path, dtype: torch.dtype | None, checksums
     described = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     max_bytes = sys.maxsize if len(weights) == 1 else sizes.FILE_BYTES
     metadata = CONVERTED | (headers[0][1] if headers else {})
-    with NewFolder(output, described, dtype, max_bytes, metadata) as folder, Reader("exporting", checksums) as reader:
+    total = sum(entry.nbytes for entry in entries.values()) if progress else 0
+    with (
+        NewFolder(output, described, dtype, max_bytes, metadata) as folder,
+        Reader("exporting", checksums, total) as reader,
+    ):
         for name, entry in folder.entries.items():
             _copy(reader, entries[name], entry)
         folder.finish(source)

@@ -17,10 +17,11 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import xxhash
@@ -142,16 +143,25 @@ def _requested_pieces(requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadReq
                 yield request, part
 
 
+def _progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
+    """Return a progress bar; it is shown on rank 0, if standard error is a terminal and there are bytes to read."""
+    disable = None if total_bytes and is_rank_0() else True  # None: only on a terminal
+    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=disable, leave=False)
+
+
 class Reader:
     """Read from any number of files and open each file once; use it in a ``with`` block.
 
     Args:
         what: label of rank 0's progress bar.
         checksums: the expected checksums of the files, or None to read without verification.
+        total_bytes: bytes of all reads in the ``with`` block, for one progress bar; 0 for no bar. By default, each call
+            of `read` has its own bar.
     """
 
-    def __init__(self, what: str, checksums: Checksums | None = None) -> None:
+    def __init__(self, what: str, checksums: Checksums | None = None, total_bytes: int | None = None) -> None:
         self._what = what
+        self._bar = None if total_bytes is None else _progress_bar(what, total_bytes)
         self._checksums = checksums
         self._checked: set[tuple[Path, int]] = set()
         self._files: dict[Path, int] = {}
@@ -170,6 +180,8 @@ class Reader:
             os.close(fd)
         self._files.clear()
         self._computed = None
+        if self._bar is not None:
+            self._bar.close()
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill the tensors of all read requests.
@@ -228,9 +240,8 @@ class Reader:
     def _execute_all(self, reads: Sequence[_View | _Ranges]) -> None:
         """Execute all reads in a few threads; no read starts after one has failed."""
         waiting = deque(reads)
-        total = sum(read.nbytes for read in reads)
-        silent = not (total and is_rank_0())
-        with tqdm(total=total, desc=self._what, unit="B", unit_scale=True, disable=silent, leave=False) as bar:
+        bar = self._bar or _progress_bar(self._what, sum(read.nbytes for read in reads))
+        with nullcontext() if self._bar else bar:
 
             def work() -> None:
                 while True:

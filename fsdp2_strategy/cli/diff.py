@@ -1,0 +1,135 @@
+"""Compare the tensors of two checkpoints, the command ``diff``.
+
+Input: two checkpoints. Output: the tensors that only one of them has, and those whose shape, dtype or values differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.reader import Opened, open_checkpoint
+from fsdp2_strategy.checkpoint.storage import stored_in
+from fsdp2_strategy.cli.found import newest_at
+from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.errors import counted
+from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.safetensors_format import Entry
+from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Compare all tensors of two checkpoints, a few rows at a time, and verify the checksums of both.
+
+    Returns:
+        1 if any tensor differs, else 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        DamageError: a checkpoint is corrupt.
+    """
+    a, b = (open_checkpoint(newest_at(path)) for path in (parsed.a, parsed.b))
+    tensors_a, tensors_b = _tensors(a), _tensors(b)
+    equal = differing = 0
+    shared = [name for name in tensors_a if name in tensors_b]
+    total = sum(tensors_a[name].nbytes + tensors_b[name].nbytes for name in shared)
+    progress = total if output.shows_progress else 0
+    with Reader("comparing", a.checksums, progress) as reader_a, Reader("comparing", b.checksums, 0) as reader_b:
+        for name in sorted({*tensors_a, *tensors_b}):
+            if name not in tensors_b or name not in tensors_a:
+                only = "a" if name in tensors_a else "b"
+                differing += 1
+                output.values.append({"name": name, "only_in": only})
+                output.line(f"{name}: only in {parsed.a if only == 'a' else parsed.b}", is_problem=True)
+                continue
+            one, other = tensors_a[name], tensors_b[name]
+            if one.shape != other.shape:
+                differing += 1
+                output.values.append({"name": name, "shapes": [list(one.shape), list(other.shape)]})
+                output.line(f"{name}: shape {list(one.shape)} and {list(other.shape)}", is_problem=True)
+                continue
+            difference = _compare(reader_a, one, reader_b, other)
+            if difference.is_none and one.dtype == other.dtype:
+                equal += 1
+                continue
+            differing += 1
+            dtypes = [str(entry.dtype).removeprefix("torch.") for entry in (one, other)]
+            output.values.append({"name": name, "dtypes": dtypes, **vars(difference)})
+            cast = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
+            output.line(f"{name}: {cast}{difference}", is_problem=True)
+    output.line(f"{counted(equal, 'tensor')} equal, {differing:,} different")
+    return int(differing > 0)
+
+
+@dataclass
+class _Difference:
+    """How much the values of two tensors differ."""
+
+    elements: int
+    """Number of elements that differ. Two NaNs are equal."""
+    max_abs: float
+    """Largest absolute difference; infinite if only one value is not finite."""
+    relative_norm: float
+    """Norm of the difference, divided by the norm of the first tensor."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the values are equal."""
+        return self.elements == 0
+
+    def __str__(self) -> str:
+        """Return the numbers as text."""
+        if self.is_none:
+            return "equal values"
+        return (
+            f"{counted(self.elements, 'element')} different, by at most {self.max_abs:.3g}; "
+            f"relative norm of the difference {self.relative_norm:.3g}"
+        )
+
+
+def _tensors(opened: Opened) -> dict[str, Entry]:
+    """Return the tensors of all components; the names begin with the component's name."""
+    paths: CheckpointPaths = opened.paths
+    folders = {"model": paths.weights}
+    folders |= {name: paths.state / name for name in (WRAPPER, TRAINABLE, OPTIMIZER, EMA)}
+    return {f"{part}: {name}": e for part, folder in folders.items() for name, e in stored_in(folder).items()}
+
+
+def _compare(reader_a: Reader, a: Entry, reader_b: Reader, b: Entry) -> _Difference:
+    """Compare two tensors of equal shape, a few rows at a time, in fp64."""
+    elements, max_abs, square, norm = 0, 0.0, 0.0, 0.0
+    for box in _boxes(a):
+        one, other = (_read(reader, entry, box) for reader, entry in ((reader_a, a), (reader_b, b)))
+        if a.dtype == b.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            continue
+        one, other = one.double(), other.double()
+        differs = (one != other) & ~(one.isnan() & other.isnan())
+        elements += int(differs.sum())
+        gap = torch.where(differs, (one - other).abs().nan_to_num(nan=math.inf), 0.0)
+        max_abs = max(max_abs, float(gap.max()) if gap.numel() else 0.0)
+        square += float(gap.square().sum())
+        norm += float(one.nan_to_num().square().sum())
+    return _Difference(elements, max_abs, math.sqrt(square / norm) if norm else (math.inf if square else 0.0))
+
+
+def _boxes(entry: Entry) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Split a tensor into ranges of rows of at most ``sizes.COPY_BYTES``."""
+    if not entry.shape:
+        yield ()
+        return
+    rows = entry.shape[0]
+    at_once = max(1, rows * sizes.COPY_BYTES // max(1, entry.nbytes))
+    for begin in range(0, rows, at_once):
+        yield ((begin, min(at_once, rows - begin)), *((0, n) for n in entry.shape[1:]))
+
+
+def _read(reader: Reader, entry: Entry, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    tensor = torch.empty([n for _, n in box], dtype=entry.dtype)
+    reader.read([ReadRequest(entry.name, Region.of(entry, entry.shape, entry.dtype), box, tensor)])
+    return tensor.reshape(-1)

@@ -1,0 +1,56 @@
+"""Export a checkpoint to a Hugging Face folder, the command ``export``.
+
+Input: a checkpoint of this package or of another system. Output: a folder for ``from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from fsdp2_strategy.checkpoint.foreign_formats import export_foreign, find_foreign
+from fsdp2_strategy.checkpoint.layout import checkpoints_with_manifest, describe_missing, is_checkpoint
+from fsdp2_strategy.checkpoint.paths import TRAINABLE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.checkpoint.storage import stored_in
+from fsdp2_strategy.cli.found import newest_at
+from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.hf.copy_folder import copy_folder
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Export a checkpoint to a Hugging Face folder; return 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint; the checkpoint has only trainable weights, has adapters, or is corrupt;
+            or another system wrote it, and ``--trust`` is missing.
+    """
+    dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
+    if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
+        path = newest_at(parsed.path, parsed.tag)
+        _check_exportable(CheckpointPaths.found_in(path))
+        paths, checksums = CheckpointPaths.found_in(path), open_checkpoint(path).checksums
+        copy_folder(paths.model, parsed.output, dtype, checksums, progress=output.shows_progress)
+    else:
+        foreign = find_foreign(parsed.path if parsed.tag is None else parsed.path / parsed.tag, trust=parsed.trust)
+        if foreign is None:
+            raise CheckpointError(f"no checkpoint to export: {describe_missing(parsed.path)}")
+        path = foreign.path
+        export_foreign(foreign, parsed.output, dtype, parsed.beside)
+    output.line(f"exported {path} to {parsed.output}")
+    return 0
+
+
+def _check_exportable(paths: CheckpointPaths) -> None:
+    if (paths.state / TRAINABLE).is_dir():
+        raise CheckpointError(
+            f"cannot export {paths.root}: it contains only trainable weights, expected the full model. Load it into a "
+            "model, and call save_model."
+        )
+    if any(".lora_" in name or ".modules_to_save." in name for name in stored_in(paths.state / WRAPPER)):
+        raise CheckpointError(
+            f"cannot export {paths.root}: it contains adapters, expected none. Load it into a model with adapters, and "
+            "call save_model, which merges them."
+        )

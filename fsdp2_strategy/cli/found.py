@@ -1,0 +1,59 @@
+"""Find the checkpoints that a path on the command line means.
+
+Input: the path of a checkpoint or of a run's directory. Output: checkpoints, including unusable ones, and what makes
+them unusable. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp2_strategy.checkpoint.layout import (
+    Checkpoint,
+    checkpoints_with_manifest,
+    describe_missing,
+    is_checkpoint,
+    problem_of,
+    read_checkpoint,
+    without_manifest,
+)
+from fsdp2_strategy.errors import CheckpointError, did_you_mean
+
+Found = tuple[Path, Checkpoint | None, str]
+"""The directory of a checkpoint; the checkpoint, or None if its manifest is invalid; what makes it unusable, or ""."""
+
+
+def checkpoints_at(path: Path) -> list[Found]:
+    """Return the checkpoint at ``path``, or all checkpoints in the directory, oldest first, the unusable ones last.
+
+    Raises:
+        CheckpointError: there is no checkpoint; the message says what is there.
+    """
+    if is_checkpoint(path):
+        return [(path, read_checkpoint(path), problem_of(path))]
+    found: list[Found] = [(c.path, c, problem_of(c.path)) for c in checkpoints_with_manifest(path)]
+    found += [(each, None, problem_of(each)) for each in without_manifest(path)]
+    if not found:
+        raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
+    return found
+
+
+def newest_at(path: Path, tag: str | None = None) -> Path:
+    """Return the checkpoint at ``path``; or, in a directory of checkpoints, the one named ``tag``, or the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if is_checkpoint(path):
+        return path
+    committed = checkpoints_with_manifest(path)
+    tags = [checkpoint.tag for checkpoint in committed]
+    if tag is not None and tag not in tags:
+        raise CheckpointError(
+            f"no checkpoint {tag!r} in {path}, expected one of {tags}.{did_you_mean(tag, tags)}"
+            if tags
+            else f"no checkpoint to read: {describe_missing(path)}"
+        )
+    if not committed:
+        raise CheckpointError(f"no checkpoint to read: {describe_missing(path)}")
+    return path / tag if tag is not None else committed[-1].path

@@ -1,0 +1,116 @@
+"""Print the content of a checkpoint, the command ``inspect``.
+
+Input: a checkpoint. Output: step, sizes, versions, optimizer, data position, and name, dtype and shape of each tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.checkpoint.layout import read_checkpoint
+from fsdp2_strategy.checkpoint.paths import EMA, OPTIMIZER, TRAINABLE, TRAINER_STATE, WRAPPER, CheckpointPaths
+from fsdp2_strategy.checkpoint.reader import open_checkpoint
+from fsdp2_strategy.checkpoint.storage import stored_in
+from fsdp2_strategy.cli.found import newest_at
+from fsdp2_strategy.cli.output import Output, size_text
+from fsdp2_strategy.errors import counted
+from fsdp2_strategy.hf.safetensors_format import Entry
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Print the content of a checkpoint, or of the newest checkpoint in a directory; return 0.
+
+    Only headers and small files are read.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        DamageError: the checkpoint is corrupt.
+    """
+    path = newest_at(parsed.path, parsed.tag)
+    opened = open_checkpoint(path)
+    state = opened.read_json(opened.paths.state / TRAINER_STATE)
+    components = _components(opened.paths)
+    summary = _summary(path, opened.manifest, state)
+    summary["components"] = {name: _totals(entries) for name, entries in components.items()}
+    output.values.append(summary | {"tensors": {name: _listed(entries) for name, entries in components.items()}})
+    for name, value in summary.items():
+        if name != "components":
+            output.line(f"{name.replace('_', ' '):<16} {_text(value)}")
+    for name, entries in components.items():
+        totals = summary["components"][name]
+        output.line("")
+        output.line(
+            f"{name}: {counted(totals['tensors'], 'tensor')}, {counted(totals['elements'], 'element')}, "
+            f"{size_text(totals['bytes'])}"
+        )
+        for entry in entries.values():
+            dtype = str(entry.dtype).removeprefix("torch.")
+            output.line(f"  {entry.name}  {dtype}  {list(entry.shape)}")
+    return 0
+
+
+def _components(paths: CheckpointPaths) -> dict[str, dict[str, Entry]]:
+    folders = {"model": paths.weights}
+    folders |= {name: paths.state / name for name in (WRAPPER, TRAINABLE, OPTIMIZER, EMA)}
+    found = {name: stored_in(folder) for name, folder in folders.items() if folder.is_dir()}
+    return {name: dict(sorted(entries.items())) for name, entries in found.items() if entries}
+
+
+def _summary(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    checkpoint = read_checkpoint(path)
+    assert checkpoint is not None  # `open_checkpoint` has read the manifest
+    optimizer, data = state.get("optimizer"), state.get("data")
+    return {
+        "path": str(path),
+        "step": checkpoint.step,
+        "sequence": checkpoint.sequence,
+        "layout": "LeRobot" if CheckpointPaths.found_in(path).is_lerobot else "fsdp2_strategy",
+        "bytes": checkpoint.total_bytes,
+        "ranks": state["world_size"],
+        "shard_size": manifest.get("shard_size"),
+        "protected": checkpoint.protected,
+        "metric": checkpoint.metric,
+        "versions": state.get("versions"),
+        "seed": state.get("seed"),
+        "optimizer": _optimizer(optimizer) if optimizer else None,
+        "scheduler": state.get("scheduler"),
+        "loss_scale": state.get("loss_scale"),
+        "data_position": data and data.get("state", {"saved by": f"{data.get('ranks')} ranks, one state per rank"}),
+        "client_state": state.get("client_state"),
+    }
+
+
+def _optimizer(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class of an optimizer, and the settings that occur in its groups."""
+    return {"class": hyper.get("class"), "parameters": len(hyper["of_parameter"]), "settings": hyper["settings"]}
+
+
+def _totals(entries: Mapping[str, Entry]) -> dict[str, int]:
+    elements = sum(math.prod(entry.shape) for entry in entries.values())
+    return {"tensors": len(entries), "elements": elements, "bytes": sum(entry.nbytes for entry in entries.values())}
+
+
+def _listed(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
+    return [
+        {"name": e.name, "dtype": str(e.dtype).removeprefix("torch."), "shape": list(e.shape), "file": e.path.name}
+        for e in entries.values()
+    ]
+
+
+def _text(value: object) -> str:
+    """Return a value on one line; mappings as ``key=value``."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_inner_text(inner)}" for key, inner in value.items()) or "-"
+    return "-" if value is None else _inner_text(value)
+
+
+def _inner_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{_text(value)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inner_text, value))}]"
+    return str(value)

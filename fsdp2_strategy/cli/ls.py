@@ -1,0 +1,73 @@
+"""List the checkpoints of a directory, the command ``ls``; this module does not import torch.
+
+Input: a directory. Output: one line for each checkpoint, with the reason if it is unusable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.checkpoint.layout import Checkpoint
+from fsdp2_strategy.checkpoint.paths import TRAINABLE, CheckpointPaths
+from fsdp2_strategy.cli.found import checkpoints_at
+from fsdp2_strategy.cli.output import Output, size_text
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Print the checkpoints of a directory, one per line.
+
+    Returns:
+        1 if a checkpoint is unusable, else 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    status = 0
+    for path, checkpoint, problem in checkpoints_at(parsed.path):
+        output.values.append(_entry(path, checkpoint, problem))
+        if checkpoint is None:
+            output.line(f"   -  {path.name:<24} UNUSABLE: {problem}", is_problem=True)
+        else:
+            output.line(_line(checkpoint, problem), is_problem=bool(problem))
+        status |= bool(problem)
+    return status
+
+
+def _entry(path: Path, checkpoint: Checkpoint | None, problem: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"path": str(path), "tag": path.name, "problem": problem or None}
+    if checkpoint is not None:
+        entry |= {
+            "sequence": checkpoint.sequence,
+            "step": checkpoint.step,
+            "bytes": checkpoint.total_bytes,
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(_saved(path))),
+            "protected": checkpoint.protected,
+            "metric": checkpoint.metric,
+            "higher_is_better": checkpoint.higher_is_better,
+            "only_trainable": _is_only_trainable(path),
+        }
+    return entry
+
+
+def _line(checkpoint: Checkpoint, problem: str) -> str:
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(_saved(checkpoint.path)))
+    notes = ["protected"] if checkpoint.protected else []
+    notes += ["trainable weights only"] if _is_only_trainable(checkpoint.path) else []
+    notes += [f"metric {checkpoint.metric:g}"] if checkpoint.metric is not None else []
+    notes += [f"UNUSABLE: {problem}"] if problem else []
+    size = size_text(checkpoint.total_bytes)
+    return (
+        f"{checkpoint.sequence:>4}  {checkpoint.tag:<24} step {checkpoint.step:<8} {size:>12}  {saved}"
+        f"{'  ' + ', '.join(notes) if notes else ''}"
+    )
+
+
+def _saved(path: Path) -> float:
+    return CheckpointPaths.found_in(path).manifest.stat().st_mtime
+
+
+def _is_only_trainable(path: Path) -> bool:
+    return (CheckpointPaths.found_in(path).state / TRAINABLE).is_dir()

@@ -1,0 +1,49 @@
+"""Write the output of a command: lines of text, or one JSON document.
+
+Input: lines and values. Output: standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Output:
+    """The output of one command."""
+
+    as_json: bool = False
+    """Write `values` as one JSON document at the end, and no lines."""
+    is_quiet: bool = False
+    """Write lines about problems only."""
+    values: list[Any] = field(default_factory=list)
+    """The content of the JSON document."""
+
+    def line(self, text: str, *, is_problem: bool = False) -> None:
+        """Write a line, unless the output is JSON, or is quiet and this is not a problem."""
+        if not self.as_json and (is_problem or not self.is_quiet):
+            sys.stdout.write(f"{text}\n")
+
+    def finish(self) -> None:
+        """Write the JSON document, and flush."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(self.values, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether progress bars are shown if standard error is a terminal."""
+        return not self.is_quiet
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a number of bytes with a unit, in powers of 1000."""
+    value = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{size_bytes} B" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.4g} TB"

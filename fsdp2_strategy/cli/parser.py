@@ -1,0 +1,86 @@
+"""Parse the arguments of ``fsdp2-strategy``, and run one command.
+
+Input: command-line arguments. Output: what the command writes, and an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.errors import FSDP2StrategyError
+
+_PATH = "a checkpoint, or a directory of checkpoints"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of the command line.
+
+    Args:
+        arguments: the arguments after the program's name; by default those of this process.
+
+    Returns:
+        The exit status. 0: success. 1: a checkpoint is unusable, or two checkpoints differ. 2: any other error.
+    """
+    parsed = _parser().parse_args(arguments)
+    output = Output(as_json=getattr(parsed, "json", False), is_quiet=parsed.quiet)
+    command = import_module(f"fsdp2_strategy.cli.{parsed.command}")
+    try:
+        status: int = command.run(parsed, output)
+        output.finish()
+    except FSDP2StrategyError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fsdp2-strategy",
+        description="List, verify, inspect, compare and export checkpoints.",
+        epilog="Exit status: 0 success; 1 a checkpoint is unusable, or two checkpoints differ; 2 any other error.",
+    )
+    text = f"%(prog)s {version('fsdp2_strategy')}"
+    parser.add_argument("--version", action="version", version=text, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = _add(commands, "ls", "list the checkpoints of a directory, oldest first, and the unusable ones")
+    command.add_argument("path", type=Path, help=_PATH)
+    command = _add(commands, "verify", "read every byte of a checkpoint and compare it with its checksums")
+    command.add_argument("path", type=Path, help=f"{_PATH}; all checkpoints of a directory are verified")
+    command = _add(commands, "inspect", "print the content of a checkpoint: tensors, optimizer, step, data position")
+    command.add_argument("path", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is printed")
+    command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
+    command = _add(commands, "diff", "compare the tensors of two checkpoints, and print which differ and by how much")
+    command.add_argument("a", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is compared")
+    command.add_argument("b", type=Path, help="the checkpoint to compare with")
+    command = _add(commands, "export", "make a Hugging Face folder from a checkpoint", has_json=False)
+    command.add_argument("path", type=Path, help=f"{_PATH}; the newest checkpoint of a directory is exported")
+    command.add_argument("output", type=Path, help="the folder to write; it must not exist, or be empty")
+    command.add_argument("--tag", help="name of the checkpoint in the directory; by default the newest")
+    command.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="dtype of floating-point tensors; by default that of the checkpoint",
+    )
+    command.add_argument("--trust", action="store_true", help="unpickle files of other systems (.distcp, .pt, .bin)")
+    command.add_argument("--beside", type=Path, help="folder to copy configuration and tokenizer from, for such files")
+    return parser
+
+
+def _add(commands: Any, name: str, text: str, *, has_json: bool = True) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.add_argument("-q", "--quiet", action="store_true", help="print problems only, and no progress")
+    if has_json:
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+    return command

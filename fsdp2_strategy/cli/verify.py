@@ -1,0 +1,34 @@
+"""Verify checkpoints, the command ``verify``.
+
+Input: a checkpoint, or a directory of checkpoints. Output: the problems of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from fsdp2_strategy.checkpoint.verify import verify_checkpoint
+from fsdp2_strategy.cli.found import checkpoints_at
+from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.errors import counted
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Verify every byte of a checkpoint, or of all checkpoints in a directory, including the unusable ones.
+
+    Returns:
+        1 if any has a problem, else 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    status = 0
+    for path, _, _ in checkpoints_at(parsed.path):
+        report = verify_checkpoint(path, progress=output.shows_progress)
+        output.values.append({"path": str(path), "ok": report.ok, "problems": report.problems})
+        text = "ok" if report.ok else counted(len(report.problems), "problem")
+        output.line(f"{path}: {text}", is_problem=not report.ok)
+        for problem in report.problems:
+            output.line(f"  {problem}", is_problem=True)
+        status |= not report.ok
+    return status

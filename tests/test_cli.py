@@ -1,0 +1,136 @@
+"""The command line: every command on a directory, on one checkpoint and on nothing; text, JSON and exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import pytest
+import torch.distributed as dist
+from helpers.training import prepared, strategy_for, train
+
+from fsdp2_strategy.cli import main
+
+COMMAND = [sys.executable, "-m", "fsdp2_strategy"]
+
+
+def save_runs(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    for step in range(2):
+        train(strategy, model, optimizer, scheduler, [step])
+        strategy.save_ckpt(model, folder / "ckpts", max_num=None, client_state={"reward": 0.5})
+    strategy.save_ckpt(model, folder / "ckpts", "same", max_num=None)
+    strategy.save_ckpt(model, folder / "ckpts", "broken", max_num=None)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "ckpts" / "broken" / "manifest.json").unlink()
+        (folder / "ckpts" / "plots").mkdir()
+
+
+@pytest.fixture
+def ckpts(tmp_path, run_on, capsys):
+    run_on(2, save_runs, folder=tmp_path)
+    capsys.readouterr()
+    return tmp_path / "ckpts"
+
+
+def run(capsys, *arguments):
+    """Return the exit status, and what was written to standard output and standard error."""
+    status = main([str(argument) for argument in arguments])
+    return (status, *capsys.readouterr())
+
+
+def test_ls_and_verify_show_what_is_unusable_and_why(ckpts, capsys):
+    status, out, _ = run(capsys, "ls", ckpts)
+    assert status == 1
+    *usable, broken = out.splitlines()
+    assert [line.split()[1] for line in usable] == ["global_step1", "global_step2", "same"]
+    assert "broken" in broken and "UNUSABLE: manifest.json: No such file" in broken and "plots" not in out
+    status, out, _ = run(capsys, "verify", "-q", ckpts)
+    assert status == 1 and out.splitlines()[0] == f"{ckpts / 'broken'}: 1 problem" and "same" not in out
+    assert run(capsys, "ls", ckpts / "same")[0] == run(capsys, "verify", ckpts / "same")[0] == 0
+    assert run(capsys, "verify", ckpts / "broken")[0] == run(capsys, "ls", ckpts / "broken")[0] == 1
+
+
+def test_json_is_one_document(ckpts, capsys):
+    status, out, _ = run(capsys, "ls", "--json", ckpts)
+    entries = {entry["tag"]: entry for entry in json.loads(out)}
+    assert status == 1 and entries["broken"]["problem"].startswith("manifest.json") and entries["same"]["step"] == 2
+    [report] = json.loads(run(capsys, "verify", "--json", ckpts / "same")[1])
+    assert report == {"path": str(ckpts / "same"), "ok": True, "problems": []}
+    [content] = json.loads(run(capsys, "inspect", "--json", ckpts, "--tag", "global_step1")[1])
+    assert (content["step"], content["ranks"], content["client_state"]) == (1, 2, {"reward": 0.5})
+    assert content["optimizer"]["class"] == "AdamW"
+    names = [tensor["name"] for tensor in content["tensors"]["model"]]
+    assert "model.norm.weight" in names and content["components"]["model"]["tensors"] == len(names)
+
+
+def test_inspect_shows_the_newest_usable_checkpoint(ckpts, capsys):
+    status, out, _ = run(capsys, "inspect", ckpts)
+    assert status == 0 and f"path             {ckpts / 'same'}" in out and "class=AdamW" in out
+    assert "  model.norm.weight  float32  [32]" in out
+    status, _, err = run(capsys, "inspect", ckpts, "--tag", "global_step3")
+    assert status == 2 and "expected one of" in err and "Did you mean 'global_step" in err
+
+
+def test_diff_names_the_tensors_that_differ_and_by_how_much(ckpts, capsys):
+    status, out, _ = run(capsys, "diff", ckpts / "global_step2", ckpts / "same")
+    assert status == 0 and out.endswith(" equal, 0 different\n")
+    status, out, _ = run(capsys, "diff", ckpts / "global_step1", ckpts)
+    assert status == 1 and "model: model.norm.weight: " in out and "relative norm of the difference" in out
+    entries = {
+        entry["name"]: entry for entry in json.loads(run(capsys, "diff", "--json", ckpts / "global_step1", ckpts)[1])
+    }
+    assert 0 < entries["model: model.norm.weight"]["max_abs"] < 0.1
+    assert entries["optimizer: state.model.norm.weight.step"]["max_abs"] == 1.0
+
+
+def test_an_export_of_a_directory_is_that_of_its_newest_checkpoint(ckpts, tmp_path, capsys):
+    status, out, _ = run(capsys, "export", ckpts, tmp_path / "out")
+    assert status == 0 and f"exported {ckpts / 'same'} to" in out and (tmp_path / "out" / "config.json").exists()
+    assert run(capsys, "export", ckpts, tmp_path / "first", "--tag", "global_step1")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "export"])
+def test_without_a_checkpoint_every_command_says_what_there_is(ckpts, tmp_path, capsys, command):
+    extra = [tmp_path / "out"] if command == "export" else []
+    (tmp_path / "empty").mkdir()
+    for path, said in (
+        (tmp_path, f"There are checkpoints in {ckpts}."),
+        (tmp_path / "no", "does not exist"),
+        (tmp_path / "empty", "it is empty"),
+    ):
+        status, out, err = run(capsys, command, path, *extra)
+        assert status == 2 and not out and said in err, err
+
+
+def test_ls_does_not_import_torch_and_answers_at_once(ckpts):
+    code = "import sys; from fsdp2_strategy.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    begin = time.monotonic()
+    assert (
+        subprocess.run([sys.executable, "-c", code, "ls", str(ckpts)], capture_output=True, check=False).returncode == 0
+    )
+    assert time.monotonic() - begin < 3, "0.3 s on a quiet machine"
+
+
+def test_a_closed_pipe_is_no_error(ckpts):
+    listing = subprocess.Popen([*COMMAND, "inspect", str(ckpts)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    listing.stdout.close()
+    assert listing.stderr.read() == b"" and listing.wait() == 0
+    listing.stderr.close()
+
+
+def test_the_version_and_the_help_of_every_argument(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fsdp2-strategy {version('fsdp2_strategy')}\n"
+    for command in ("ls", "verify", "inspect", "diff", "export"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        arguments = [line for line in lines if line.startswith("  ") and not line.startswith("     ")]
+        assert all(len(line.split(maxsplit=1)) == 2 for line in arguments), arguments
