@@ -349,6 +349,11 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], b
 # --- tensors, autograd and memory -----------------------------------------------------------------------------------
 
 
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 if torch does not count, because of inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Return an identifier of a tensor's storage, valid as long as the storage exists.
 

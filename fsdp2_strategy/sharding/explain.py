@@ -18,7 +18,10 @@ from torch import nn
 from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
+from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
 from fsdp2_strategy.errors import some
+from fsdp2_strategy.model.buffers import unchanged_buffers
+from fsdp2_strategy.model.names import clean, persistent_buffers
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
@@ -54,8 +57,8 @@ def explain(
         bf16, keep_fp32, reduce_in_full_precision, class_names, min_unit_params, ignored_modules, mixed_mm_data: as for
             `shard_model`.
         run: function that calls the model as training does, with a batch on the model's device (``lambda model:
-            model(batch)``). The text then names the units whose forward is bypassed. The function runs without
-            gradients, and torch's RNG state is restored afterwards.
+            model(batch)``). The text then names the units whose forward is bypassed, and the buffers that change. The
+            function runs without gradients; torch's RNG state and all buffers are restored afterwards.
         file: file that rank 0 writes the text to; standard output by default.
 
     Returns:
@@ -79,13 +82,19 @@ def explain(
         ignored_modules=ignored_modules,
         mixed_mm_data=mixed_mm_data,
     )
+    changing = _batch_norm_buffers(plan.model)
     if run is not None:
-        found = find_bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
+        with unchanged_buffers(plan.model) as changed:
+            found = find_bypassed_units(plan.model, plan.names, run, ignored=[unit.module for unit in plan.ignored])
         plan.bypassed = some(found, "unit") if found else ""
+        persistent = persistent_buffers(plan.model)
+        changing += [name for name in map(clean, changed) if name in persistent and name not in changing]
     world_size = world_size or process_group.world_size()
     if shard_size == "auto":
         shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
     text = _report(plan, check_shard_size(shard_size, world_size), world_size)
+    if is_training and changing:
+        text += f"\nchanging   {some(changing, 'buffer')}: made equal on all ranks at each step, see sync_buffers"
     if process_group.is_rank_0():
         (file or sys.stdout).write(text + "\n")
     return text
@@ -155,6 +164,16 @@ def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
             held["gradients"] += size
             held["optimizer"] += 2 * size
     return held
+
+
+def _batch_norm_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the running statistics of batch norm modules, which change in training."""
+    return [
+        clean(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        if isinstance(module, BATCH_NORMS)
+        for name, _ in module.named_buffers(recurse=False)
+    ]
 
 
 def _shape(unit: Unit) -> object:

@@ -1,0 +1,149 @@
+"""Keep the persistent buffers of a model equal on all ranks while training changes them.
+
+Input: a sharded model. Output: buffers that are equal on all ranks after each optimizer step.
+
+[Note: changing buffers] Batch norm and EMA codebooks update buffers in forward, from the samples of one rank. A
+checkpoint contains rank 0's buffers, so without a synchronisation an evaluation on another rank uses other values than
+the ones that are saved. PyTorch counts the changes of a tensor (``_version``), except those of ``F.batch_norm``. So a
+change of one buffer, such as a count of batches, counts as a change of all buffers of its module. A step compares the
+counters with those of the previous step, and sends one flag with the sum of the gradient norm, which costs nothing.
+Only if a buffer has changed on any rank, the ranks exchange which ones, and then their values in one flat tensor per
+dtype. Non-persistent buffers are not synchronised: they are computed from other values, such as the length of a rank's
+own sequences.
+
+"broadcast" is the default, as in DistributedDataParallel: rank 0's buffers belong together, and are what one process
+would have. "mean" averages floating-point buffers, which uses the samples of all ranks; but averages of buffers that
+depend on each other (a codebook and its counts) may no longer fit together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, ranks_of, world_size
+from fsdp2_strategy.distributed.torch_internals import changes_of
+from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.model.names import persistent_buffers
+from fsdp2_strategy.model.state import Slot, model_state
+
+_Seen = dict[str, tuple[torch.Tensor, int]]
+_SEEN = Slot[_Seen]("persistent buffers at the last step")
+"""Each buffer with its number of changes. The tensors are kept, so that a new tensor is never taken for an old one."""
+
+
+def remember_buffers(root: nn.Module) -> None:
+    """Store the state of all persistent buffers, as equal on all ranks; not collective."""
+    model_state(root).set(_SEEN, {name: (b, changes_of(b)) for name, b in _plain_buffers(root).items()})
+
+
+def have_buffers_changed(root: nn.Module) -> bool:
+    """Return whether a persistent buffer has changed on this rank since the last step; not collective."""
+    return bool(_changed(model_state(root).get(_SEEN) or {}, _plain_buffers(root)))
+
+
+def sync_buffers(root: nn.Module, mode: str) -> None:
+    """Make the persistent buffers that have changed on any rank equal on all ranks; collective.
+
+    Args:
+        root: the model.
+        mode: "broadcast" for the values of the first rank; "mean" for the average of floating-point buffers, and the
+            first rank's values of all others.
+
+    Raises:
+        StepError: on every rank: a buffer has another number of elements on another rank.
+    """
+    buffers = _plain_buffers(root)
+    changed = _changed(model_state(root).get(_SEEN) or {}, buffers)
+    flat: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for name in _changed_on_any_rank(buffers, changed):
+        flat[buffers[name].device, buffers[name].dtype].append(buffers[name].detach())
+    group = group_in_use()
+    first = ranks_of(group)[0]
+    for (_, dtype), tensors in flat.items():
+        values = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(current_device())
+        if mode == "mean" and dtype.is_floating_point:
+            sums = values.to(torch.promote_types(dtype, torch.float32))
+            dist.all_reduce(sums, group=group)
+            values = (sums / world_size()).to(dtype)
+        else:
+            values = values.to(torch.uint8) if dtype == torch.bool else values
+            dist.broadcast(values, src=first, group=group)
+        parts = torch.split(values, [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+    remember_buffers(root)
+
+
+def differing_buffers(root: nn.Module) -> list[str]:
+    """Return the names of the persistent buffers whose values differ between the ranks; collective."""
+    buffers = _plain_buffers(root)
+    sums = torch.tensor([_sum(buffer) for buffer in buffers.values()], dtype=torch.float64, device=control_device())
+    extremes = torch.stack([sums, -sums])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group_in_use())
+    return [name for name, spread in zip(buffers, extremes.sum(dim=0).tolist(), strict=True) if spread]
+
+
+def _sum(buffer: torch.Tensor) -> float:
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return float(values.detach().sum(dtype=torch.float64).nan_to_num())
+
+
+@contextmanager
+@torch.no_grad()
+def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Restore all buffers of a model after the block; yield a dict that then has the names of those that changed."""
+    before = {
+        (module, name): (buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    changed: dict[str, None] = {}
+    try:
+        yield changed
+    finally:
+        for prefix, module in model.named_modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if (module, name) not in before:
+                    del module._buffers[name]
+                    continue
+                old, values = before[module, name]
+                if buffer is not old or not (buffer.is_meta or torch.equal(buffer, values)):
+                    changed[f"{prefix}.{name}" if prefix else name] = None
+                    module._buffers[name] = old
+                    old.copy_(values)
+
+
+def _plain_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: b for name, b in persistent_buffers(root).items() if not isinstance(b, DTensor) and not b.is_meta}
+
+
+def _changed(seen: _Seen, buffers: Mapping[str, torch.Tensor]) -> set[str]:
+    own = {n for n, b in buffers.items() if n not in seen or seen[n][0] is not b or seen[n][1] != changes_of(b)}
+    modules = {name.rpartition(".")[0] for name in own}
+    return {name for name in buffers if name.rpartition(".")[0] in modules}
+
+
+def _changed_on_any_rank(buffers: Mapping[str, torch.Tensor], changed: set[str]) -> list[str]:
+    """Return the names of the buffers that have changed on any rank; collective.
+
+    Raises:
+        StepError: on every rank: a buffer has another number of elements on another rank.
+    """
+    facts = torch.tensor([[n in changed, b.numel(), -b.numel()] for n, b in buffers.items()], device=control_device())
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group_in_use())
+    names = []
+    for name, (has_changed, most, least) in zip(buffers, facts.tolist(), strict=True):
+        if has_changed and most != -least:
+            raise StepError(
+                f"cannot synchronise the buffer {name}: it has {-least} to {most} elements, expected the same number "
+                "on all ranks. Pass sync_buffers='off', or register it with persistent=False."
+            )
+        names += [name] if has_changed else []
+    return names

@@ -1,0 +1,164 @@
+"""Buffers that change in training are equal on all ranks after each step; other models pay nothing."""
+
+from __future__ import annotations
+
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.training import strategy_for
+from torch import nn
+
+from fsdp2_strategy import StepError, explain
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("lengths", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.calls = self.calls + 1  # replaced, not changed in place
+        self.lengths.fill_(dist.get_rank())
+        return self.last(self.norm(self.first(x)))
+
+
+def step(strategy, model, optimizer, seed):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
+    strategy.backward(model(x).square().mean(), model, optimizer)
+    return strategy.optimizer_step(optimizer, model)
+
+
+def prepared(**config):
+    strategy = strategy_for(**config)
+    torch.manual_seed(0)
+    model = strategy.prepare_model(Normed(), is_training=True)
+    return strategy, model, strategy.create_optimizer(model, lr=0.1)
+
+
+def gathered(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+@pytest.mark.ranks(2)
+def test_the_buffers_of_rank_0_are_those_of_all_ranks_after_a_step():
+    strategy, model, optimizer = prepared()
+    for seed in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
+        strategy.backward(model(x).square().mean(), model, optimizer)
+        own = gathered(model.norm.running_mean.clone())[0]
+        strategy.optimizer_step(optimizer, model)
+        shared = gathered(model.norm.running_mean)
+        assert torch.equal(shared[0], own) and torch.equal(shared[1], own)
+    assert model.calls.item() == 3
+    assert model.lengths.tolist() == [dist.get_rank()] * 2, "not persistent: computed from a rank's own values"
+
+
+@pytest.mark.ranks(2)
+def test_buffers_are_averaged_if_asked_for():
+    strategy, model, optimizer = prepared(sync_buffers="mean")
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    strategy.backward(model(x).square().mean(), model, optimizer)
+    expected = torch.stack(gathered(model.norm.running_var.clone())).mean(dim=0)
+    strategy.optimizer_step(optimizer, model)
+    assert torch.allclose(model.norm.running_var, expected)
+    assert model.norm.num_batches_tracked.item() == 1
+
+
+@pytest.mark.ranks(2)
+def test_buffers_are_left_alone_if_asked_for():
+    strategy, model, optimizer = prepared(sync_buffers="off")
+    step(strategy, model, optimizer, 0)
+    first, second = gathered(model.norm.running_mean)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.ranks(2)
+def test_a_change_on_one_rank_alone_is_found():
+    strategy, model, optimizer = prepared()
+    step(strategy, model, optimizer, 0)
+    if dist.get_rank() == 1:
+        model.norm.running_mean.fill_(7.0)
+    model.norm.eval()
+    step(strategy, model, optimizer, 1)
+    first, second = gathered(model.norm.running_mean)
+    assert torch.equal(first, second) and not (first == 7).any()
+
+
+@pytest.mark.ranks(2)
+def test_models_without_changing_buffers_send_nothing_more():
+    strategy = strategy_for()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.register_buffer("table", torch.ones(4))
+    model = strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    strategy.backward(model(torch.ones(2, 4)).mean(), model, optimizer)
+    with (
+        patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
+        patch.object(dist, "broadcast") as broadcast,
+    ):
+        strategy.optimizer_step(optimizer, model)
+    assert reduce.call_count == 1 and not broadcast.called
+
+
+@pytest.mark.ranks(2)
+def test_buffers_of_other_sizes_are_an_error_on_every_rank():
+    strategy, model, optimizer = prepared()
+    model.register_buffer("queue", torch.zeros(3 + dist.get_rank()))
+    with pytest.raises(StepError, match="cannot synchronise the buffer queue: it has 3 to 4 elements"):
+        step(strategy, model, optimizer, 0)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_saved_are_those_that_every_rank_evaluates_with(tmp_path):
+    strategy, model, optimizer = prepared()
+    step(strategy, model, optimizer, 0)
+    strategy.save_ckpt(model, tmp_path)
+    used = model.norm.running_mean.clone()
+    step(strategy, model, optimizer, 1)
+    strategy.load_ckpt(model, tmp_path)
+    assert torch.equal(model.norm.running_mean, used)
+
+
+def test_explain_names_changing_buffers_and_restores_them(capsys):
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("codes", torch.ones(4))
+
+        def forward(self, x):
+            self.codes = self.codes * 2
+            return self.inner(x) * self.codes
+
+    model = nn.Sequential(Codes(), nn.BatchNorm1d(4)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    text = explain(model, run=lambda m: m(torch.randn(3, 4)))
+    assert (
+        "1.running_mean" in text
+        and "4 buffers" in text
+        and "0.codes" in explain(nn.Sequential(Codes()), run=lambda m: m(torch.randn(3, 4)))
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.ranks(2)
+def test_a_save_warns_of_buffers_that_differ(tmp_path):
+    strategy, model, _ = prepared()
+    model.norm.running_mean.data.fill_(dist.get_rank())
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logging.getLogger("fsdp2_strategy").addHandler(handler)
+    strategy.save_ckpt(model, tmp_path)
+    logging.getLogger("fsdp2_strategy").removeHandler(handler)
+    text = "values differ between the ranks in 1 buffer (norm.running_mean): those of rank 0 are saved"
+    assert [record.getMessage() for record in records] == ([] if dist.get_rank() else [text])
