@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.distributed.mesh import auto_shard_size as auto_shard_size
     from fsdp2_strategy.distributed.mesh import build_mesh as build_mesh
     from fsdp2_strategy.distributed.preemption import Preemption as Preemption
+    from fsdp2_strategy.errors import ArgumentError as ArgumentError
     from fsdp2_strategy.errors import CheckpointError as CheckpointError
     from fsdp2_strategy.errors import ConfigError as ConfigError
     from fsdp2_strategy.errors import CorruptDataError as CorruptDataError

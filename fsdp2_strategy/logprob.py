@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import LogProbError
-from fsdp2_strategy.model.fsdp_state import is_sharded
+from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -97,7 +97,7 @@ def token_log_probs(
     def compute(hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[:2] != input_ids.shape:
             raise LogProbError(
-                f"cannot compute log-probabilities: the head of {type(root).__name__} got hidden states for "
+                f"cannot compute log-probabilities: the head of {class_name(root)} got hidden states for "
                 f"{list(hidden.shape[:2])} tokens, expected {list(input_ids.shape)}. Use a model that adds no tokens."
             )
         found = linear_log_probs(
@@ -329,7 +329,7 @@ def _head_of(root: Any) -> nn.Linear:
     if causal and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
     raise LogProbError(
-        f"cannot compute log-probabilities: the head of {type(model).__name__} is a {type(head).__name__}, expected "
+        f"cannot compute log-probabilities: the head of {class_name(model)} is a {type(head).__name__}, expected "
         "the nn.Linear that get_output_embeddings of a causal language model returns. Use such a model, add no adapter "
         "to its head, or call linear_log_probs in its forward."
     )
@@ -356,7 +356,7 @@ def _run_with_head(
         output = forward(*args, **kwargs)
         if len(made) != 1:
             raise LogProbError(
-                f"cannot compute log-probabilities: {type(root).__name__} called its head {len(made)} times, expected "
+                f"cannot compute log-probabilities: {class_name(root)} called its head {len(made)} times, expected "
                 "one call in a forward pass. Use a causal language model."
             )
         return output if with_output else made[0]
@@ -420,7 +420,7 @@ def _measure_logit_shape(root: nn.Module, head: nn.Linear, inputs: Mapping[str, 
             if torch.allclose(shape.apply(known), measured, rtol=8 * torch.finfo(logits.dtype).eps, atol=1e-6):
                 return shape
     raise LogProbError(
-        f"cannot compute log-probabilities: {type(root).__name__} or one of its hooks changes the logits of its head, "
+        f"cannot compute log-probabilities: {class_name(root)} or one of its hooks changes the logits of its head, "
         "expected at most a fixed factor and a soft cap. Call linear_log_probs in its forward."
     )
 

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.distributed import collectives, memory
+from fsdp2_strategy.distributed.mesh import set_timeouts
 from fsdp2_strategy.distributed.process_group import group_in_use
-from fsdp2_strategy.distributed.torch_internals import set_timeout
 from fsdp2_strategy.errors import OptimizerError
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
@@ -52,12 +53,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+@check_keywords
 class FSDPV2Strategy(TrainingStrategy):
     """Shard, train, save and resume models with FSDP2; construct one per process, with equal arguments on every rank.
 
-    The constructor seeds every rank with the same seed. If there is no process group, it starts one, which is
-    collective: with torchrun's ranks if torchrun's environment variables are set, else with one rank. `close`, which
-    the end of a ``with`` block calls, destroys a group that the constructor started.
+    The constructor seeds every rank with the same seed. If there is no process group, it starts one
+    (collective): over torchrun's ranks if torchrun's environment variables are set, else over this rank alone. `close`,
+    which the end of a ``with`` block calls, destroys a group that the constructor started.
 
     Args:
         seed: seed of all random number generators.
@@ -65,9 +67,12 @@ class FSDPV2Strategy(TrainingStrategy):
         micro_train_batch_size: number of samples in one forward pass on one rank.
         train_batch_size: number of samples in one optimizer step over all ranks.
         bf16: compute in bfloat16.
-        args: a trainer's namespace or mapping, or a StrategyConfig. The configuration takes from it the fields that
-            StrategyConfig has; some methods read further options.
-        config: a StrategyConfig, instead of ``args``.
+        max_grad_norm: another name for ``max_norm``.
+        gradient_accumulation_steps: number of micro-batches in one optimizer step; an alternative to
+            ``train_batch_size``.
+        args: a trainer's namespace or mapping, or a StrategyConfig. Its fields configure the strategy; some methods
+            read further options.
+        config: a StrategyConfig; if given, the fields in ``args`` are not used.
         process_group: the ranks that train; by default all ranks of the default group. Until `close`, "all ranks" means
             the ranks of this group, for all methods and free functions.
 
@@ -92,17 +97,17 @@ class FSDPV2Strategy(TrainingStrategy):
 
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
-    def setup_distributed(self, timeout: timedelta | None = None, **kwargs: Any) -> None:
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
         """Set the time-out of collectives if one is given, else do nothing; not collective, but call it on every rank.
 
         Trainers call this method to start the process group. The constructor has started it already, if there was none.
 
         Args:
             timeout: time-out of collectives between the ranks that train.
-            **kwargs: ignored; trainers may pass other arguments.
+            num_gpu_per_node: ignored, because torchrun starts the ranks; trainers pass it.
         """
         if timeout is not None:
-            set_timeout(group_in_use(), timeout)
+            set_timeouts(timeout)
 
     def all_reduce(self, data: Any, op: collectives.Op = "mean") -> Any:
         """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`."""
@@ -143,8 +148,8 @@ class FSDPV2Strategy(TrainingStrategy):
             pin_memory: copy batches to pinned memory.
             shuffle: permute the samples by seed and epoch; ``loader.sampler.set_epoch(n)`` begins epoch n.
             collate_fn: a function that makes a batch from a list of samples.
-            drop_last: drop the last samples if there is not one for every rank, and a rank's last batch if it is not
-                full.
+            drop_last: drop the samples that remain after an equal number for each rank, and a rank's last batch if it
+                is not full.
             sampler: replaces the default `ResumableSampler`; ``shuffle`` and ``consumed_samples`` are then ignored.
             consumed_samples: number of samples of epoch 0 that all ranks together have drawn already; the loader skips
                 these. To resume in epoch n, call ``loader.sampler.set_epoch(n, consumed_samples)``.
@@ -220,7 +225,7 @@ class FSDPV2Strategy(TrainingStrategy):
         """Prepare an RLHF trainer's models, and create optimizers and schedules for actor and critic; collective.
 
         Args:
-            actor: the policy; its attribute ``is_actor`` is set.
+            actor: the policy; this method sets its attribute ``is_actor`` to True.
             critic: the value model, or None.
             reward_models: a model, a list of models, or None; not prepared if ``args.remote_rm_url`` is set.
             initial_model: the reference model, or None.
@@ -350,7 +355,7 @@ class FSDPV2Strategy(TrainingStrategy):
             model_ema: a prepared model that the average is copied into, or an `EMA`.
             beta: weight of the old average.
             device: "cpu" keeps the fp32 average in host memory; any other value keeps it on the device of
-                ``model_ema``. Ignored if ``model_ema`` is an `EMA`, and after the first call for a ``model_ema``.
+                ``model_ema``. Used only when the averages of a ``model_ema`` are created.
 
         Raises:
             ShardError: ``model`` lacks an averaged parameter, or has it in another shape.
@@ -392,8 +397,8 @@ class FSDPV2Strategy(TrainingStrategy):
             args: the trainer's arguments, which are passed to the engine's builder; by default the strategy's ``args``.
             engine_type: "transformers"; "remote"; a name that you have added to `rollout.ENGINES`, for example "vllm";
                 or an engine. "remote" is an engine in another process, at ``args.remote_engine_address`` or on rank
-                ``args.remote_engine_rank``. Rank 0 connects to it. An error is raised if the other process does not
-                respond for ``args.remote_engine_timeout_seconds`` (default 60).
+                ``args.remote_engine_rank`` of the default group. Rank 0 connects to it. An error is raised if it does
+                not connect, or sends no heartbeat, for ``args.remote_engine_timeout_seconds`` (default 60).
             actor: the model whose weights are loaded; with None, no weights are loaded.
 
         Returns:

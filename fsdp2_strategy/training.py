@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,19 +26,23 @@ from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_ch
 from fsdp2_strategy.checkpoint.background_save import forget_groups
 from fsdp2_strategy.checkpoint.data_position import Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
+from fsdp2_strategy.config.aliases import resolve_aliases
+from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed.log import log, show_log
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.errors import ShardError, StepError, counted, some
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
+from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
 from fsdp2_strategy.model.materialize import has_uninitialised_tensors
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import free_host_buffers
+from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
@@ -49,9 +54,12 @@ from fsdp2_strategy.optim.step import (
     backward,
     begin_accumulation,
     clip_grad_norm,
+    forbid_direct_steps,
     optimizer_step,
 )
-from fsdp2_strategy.sharding.shard import shard_model
+from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
+
+_OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
@@ -74,13 +82,16 @@ class _TrainingState:
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
     ema: EMA | None = None
-    """The moving averages that were last used with this model."""
+    """The averages last used with this model; for a ``model_ema``, those that are copied into it."""
+    created_scheduler: tuple[LRScheduler, int, int] | None = None
+    """The schedule of `create_scheduler`, and its last epoch and the optimizer steps when it was created or loaded."""
     loaded_steps: int = 0
     """Optimizer steps of the checkpoint that was loaded last."""
     averaged_steps: WeakKeyDictionary[EMA, int] = field(default_factory=WeakKeyDictionary)
     """Optimizer steps at the last update of each average."""
 
 
+@check_keywords
 class TrainingStrategy:
     """Shard, step, save and resume models; `FSDPV2Strategy` documents the arguments."""
 
@@ -95,6 +106,8 @@ class TrainingStrategy:
         *,
         config: StrategyConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
+        max_grad_norm: float = _UNSET,
+        gradient_accumulation_steps: int | None = _UNSET,
     ) -> None:
         given = {
             "seed": seed,
@@ -102,10 +115,14 @@ class TrainingStrategy:
             "micro_train_batch_size": micro_train_batch_size,
             "train_batch_size": train_batch_size,
             "bf16": bf16,
+            "max_grad_norm": max_grad_norm,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
         }
         base = StrategyConfig.resolve(args, config)
-        self.config = base.replace(**{name: value for name, value in given.items() if value is not _UNSET})
+        given = resolve_aliases({name: value for name, value in given.items() if value is not _UNSET})
+        self.config = base.replace(**given)
         self.args = args
+        self._is_closed = False
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
         self._trainers = ranks.TrainingRanks(process_group)
         self.world_size = self._trainers.count
@@ -153,6 +170,7 @@ class TrainingStrategy:
         Raises:
             CheckpointError: on every rank, if an asynchronous save has failed. The strategy is closed nevertheless.
         """
+        self._is_closed = True
         self._states.clear()
         try:
             end_saving()
@@ -187,8 +205,8 @@ class TrainingStrategy:
     ) -> ModelT:
         """Shard a model in place by the settings of the configuration; collective.
 
-        None, prepared models, wrappers that add no parameters to prepared models, and modules whose ``base_model`` is
-        not an nn.Module are returned unchanged. If the model was built on the meta device, its weights are loaded or
+        Returned unchanged: None, prepared models, wrappers that add no parameters to a prepared model, and modules with
+        a ``base_model`` that is not an nn.Module. If the model was built on the meta device, its weights are loaded or
         initialised.
 
         Args:
@@ -197,7 +215,7 @@ class TrainingStrategy:
             shard_size: number of ranks that a parameter is split over, a divisor of the world size. -1 means all ranks.
                 "auto" selects a number by the size of the model: see `auto_shard_size`. By default, that of the
                 configuration.
-            reshard_after_forward: free gathered parameters after a block's forward. With an int, keep them sharded over
+            reshard_after_forward: free gathered parameters after a unit's forward. With an int, keep them sharded over
                 groups of that many ranks until backward. By default, the configuration's.
 
         Returns:
@@ -207,7 +225,11 @@ class TrainingStrategy:
             MeshError, ShardError: on every rank; see `build_mesh` and `shard_model`.
             CheckpointError: on every rank: the weights of a model on the meta device cannot be loaded.
         """
-        if model is None or not _should_shard(model):
+        if model is None:
+            return model
+        self._check_open()
+        _check_is_model(model)
+        if not _should_shard(model):
             return model
         config = self.config
         shard_size = config.shard_size if shard_size is _UNSET else shard_size
@@ -259,6 +281,7 @@ class TrainingStrategy:
         """
         masters = kwargs.pop("masters", self.config.use_mp_opt)
         optimizer = build_optimizer(model, lr, betas, eps, weight_decay, masters=masters, **kwargs)
+        forbid_direct_steps(optimizer)
         self._state_of(model).optimizer = optimizer
         return optimizer
 
@@ -271,6 +294,7 @@ class TrainingStrategy:
         for state in self._states.values():
             if state.optimizer is optimizer:
                 state.scheduler = scheduler
+                state.created_scheduler = (scheduler, scheduler.last_epoch, state.accumulation.steps)
         return scheduler
 
     def _ema(self, model: nn.Module, model_ema: nn.Module | EMA, device: torch.device | str = "cpu") -> EMA:
@@ -298,15 +322,14 @@ class TrainingStrategy:
         optimizer: Optimizer | None = None,
         *,
         num_items_in_batch: float | torch.Tensor | None = None,
-        **kwargs: Any,
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
         This method multiplies the loss by 1 / ``accumulated_gradient``, or by (number of ranks) /
-        ``num_items_in_batch`` if given. The caller must not scale it.
+        ``num_items_in_batch`` if given; and, with fp16, by the loss scale. The caller must not scale it.
 
-        Arguments and errors are those of `optim.step.backward`. ``optimizer`` and ``kwargs`` are ignored; trainers may
-        pass them.
+        ``loss``, ``model``, ``num_items_in_batch`` and errors are those of `optim.step.backward`. ``optimizer`` is
+        ignored; trainers pass it.
         """
         self._state_of(model)
         backward(
@@ -323,7 +346,6 @@ class TrainingStrategy:
         model: nn.Module,
         scheduler: LRScheduler | None = None,
         name: str = "model",
-        **kwargs: Any,
     ) -> StepResult:
         """Step the optimizer if this was the last micro-batch; call it after each ``backward``; collective.
 
@@ -331,8 +353,8 @@ class TrainingStrategy:
         schedule, and clears the gradients. If the gradient norm is not finite, all ranks skip the steps of optimizer
         and schedule, and clear the gradients.
 
-        Arguments, result and errors are those of `optim.step.optimizer_step`. ``kwargs`` are ignored; trainers may pass
-        them.
+        Arguments, result and errors are those of `optim.step.optimizer_step`; ``max_norm`` and the number of
+        micro-batches are those of the configuration.
         """
         state = self._state_of(model)
         result = optimizer_step(
@@ -342,6 +364,7 @@ class TrainingStrategy:
             accumulation_steps=self.accumulated_gradient,
             max_norm=self.config.max_norm,
             name=name,
+            sync_buffers=self.config.sync_buffers,
         )
         if result.stepped or result.skipped:
             state.optimizer, state.scheduler = optimizer, scheduler or state.scheduler
@@ -362,9 +385,9 @@ class TrainingStrategy:
         """Return whether any rank has received SIGTERM; collective, the same on every rank.
 
         Call this method between steps. If it returns True, save a checkpoint, and exit with a status other than 0,
-        because the run is not complete. 143 is the status of a process that SIGTERM ends. From the first call on,
-        SIGTERM no longer ends the process; `close` restores the previous handler. docs/checkpoints.md says how much
-        time there is to save.
+        because the run is not complete; for example 143, which shells report for a process that SIGTERM ended. From the
+        first call on, SIGTERM no longer ends the process; `close` restores the previous handler. docs/checkpoints.md
+        says how much time there is to save.
 
         Raises:
             StepError: the first call is not in the main thread, or the strategy is closed.
@@ -402,7 +425,7 @@ class TrainingStrategy:
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 
-        All arguments that are not listed here, the result and the errors are those of `save_checkpoint`.
+        Errors, and arguments that are not listed here, are those of `save_checkpoint`; the result is its path as a str.
 
         Args:
             model: a prepared model, or its wrapper.
@@ -416,8 +439,13 @@ class TrainingStrategy:
         """
         state = self._state_of(model)
         if pending := state.accumulation.micro_batches % self.accumulated_gradient:
-            message = "saving in the middle of a step: the gradients of %d micro-batches are not saved"
-            log(message, pending, level=logging.WARNING)
+            message = "saving in the middle of a step: the gradients of %s are not saved"
+            log(message, counted(pending, "micro-batch", "es"), level=logging.WARNING)
+        if scheduler is None:
+            _check_scheduler_steps(state)
+        check_dtypes(model)
+        if self.config.sync_buffers != "off":
+            _warn_of_differing_buffers(model)
         averages = self._ema(model, ema) if ema is not None else state.ema
         path = save_checkpoint(
             model,
@@ -470,7 +498,7 @@ class TrainingStrategy:
         verify: bool = True,
         fallback: bool = False,
         trust: bool = False,
-        **kwargs: Any,
+        load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest checkpoint of a directory, or the one named by ``tag``, or a single checkpoint; collective.
 
@@ -482,18 +510,27 @@ class TrainingStrategy:
             optimizer: by default the one that ``create_optimizer`` made, or that was stepped last, for this model.
             scheduler: by default the one that was created for that optimizer or stepped with it.
             load_module_strict: raise if tensor names in the checkpoint and in the model differ.
-            load_optimizer_states: restore the optimizer's state, if there is an optimizer.
-            load_lr_scheduler_states: restore the schedule's state, if there is a schedule.
-            ema: an `EMA` to restore; or the ``model_ema`` of `moving_average`, which its restored averages are copied
-                into.
+            load_optimizer_states: restore the optimizer's state. It is an error if the checkpoint has it, and a model
+                that was prepared for training has no optimizer yet.
+            load_lr_scheduler_states: restore the schedule's state. It is an error if the checkpoint has it, and a model
+                that was prepared for training has no schedule yet.
+            ema: an `EMA` to restore; or a ``model_ema`` of `moving_average`: its averages are restored, then copied
+                into it. None restores none.
             load_module: load the model's parameters and buffers; if false, load all other state only.
-            **kwargs: ignored; trainers may pass other arguments.
+            load_module_only: load the model only; the same as ``load_optimizer_states=False,
+                load_lr_scheduler_states=False``.
 
         Returns:
             The directory that was loaded, and its client state; (None, {}) if there is no checkpoint.
         """
         state = self._state_of(model)
         averages = self._ema(model, ema) if ema is not None else None
+        load_optimizer_states &= not load_module_only
+        load_lr_scheduler_states &= not load_module_only
+        must_restore: list[Literal["optimizer", "scheduler"]] = []
+        if is_for_training(model):
+            must_restore += ["optimizer"] if load_optimizer_states else []
+            must_restore += ["scheduler"] if load_lr_scheduler_states else []
         loaded = load_checkpoint(
             model,
             load_dir,
@@ -507,12 +544,16 @@ class TrainingStrategy:
             verify=verify,
             fallback=fallback,
             trust=trust,
+            must_restore=must_restore,
         )
         if loaded is None:
             return None, {}
         own = state.accumulation
         own.micro_batches, own.steps, own.checked_optimizer = 0, loaded.step, None
         state.loaded_steps = loaded.step
+        if state.created_scheduler is not None:
+            created = state.created_scheduler[0]
+            state.created_scheduler = (created, created.last_epoch, loaded.step)
         state.averaged_steps.clear()
         if own.scale is not None and loaded.loss_scale:
             own.scale = LossScale(**loaded.loss_scale)
@@ -524,9 +565,17 @@ class TrainingStrategy:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StepError(
+                "cannot use the strategy: it is closed, expected an open one. Call close, or leave the with block, "
+                "after the last use."
+            )
+
     # --- state of each model ---------------------------------------------------------------------------------------
 
     def _state_of(self, model: nn.Module) -> _TrainingState:
+        self._check_open()
         if not isinstance(model, nn.Module):
             raise StepError(
                 f"cannot use this model: it is a {type(model).__name__}, expected the nn.Module that prepare_model "
@@ -538,10 +587,60 @@ class TrainingStrategy:
         return self._states[root]
 
 
+def _check_scheduler_steps(state: _TrainingState) -> None:
+    """Raise if the schedule that `create_scheduler` made was never stepped while the optimizer was.
+
+    Raises:
+        StepError: it was not stepped.
+    """
+    if state.created_scheduler is None:
+        return
+    scheduler, last_epoch, steps = state.created_scheduler
+    taken = state.accumulation.steps - steps
+    if state.scheduler is scheduler and taken and scheduler.last_epoch == last_epoch:
+        raise StepError(
+            f"cannot save the schedule: this {type(scheduler).__name__} was not stepped in "
+            f"{counted(taken, 'optimizer step')}, expected a step with each. Pass it to optimizer_step(optimizer, "
+            "model, scheduler); if you step it yourself, more rarely, pass scheduler= to save_ckpt."
+        )
+
+
+def _warn_of_differing_buffers(model: nn.Module) -> None:
+    """Log a warning if persistent buffers differ between the ranks; collective."""
+    root = unwrap_model(model)
+    with on_ranks_of(root):
+        names = differing_buffers(root)
+    if names:
+        log(
+            "values differ between the ranks in %s: those of rank 0 are saved",
+            some(names, "buffer"),
+            level=logging.WARNING,
+        )
+
+
+def _check_is_model(model: object) -> None:
+    """Raise if the argument of `prepare_model` cannot be sharded as a whole.
+
+    Raises:
+        ShardError: it is not an nn.Module, or it contains a wrapper of another data-parallel implementation.
+    """
+    if not isinstance(model, nn.Module):
+        shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        fix = "Load the model first, with from_pretrained." if isinstance(model, str) else "Pass one model per call."
+        raise ShardError(f"cannot prepare a model: it is {shown}, expected an nn.Module. {fix}")
+    for name, module in model.named_modules():
+        if isinstance(module, _OTHER_WRAPPERS):
+            raise ShardError(
+                f"cannot prepare {type(model).__name__}: {name or 'the model'} is a {type(module).__name__}, expected "
+                "a model without data parallelism. Pass the inner model (.module)."
+            )
+
+
 def _should_shard(model: object) -> bool:
     """Return whether to call `shard_model`, which returns prepared models unchanged.
 
-    False if ``base_model`` is not an nn.Module, or if all parameters are sharded already, but not by this model.
+    False if ``base_model`` is set and is not an nn.Module, or if units inside this model hold all parameters and the
+    model is no unit.
     """
     if not isinstance(model, nn.Module) or not isinstance(vars(model).get("base_model", model), nn.Module):
         return False

@@ -170,6 +170,9 @@ def test_a_disk_that_fails_behind_the_trainer_is_heard_of_on_every_rank_once(tmp
             call()
     strategy.wait_for_checkpoint()
     dist.barrier()
+    if come_by == "close":
+        strategy = strategy_for()
+        model, optimizer, scheduler = prepared(strategy, "mlp")
     assert tags(tmp_path) == ["old"] and not list(tmp_path.glob(".*.partial"))
     train(strategy, model, optimizer, scheduler, [1], "mlp")
     strategy.save_ckpt(model, tmp_path, "new", async_save=True, client_state={"saved": 2})

@@ -123,7 +123,7 @@ def train(strategy, policy, optimizer, steps):
         batch = {name: torch.randint(0, 11, (2, 4), generator=generator) for name in ("state", "action")}
         return policy(batch)[0]
 
-    return take_steps(strategy, policy, optimizer, map(loss_at, steps))
+    return take_steps(strategy, policy, optimizer, map(loss_at, steps), strategy._state_of(policy).scheduler)
 
 
 def files_in(folder):
@@ -333,6 +333,7 @@ def test_a_crash_at_any_step_on_disk_leaves_last_loadable(tmp_path, tag):
 
     def save(saves, step, tag=None):
         strategy._state_of(policy).accumulation.steps = step
+        strategy._state_of(policy).created_scheduler = None  # steps that nobody took
         strategy.save_ckpt(policy, saves, tag, client_state={"saved": step}, max_num=2, layout=layout_of())
 
     save(tmp_path / "before", 1)
@@ -375,6 +376,7 @@ def test_rotation_keeps_the_newest_and_last_names_it(tmp_path):
     strategy, policy, _ = start(policy=nn.Linear(4, 4))
     for step in range(1, 5):
         strategy._state_of(policy).accumulation.steps = step
+        strategy._state_of(policy).created_scheduler = None  # steps that nobody took
         strategy.save_ckpt(policy, tmp_path, max_num=2, save_latest=step != 4, layout=layout_of())
         dist.barrier()
     assert tags(tmp_path) == ["000003", "000004"]

@@ -390,6 +390,17 @@ def test_a_stream_gives_what_an_export_writes(world, tmp_path):
         reload(model)
 
 
+@pytest.mark.ranks(2)
+def test_merged_weights_replace_adapters_that_were_exported_before(tmp_path):
+    strategy = strategy_for()
+    model = strategy.prepare_model(adapted(target_modules="all-linear"), is_training=True)
+    strategy.save_model(model, None, tmp_path, merge_adapters=False)
+    assert (tmp_path / "adapter_config.json").exists()
+    strategy.save_model(model, None, tmp_path)
+    dist.barrier()
+    assert not list(tmp_path.glob("adapter_*")), "from_pretrained would apply them a second time"
+
+
 def test_a_plain_model_of_peft_streams_merged():
     model = adapted(target_modules="all-linear")
     streamed = dict(stream_weights(model, dtype=None))

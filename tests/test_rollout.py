@@ -407,7 +407,7 @@ def test_an_engine_of_ones_own_takes_its_place_by_name_or_as_it_is(monkeypatch):
         ("at once", "failed on rank 1: OSError: no engine"),
         ("midway", "failed on rank 1: OSError: engine lost"),
         ("stops", "the engine took 3 tensors of"),
-        ("flips", r"1 names \(.*\) of \d+ differ from those that were sent"),
+        ("flips", r"1 name \(.*\) of \d+ differ from those that were sent"),
     ],
 )
 @pytest.mark.ranks(2)
@@ -469,7 +469,7 @@ def test_an_engine_with_some_of_its_weights_does_not_generate():
     weights = dict(stream_weights(actor))
     first, *others = weights
     faults = {
-        r"1 names \(.*\) were not received": {name: weights[name] for name in others},
+        r"1 name \(.*\) were not received": {name: weights[name] for name in others},
         "is unknown": weights | {"model.norm.weigth": weights[first]},
         "has shape": weights | {first: weights[first][:1]},
     }

@@ -480,7 +480,7 @@ def test_training_what_was_frozen_while_preparing_is_refused():
     model.model.layers[0].requires_grad_(False)
     strategy.prepare_model(model, is_training=True)
     model.requires_grad_(True)
-    with pytest.raises(OptimizerError, match=r"stored in half precision while the others have fp32 master weights"):
+    with pytest.raises(OptimizerError, match=r"stored in half precision and the others in fp32"):
         strategy.create_optimizer(model, lr=0.1)
 
 

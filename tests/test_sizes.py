@@ -28,6 +28,8 @@ from fsdp2_strategy.errors import DamageError
 from fsdp2_strategy.hf.checksums import digest_of
 from fsdp2_strategy.hf.output_files import file_bytes
 from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.model.state import model_state
+from fsdp2_strategy.sharding import shard
 
 NAMES = [name for name in vars(sizes) if name.isupper()]
 
@@ -239,6 +241,22 @@ def test_ranks_make_different_files_and_begin_to_write_to_different_ones(tmp_pat
 
 
 @pytest.mark.ranks(2)
+def test_a_corrupt_index_is_corruption_and_falls_back(tmp_path):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    with patch.multiple(sizes, MIN_FILE_LIMIT_BYTES=1):
+        for tag in ("old", "new"):
+            strategy.save_ckpt(model, tmp_path, tag, client_state={"tag": tag})
+    index = tmp_path / "new" / "model" / "model.safetensors.index.json"
+    if dist.get_rank() == 0:
+        index.write_bytes(b"x" * index.stat().st_size)
+    dist.barrier()
+    with pytest.raises(DamageError, match="index"):
+        strategy.load_ckpt(model, tmp_path)
+    assert strategy.load_ckpt(model, tmp_path, fallback=True)[1] == {"tag": "old"}
+
+
+@pytest.mark.ranks(2)
 def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
@@ -267,6 +285,7 @@ def test_a_layout_is_made_again_only_for_tensors_that_are_not_alike(tmp_path):
     }
     assert save("small files", MIN_FILE_LIMIT_BYTES=1)[0] == ["model", "optimizer"]
     model.to(torch.float64)
+    model_state(model).set(shard._DTYPES, {})
     assert save("other dtype")[0] == ["model"]
     assert len(storage._layouts) == 5
     strategy.load_ckpt(model, tmp_path, tag="small files")

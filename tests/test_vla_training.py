@@ -28,6 +28,7 @@ from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.names import named_parameters
+from fsdp2_strategy.optim.step import take_step
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
 
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
@@ -315,8 +316,7 @@ def test_steps_follow_from_whole_batches_of_examples(tmp_path):
         assert strategy.optimizer.param_groups[0]["lr"] == 0.0
         for _ in range(int(steps * 0.25)):
             assert strategy.optimizer.param_groups[0]["lr"] < 0.01
-            strategy.optimizer.step()
-            strategy.lr_scheduler.step()
+            take_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler, 0.0)
         assert strategy.optimizer.param_groups[0]["lr"] == 0.01
 
 

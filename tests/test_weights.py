@@ -503,7 +503,7 @@ def test_what_depends_on_values_that_are_not_there_yet_is_an_error(folder, how):
     with init_on_meta():
         model = Dependent(folder, how)
     shard_model(model, bf16=False)
-    with pytest.raises(CheckpointError, match=r"tensors \(head.* gives them values|was changed after from_pretrained"):
+    with pytest.raises(CheckpointError, match=r"tensor \(head.* gives them values|was changed after from_pretrained"):
         load_weights(model, strict=False)
 
 
@@ -517,7 +517,7 @@ def test_a_tensor_of_an_earlier_block_cannot_be_changed_in_a_later_one():
         second = copy.deepcopy(first)
         changed = copy.deepcopy(first)
         changed.weight.data.zero_()
-    with pytest.raises(CheckpointError, match=r"tensors \(weight.* gives them values"):
+    with pytest.raises(CheckpointError, match=r"tensor \(weight.* gives them values"):
         load_weights(changed)
     for layer in (first, second):
         load_weights(layer)
@@ -529,7 +529,7 @@ def test_draws_from_a_generator_of_a_constructor_are_an_error():
     with init_on_meta():
         layer = nn.Linear(4, 4)
         nn.init.normal_(layer.bias, generator=torch.Generator().manual_seed(3))
-    with pytest.raises(CheckpointError, match=r"tensors \(bias.* gives them values"):
+    with pytest.raises(CheckpointError, match=r"tensor \(bias.* gives them values"):
         load_weights(layer)
 
 
@@ -682,7 +682,7 @@ def test_what_nothing_gives_values_to_is_an_error_that_names_it():
     with torch.device("meta"):
         model = Handmade()
     shard_model(model, bf16=False)
-    with pytest.raises(CheckpointError, match=r"tensors \(scale, temperature, noise, .*\) are not in the files"):
+    with pytest.raises(CheckpointError, match=r"the files lack 14 tensors \(scale, temperature, noise"):
         load_weights(model)
 
 

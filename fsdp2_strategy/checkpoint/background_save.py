@@ -87,7 +87,7 @@ class _Save:
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
         self._name, self._group, self._device = name, group, current_device()
-        self.ended = threading.Event()  # an interrupted `Thread.join` would mark the thread as ended in Python 3.11
+        self.ended = threading.Event()  # Python 3.11: an interrupted `Thread.join` marks a running thread as ended
         threading.Thread(target=self._run, name=f"save {name}").start()
 
     def _run(self) -> None:
@@ -99,7 +99,7 @@ class _Save:
         except BaseException as error:  # noqa: BLE001  any error ends the save; the trainer's thread raises it
             self._error = error
             if is_rank_0() or not isinstance(error, FSDP2StrategyError):  # our own errors are the same on all ranks
-                message = "saving %s failed; the next save, load, wait or close raises this error: %s"
+                message = "saving %s failed; the next save, load, wait_for_checkpoint or close raises this error: %s"
                 logger.error(message, self._name, error)
         finally:
             self._work = None  # free the objects that the function refers to
@@ -123,8 +123,9 @@ def _at_exit() -> None:
         wait()
 
 
-# `threading` calls these functions in reverse order. concurrent.futures has registered its own at import, before this
-# one, so `_at_exit` runs before the thread pools are shut down. Functions registered with `atexit` would run too late.
+# `threading` calls the functions registered here in reverse order of registration. concurrent.futures has registered
+# its own at import, before this one, so `_at_exit` runs before the thread pools are shut down. Functions registered
+# with `atexit` would run too late.
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 _staging = Staging()

@@ -36,10 +36,11 @@ from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import has_adapters, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
-from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton, original_class
+from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout, PolicySidecars
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
 
@@ -227,7 +228,7 @@ def match_model(
         found, report = _match_full(root, paths)
     if strict and (report.missing or report.unexpected):
         raise CheckpointError(
-            f"cannot load {original_class(root).__name__}: the checkpoint lacks {some(report.missing)} and holds "
+            f"cannot load {class_name(root)}: the checkpoint lacks {some(report.missing)} and holds "
             f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
             "or pass load_module_strict=False."
         )

@@ -28,8 +28,16 @@ from fsdp2_strategy.checkpoint.layout import (
     checkpoints_with_manifest,
     digest_of_manifest,
     is_last,
+    read_manifest,
 )
-from fsdp2_strategy.checkpoint.paths import CHECKSUMS, PRETRAINED_MODEL, CheckpointPaths, has_only_checkpoint_entries
+from fsdp2_strategy.checkpoint.paths import (
+    CHECKSUMS,
+    PRETRAINED_MODEL,
+    TRAINABLE,
+    WRAPPER,
+    CheckpointPaths,
+    has_only_checkpoint_entries,
+)
 from fsdp2_strategy.distributed.log import logger
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import ALGORITHM, Block, digest_of
@@ -163,6 +171,35 @@ def commit(partial: CheckpointPaths, tag: str, entries: Mapping[str, Any], diges
     fsync(save_dir)
     if replaced.exists():
         delete(replaced)
+
+
+def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> None:
+    """Log a warning if a save replaces a checkpoint of the same step that has other weights; rank 0 calls it.
+
+    Only the checksums of the bytes that rank 0 wrote are compared, and only if the number of ranks is unchanged.
+    """
+    old = CheckpointPaths.found_in(final)
+    try:
+        manifest = read_manifest(final)
+        ranks = len(list(partial.rank_file(CHECKSUMS, 0).parent.iterdir()))
+        if manifest["step"] != step or len(manifest["checksums"]) != ranks:
+            return
+        before, after = (_weight_blocks(paths) for paths in (old, partial))
+    except (CheckpointError, OSError, ValueError, KeyError):  # it does not exist, or is unusable
+        return
+    if before != after:
+        message = (
+            "%s is replaced by a checkpoint of the same step %d with other weights: only steps of "
+            "strategy.optimizer_step are counted"
+        )
+        logger.warning(message, final, step)
+
+
+def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
+    """Return the blocks of weights in rank 0's checksum manifest, by file."""
+    blocks = json.loads(paths.rank_file(CHECKSUMS, 0).read_bytes())["blocks"]
+    folders = {folder.name for folder in (paths.model, paths.state / WRAPPER, paths.state / TRAINABLE)}
+    return {name: of_file for name, of_file in blocks.items() if Path(name).parent.name in folders}
 
 
 def update_latest(newest: CheckpointPaths) -> None:

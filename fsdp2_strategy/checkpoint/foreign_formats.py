@@ -17,7 +17,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
     advance_scheduler,
     allocate_optimizer_state,
+    check_restored,
     require_saved,
     restore_optimizer,
     restore_scheduler,
@@ -88,6 +89,12 @@ class Foreign:
         """The step in ``meta.json``, or None."""
         step = self._meta.get("global_step")
         return step if isinstance(step, int) else None
+
+    @property
+    def training_state(self) -> list[str]:
+        """Which of "optimizer" and "scheduler" have state in the checkpoint."""
+        has_schedule = _first_of(self.path, (), _SCHEDULE_FILES) is not None
+        return [*(["optimizer"] if self.optimizer else []), *(["scheduler"] if has_schedule else [])]
 
     def schedule(self) -> dict[str, Any] | None:
         """Unpickle the state of the schedule; return None if the checkpoint has none."""
@@ -163,14 +170,15 @@ def load_foreign(
     *,
     load_model: bool,
     strict: bool,
+    must_restore: Collection[str] = (),
 ) -> LoadedCheckpoint:
     """Load a foreign checkpoint: weights, optimizer state by parameter name, schedule and client state; collective.
 
     A schedule without saved state is advanced to the step in ``meta.json``.
 
     Raises:
-        CheckpointError: on every rank: names or shapes differ; there is no state for the optimizer; or there is neither
-            state for the scheduler nor a step in ``meta.json``.
+        CheckpointError: on every rank: names or shapes differ; there is no state for the optimizer; there is neither
+            state for the scheduler nor a step in ``meta.json``; or state that must be restored has no object.
         OffloadError: the model or optimizer is offloaded. DCP cannot read into offloaded tensors.
     """
     path = foreign.path
@@ -179,6 +187,7 @@ def load_foreign(
     if optimizer is not None:
         check_resident(optimizer, f"load {path}")
     with all_or_none(f"load {path}", CheckpointError):
+        check_restored(must_restore, {"optimizer": optimizer, "scheduler": scheduler}, foreign.training_state, path)
         root = unwrap_and_reshard(model)
         if load_model:
             stored_model, tensors, report = _match_model(root, foreign, strict=strict)

@@ -18,7 +18,8 @@ from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.peft.merge import has_adapters
-from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
+from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import values_of
 
@@ -38,7 +39,7 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
             problem = "it has adapters, expected none, because peft saves only the adapters"
         if has_adapters(root) or not hasattr(root, "save_pretrained"):
             raise CheckpointError(
-                f"cannot save {original_class(root).__name__} with its own save_pretrained: {problem}. "
+                f"cannot save {class_name(root)} with its own save_pretrained: {problem}. "
                 "Omit gather_for_save_pretrained."
             )
     gathered: dict[int, torch.Tensor] = {}

@@ -7,10 +7,10 @@ state. Each phase succeeds or raises on all ranks; see [Note: agreed errors] in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,16 @@ from fsdp2_strategy.checkpoint.data_position import Later, Loader, check_positio
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
-from fsdp2_strategy.checkpoint.layout import checkpoints_with_manifest, is_last
+from fsdp2_strategy.checkpoint.layout import (
+    checkpoints_nearby,
+    checkpoints_with_manifest,
+    describe_missing,
+    is_checkpoint,
+    is_last,
+    latest_tag,
+    problem_of,
+    without_manifest,
+)
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
@@ -34,6 +43,7 @@ from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
     allocate_optimizer_state,
     check_optimizer,
+    check_restored,
     require_saved,
     restore_optimizer,
     restore_scheduler,
@@ -70,6 +80,7 @@ def load_checkpoint(
     verify: bool = True,
     fallback: bool = False,
     trust: bool = False,
+    must_restore: Collection[Literal["optimizer", "scheduler"]] = (),
 ) -> LoadedCheckpoint | None:
     """Load a checkpoint, saved on any number of ranks and at any shard size, into a sharded model; collective.
 
@@ -95,6 +106,8 @@ def load_checkpoint(
         fallback: if the checkpoint is corrupted, log a warning, and load the newest intact checkpoint that is older.
             This needs a directory of checkpoints as ``load_dir``, or the link ``last``.
         trust: allow checkpoints of other systems (``.distcp``, ``.pt`` and ``.bin``), whose pickles can run code.
+        must_restore: raise if the checkpoint has the state of these, and the object is None. By default, state without
+            an object is ignored.
 
     Returns:
         A report of the load; None if the directory is missing, or if it has no checkpoint and ``tag`` is None.
@@ -108,7 +121,7 @@ def load_checkpoint(
     background_save.wait()
     load_dir = Path(load_dir)
     is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
-    arguments = (str(load_dir), tag, is_none, load_model, strict, verify, fallback, trust)
+    arguments = (str(load_dir), tag, is_none, load_model, strict, verify, fallback, trust, tuple(must_restore))
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
@@ -116,7 +129,9 @@ def load_checkpoint(
     if foreign is not None:
         if dataloader is not None and not isinstance(dataloader, Later):
             require_saved(None, "data position", "dataloader=None", load_dir)
-        return load_foreign(model, foreign, optimizer, scheduler, load_model=load_model, strict=strict)
+        return load_foreign(
+            model, foreign, optimizer, scheduler, load_model=load_model, strict=strict, must_restore=must_restore
+        )
     if not paths:
         log("no checkpoint in %s: nothing is loaded", load_dir)
         return None
@@ -129,6 +144,7 @@ def load_checkpoint(
         load_model=load_model,
         strict=strict,
         verify=verify,
+        must_restore=must_restore,
     )
     for path, older in zip(paths, [*paths[1:], None], strict=True):
         try:
@@ -152,6 +168,7 @@ class _LoadRequest:
     load_model: bool
     strict: bool
     verify: bool
+    must_restore: Collection[str]
 
     @property
     def loader(self) -> Loader | None:
@@ -273,6 +290,8 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
     Raises:
         CheckpointError: names or shapes do not match, or there is no state for an object to restore.
     """
+    given = {"optimizer": request.optimizer, "scheduler": request.scheduler}
+    check_restored(request.must_restore, given, [name for name in given if state[name] is not None], paths.root)
     targets: list[tuple[str, Region, torch.Tensor]] = []
     report = LoadReport()
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
@@ -303,27 +322,76 @@ def _find(load_dir: Path, tag: str | None, *, fallback: bool, trust: bool) -> tu
     """Return the checkpoint to load, followed by its fallbacks, newest first; or a checkpoint of another system.
 
     Raises:
-        CheckpointError: the tag does not exist; or there is only a checkpoint of another system, and it is not trusted.
+        CheckpointError: the tag does not exist; there is only a checkpoint of another system, and it is not trusted; or
+            there is no checkpoint here, but one level above or below.
+        DamageError: the newest checkpoint has no valid manifest, and ``fallback`` is false.
     """
     foreign_path = load_dir if tag is None else load_dir / tag
     if tag is None and is_last(load_dir):
         load_dir, tag = load_dir.parent, load_dir.readlink().name  # the target may be missing until `recover`
     if tag is None and CheckpointPaths.found_in(load_dir).manifest.exists():
         return [load_dir], None
-    if load_dir.is_dir():
-        if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
-            recover(load_dir)
-        committed = checkpoints_with_manifest(load_dir)[::-1]
-        tags = [checkpoint.tag for checkpoint in committed]
-        if tag in tags:
-            committed = committed[tags.index(tag) :]
-        elif tag is not None and is_foreign(load_dir / tag):
-            committed = []
-        elif tag is not None:
-            raise CheckpointError(
-                f"cannot load: {tag!r} is not a committed checkpoint in {load_dir}, expected one of {tags[::-1]}."
-                f"{did_you_mean(tag, tags)}"
-            )
-        if committed:
-            return [checkpoint.path for checkpoint in committed][: None if fallback else 1], None
-    return [], find_foreign(foreign_path, trust=trust)
+    if load_dir.is_dir() and (paths := _committed(load_dir, tag, fallback=fallback)):
+        return paths, None
+    foreign = find_foreign(foreign_path, trust=trust)
+    if foreign is None:
+        _check_nearby(load_dir)
+    return [], foreign
+
+
+def _committed(load_dir: Path, tag: str | None, *, fallback: bool) -> list[Path]:
+    """Return the checkpoint to load from a directory, followed by its fallbacks; nothing if another system wrote it.
+
+    Raises:
+        CheckpointError: the tag does not exist.
+        DamageError: see `_check_unreadable`.
+    """
+    if not is_held_elsewhere(load_dir):  # a run that saves there may be in the middle of a commit
+        recover(load_dir)
+    committed = checkpoints_with_manifest(load_dir)[::-1]
+    tags = [checkpoint.tag for checkpoint in committed]
+    if tag in tags:
+        committed = committed[tags.index(tag) :]
+    elif tag is not None and is_foreign(load_dir / tag):
+        return []
+    elif tag is not None:
+        problem = f" ({problem_of(load_dir / tag)})" if is_checkpoint(load_dir / tag) else ""
+        raise CheckpointError(
+            f"cannot load: {tag!r} is not a committed checkpoint in {load_dir}{problem}, expected one of {tags[::-1]}."
+            f"{did_you_mean(tag, tags)}"
+        )
+    else:
+        _check_unreadable(load_dir, has_others=bool(committed), fallback=fallback)
+    return [checkpoint.path for checkpoint in committed][: None if fallback else 1]
+
+
+def _check_unreadable(load_dir: Path, *, has_others: bool, fallback: bool) -> None:
+    """Log a warning for each checkpoint without a valid manifest; raise if it is the newest, or the only one.
+
+    Raises:
+        DamageError: there is such a checkpoint, and ``fallback`` is false.
+    """
+    for path in without_manifest(load_dir):
+        text = f"cannot load {path}: {problem_of(path)}."
+        if not fallback and (not has_others or latest_tag(load_dir) == path.name):
+            raise DamageError(f"{text} Pass fallback=True to load an older checkpoint, or delete this one.")
+        log("%s It is ignored.", text, level=logging.WARNING)
+
+
+def _check_nearby(load_dir: Path) -> None:
+    """Raise if a directory without checkpoints is one level off; log a warning if its name is only similar.
+
+    Raises:
+        CheckpointError: there are checkpoints in a subdirectory; the directory is within a checkpoint; or it does not
+            exist, and there are checkpoints next to it.
+    """
+    nearby = checkpoints_nearby(load_dir)
+    if load_dir.exists():
+        nearby = [path for path in nearby if path != load_dir.absolute().parent or is_checkpoint(path)]
+    if nearby:
+        raise CheckpointError(f"no checkpoint to load: {describe_missing(load_dir)} Pass the directory that you mean.")
+    parent = load_dir.absolute().parent
+    if not load_dir.exists() and parent.is_dir():
+        siblings = [path.name for path in parent.iterdir() if path.is_dir() and checkpoints_with_manifest(path)]
+        if hint := did_you_mean(load_dir.name, siblings):
+            log("%s does not exist.%s", load_dir, hint, level=logging.WARNING)

@@ -48,7 +48,7 @@ def load_rng(content: bytes) -> None:
 
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
-    """Seed the generators inside the block, and restore those that `rng_content` saves afterwards."""
+    """Seed the generators for the block; after it, restore those that `rng_content` saves."""
     before = rng_content()
     seed_everything(seed)
     try:
@@ -72,7 +72,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch on every device of this rank."""
+    """Seed the generators of Python, NumPy and torch; torch's on every device that this process can use."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)

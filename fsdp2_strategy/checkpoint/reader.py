@@ -66,13 +66,15 @@ class Opened:
         return content
 
     def check_headers(self) -> None:
-        """Verify the checksums of all safetensors headers.
+        """Verify the checksums of all safetensors headers and of the indexes that list which tensor is in which file.
 
         Raises:
             DamageError: a checksum differs.
         """
         for name, size in self.manifest["files"].items():
             path = self.paths.root / name
+            if path.name.endswith(".safetensors.index.json"):
+                self.read(path)
             if path.suffix == ".safetensors" and path.parent not in self.paths.per_rank_folders:
                 with path.open("rb") as file:
                     length = 8 + int.from_bytes(file.read(8), "little")

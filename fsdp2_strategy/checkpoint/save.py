@@ -40,6 +40,7 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import blocks_of, blocks_of_file
 from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write_text
 from fsdp2_strategy.hf.peft.merge import has_adapters
+from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
@@ -147,6 +148,7 @@ def save_checkpoint(
     with all_or_none("save", CheckpointError):
         request.check(tokenizer)
         root = unwrap_and_reshard(model)
+        check_tokenizer(root, tokenizer)
         check_usable(root)
         if async_save:  # snapshot: the caller may change these during the background write
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
@@ -269,6 +271,7 @@ def _execute(plan: _SavePlan) -> None:
         digests = _write(plan)
         with all_or_none(f"commit {request.tag}", CheckpointError):
             if is_rank_0():
+                directory.warn_of_other_weights(partial, request.path, request.step)
                 directory.commit(partial, request.tag, request.manifest_entries(plan.shard_size), digests)
                 if request.save_latest:
                     directory.update_latest(final)

@@ -39,6 +39,7 @@ from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.hf.verified_read import Reader
 from fsdp2_strategy.hf.weights_folder import folder_of, open_folder
 from fsdp2_strategy.model.fingerprint import Fingerprint, changed_since_initial, fingerprints, local_sums
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import values_of
 from fsdp2_strategy.model.shards import sharded_like
@@ -70,7 +71,7 @@ class LeftOut:
             frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
             if len(frozen) == len(parameters):
                 raise CheckpointError(
-                    f"cannot save the trainable weights of {type(root).__name__}: it has no trainable weights, "
+                    f"cannot save the trainable weights of {class_name(root)}: it has no trainable weights, "
                     "expected at least one. Save the full model."
                 )
             own = outermost_models(root).items()
@@ -114,7 +115,7 @@ class LeftOut:
             located = {name for name, _, _ in found}
             if lost := [name for name in differing if name not in located]:
                 raise CheckpointError(
-                    f"cannot load {path}: it contains only trainable weights, and {type(root).__name__} has other "
+                    f"cannot load {path}: it contains only trainable weights, and {class_name(root)} has other "
                     f"frozen values in {some(lost)}, expected those of the saved model. They are not in the folders "
                     f"that the saved model was loaded from ({', '.join(self.folders.values()) or 'none'}). Build the "
                     "model with the same frozen weights, or load a checkpoint of the full model."
@@ -145,7 +146,7 @@ class LeftOut:
             lost = [name for name in self.weights if name not in parameters]
             if lost and strict:
                 raise CheckpointError(
-                    f"cannot load {path}: the saved model had frozen weights that {type(root).__name__} lacks: "
+                    f"cannot load {path}: the saved model had frozen weights that {class_name(root)} lacks: "
                     f"{some(lost)}, expected the same model. Build the same model, or pass load_module_strict=False."
                 )
             present = {name: parameters[name] for name in self.weights if name in parameters}
@@ -154,7 +155,7 @@ class LeftOut:
         if unknown := [name for name, verdict in matches.items() if verdict is None]:
             raise CheckpointError(
                 f"cannot load {path}: the saved model had frozen weights in {self.weights[unknown[0]].dtype}, and "
-                f"{type(root).__name__} has {some(unknown)} in {present[unknown[0]].dtype}, which cannot be compared, "
+                f"{class_name(root)} has {some(unknown)} in {present[unknown[0]].dtype}, which cannot be compared, "
                 "expected float16 in both or in neither. Prepare the model in the precision of the saved model."
             )
         return [name for name, verdict in matches.items() if not verdict]

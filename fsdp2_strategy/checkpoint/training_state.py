@@ -12,7 +12,7 @@ state.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +72,33 @@ def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
             "load the rest of the checkpoint."
         )
     return content
+
+
+_CREATED_BY = {"optimizer": "create_optimizer", "scheduler": "create_scheduler"}
+_SKIPPED_BY = {"optimizer": "load_optimizer_states=False", "scheduler": "load_lr_scheduler_states=False"}
+
+
+def check_restored(
+    must_restore: Collection[str], given: Mapping[str, object], saved: Collection[str], path: Path
+) -> None:
+    """Raise if a checkpoint has state that must be restored, and there is no object to restore it to.
+
+    Args:
+        must_restore: "optimizer", "scheduler" or both.
+        given: the objects of the load, by these names; None if there is none.
+        saved: the names whose state is in the checkpoint.
+        path: the checkpoint.
+
+    Raises:
+        CheckpointError: a name in ``must_restore`` and ``saved`` has no object.
+    """
+    for name in must_restore:
+        if name in saved and given[name] is None:
+            raise CheckpointError(
+                f"cannot load {path}: it has the state of the {name}, and the model has no {name} yet, expected one to "
+                f"restore. Call {_CREATED_BY[name]} before load_ckpt, or pass {_SKIPPED_BY[name]} to start without "
+                "this state."
+            )
 
 
 def unwrap_and_reshard(model: nn.Module) -> nn.Module:

@@ -14,25 +14,78 @@ import yaml
 
 from fsdp2_strategy.errors import ConfigError
 
+_ALIASES = {"fsdp_cpu_offload": "cpu_offload", "max_grad_norm": "max_norm"}
+"""Other names of fields."""
 
-def known_values(args: object, fields: Collection[str]) -> dict[str, Any]:
-    """Return the values in a trainer's namespace or mapping that belong to ``fields``; ignore all other names.
+_SIZE_ONE: tuple[object, ...] = (None, 0, 1)
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "sp_size": _SIZE_ONE,
+    "sequence_parallel_size": _SIZE_ONE,
+    "ulysses_sequence_parallel_size": _SIZE_ONE,
+    "ring_attn_size": _SIZE_ONE,
+    "cp_size": _SIZE_ONE,
+    "context_parallel_size": _SIZE_ONE,
+    "tp_size": _SIZE_ONE,
+    "tensor_parallel_size": _SIZE_ONE,
+    "tensor_model_parallel_size": _SIZE_ONE,
+    "ds_tensor_parallel_size": _SIZE_ONE,
+    "pp_size": _SIZE_ONE,
+    "pipeline_parallel_size": _SIZE_ONE,
+    "pipeline_model_parallel_size": _SIZE_ONE,
+    "ep_size": _SIZE_ONE,
+    "expert_parallel_size": _SIZE_ONE,
+    "expert_model_parallel_size": _SIZE_ONE,
+    "grad_accum_dtype": (None, "fp32", "float32"),
+}
+"""Names in trainers' arguments that request a capability that this package lacks, and the values that do not."""
 
-    A value of ``None`` is ignored, because argparse stores ``None`` for an option that is not given.
-    ``fsdp_cpu_offload`` is another name for ``cpu_offload``; if both are given, ``cpu_offload`` takes precedence.
+
+def split_arguments(args: object, fields: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a trainer's namespace or mapping into the values of ``fields`` and all other values.
+
+    A field whose value is None is omitted, because argparse stores None for an option that is not given.
 
     Raises:
-        ConfigError: ``args`` is neither a namespace nor a mapping.
+        ConfigError: ``args`` is neither a namespace nor a mapping; ``max_norm`` and ``max_grad_norm`` differ; or a name
+            requests a capability that this package lacks.
     """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise ConfigError(
             f"cannot configure: args is a {type(args).__name__}, expected a namespace, a mapping or a StrategyConfig. "
             "Pass the result of argparse."
         )
-    given = args if isinstance(args, Mapping) else vars(args)
-    values = {"cpu_offload": given.get("fsdp_cpu_offload")}
-    values |= {name: given[name] for name in fields if given.get(name) is not None}
-    return {name: value for name, value in values.items() if value is not None}
+    given = dict(args if isinstance(args, Mapping) else vars(args))
+    for name, neutral in _NEUTRAL.items():
+        if given.get(name) not in neutral:
+            raise ConfigError(
+                f"cannot configure: {name} is {given[name]!r}, expected {' or '.join(map(repr, neutral))}, because "
+                "this package does not have this capability. Remove the option."
+            )
+    known = {name: value for name, value in resolve_aliases(given).items() if name in fields and value is not None}
+    return known, {name: value for name, value in given.items() if name not in fields}
+
+
+def resolve_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping in which other names of fields are replaced by the fields' own names.
+
+    ``cpu_offload`` takes precedence over ``fsdp_cpu_offload``.
+
+    Raises:
+        ConfigError: ``max_norm`` and ``max_grad_norm`` are both given, with different values.
+    """
+    resolved = dict(given)
+    for alias, name in _ALIASES.items():
+        value = resolved.pop(alias, None)
+        own = resolved.get(name)
+        if value is None or own == value:
+            continue
+        if own is None:
+            resolved[name] = value
+        elif name == "max_norm":
+            raise ConfigError(
+                f"cannot configure: {name} is {own!r} and {alias} is {value!r}, expected one value. Set only {name}."
+            )
+    return resolved
 
 
 def read_mapping(path: str | Path) -> Mapping[str, Any]:

@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsdp2_strategy.config.accelerate import fields_of
-from fsdp2_strategy.config.aliases import known_values, read_mapping
+from fsdp2_strategy.config.aliases import read_mapping, resolve_aliases, split_arguments
 from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
+SyncBuffers = Literal["broadcast", "mean", "off"]
 MixedData = Literal["root", "dummy", "replicate"]
 ShardSize = int | Literal["auto"]
 
@@ -42,6 +43,9 @@ class StrategyConfig:
     train_batch_size: int | None = None
     """Samples of one optimizer step over all ranks; None: one micro-batch per rank, no accumulation."""
 
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches of one optimizer step; an alternative to ``train_batch_size``."""
+
     bf16: bool = True
     """Compute in bfloat16. Training keeps fp32 master weights; inference keeps only bf16 weights."""
 
@@ -63,6 +67,10 @@ class StrategyConfig:
     grad_sync: GradSync = "defer_all_reduce"
     """Gradient communication in each micro-batch of a step but the last: the reduce-scatter only ("defer_all_reduce"),
     none ("last"), or the whole reduction ("every")."""
+
+    sync_buffers: SyncBuffers = "broadcast"
+    """How persistent buffers that change in training (batch norm) are made equal on all ranks at each step: rank 0's
+    values ("broadcast"), averages ("mean"), or not at all ("off")."""
 
     ignored_modules: tuple[str, ...] = ()
     """Regular expressions for full dotted names of modules that are not sharded; each rank keeps full parameters."""
@@ -106,6 +114,21 @@ class StrategyConfig:
     timeout_minutes: float = 30.0
     """Time-out of collectives, if the strategy starts the process group."""
 
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """Values of a trainer's arguments that are not fields. They are also attributes: ``config.kl_estimator``."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a value of the trainer's arguments that is not a field."""
+            extra = self.__dict__.get("extra", {})
+            if name in extra:
+                return extra[name]
+            raise AttributeError(
+                f"StrategyConfig has no field {name!r}, and the trainer's arguments did not contain it."
+                f"{did_you_mean(name, [*_fields(), *extra])}"
+            )
+
     def __post_init__(self) -> None:
         recompute = self.activation_checkpointing
         if recompute is not True:
@@ -125,7 +148,7 @@ class StrategyConfig:
         _check("seed", self.seed, _is_int(self.seed, 0), "an integer of at least 0")
         micro, size, reshard = self.micro_train_batch_size, self.shard_size, self.reshard_after_forward
         _check("micro_train_batch_size", micro, _is_int(micro, 1), "an integer of at least 1")
-        for name in ("train_batch_size", "min_unit_params", "prefetch_depth"):
+        for name in ("train_batch_size", "gradient_accumulation_steps", "min_unit_params", "prefetch_depth"):
             value = getattr(self, name)
             _check(name, value, value is None or _is_int(value, 1), "an integer of at least 1, or None")
         _check_expressions("ignored_modules", self.ignored_modules)
@@ -136,6 +159,8 @@ class StrategyConfig:
         modes = get_args(GradSync)
         fix = did_you_mean(str(self.grad_sync), modes).strip()
         _check("grad_sync", self.grad_sync, self.grad_sync in modes, "one of " + ", ".join(modes), fix)
+        modes = get_args(SyncBuffers)
+        _check("sync_buffers", self.sync_buffers, self.sync_buffers in modes, "one of " + ", ".join(modes))
         policies = (None, *get_args(MixedData))
         expected = "one of root, dummy, replicate, or None"
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
@@ -146,12 +171,13 @@ class StrategyConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StrategyConfig:
-        """Build a configuration from a mapping of fields; any other key raises an error.
+        """Build a configuration from a mapping of fields; any other key but ``max_grad_norm`` raises an error.
 
         Raises:
             ConfigError: a key is not a field, or a value is not valid.
         """
         fields = _fields()
+        mapping = resolve_aliases(mapping)
         for key in mapping:
             if key not in fields:
                 raise ConfigError(
@@ -187,14 +213,19 @@ class StrategyConfig:
 
     @classmethod
     def from_args(cls, args: object) -> StrategyConfig:
-        """Build a configuration from a trainer's namespace or mapping; ignore names that are not fields.
+        """Build a configuration from a trainer's namespace or mapping; store names that are not fields in ``extra``.
 
-        A value of None means the default. ``fsdp_cpu_offload`` is read as ``cpu_offload``.
+        A value of None means the default. ``fsdp_cpu_offload`` is read as ``cpu_offload``, ``max_grad_norm`` as
+        ``max_norm``.
 
         Raises:
-            ConfigError: ``args`` is neither a namespace nor a mapping, or the value of a field is not valid.
+            ConfigError: ``args`` is neither a namespace nor a mapping; the value of a field is not valid; or a name
+                requests a capability that this package lacks, such as ``sp_size=2``.
         """
-        return args if isinstance(args, cls) else cls(**known_values(args, _fields()))
+        if isinstance(args, cls):
+            return args
+        known, extra = split_arguments(args, _fields())
+        return cls(**known, extra=extra)
 
     @classmethod
     def resolve(cls, args: object, config: StrategyConfig | None) -> StrategyConfig:
@@ -220,17 +251,24 @@ class StrategyConfig:
         """Return the number of micro-batches of one optimizer step.
 
         Raises:
-            ConfigError: ``train_batch_size`` is not a multiple of micro batch size x ``world_size``.
+            ConfigError: ``train_batch_size`` is not a multiple of micro batch size x ``world_size``, or contradicts
+                ``gradient_accumulation_steps``.
         """
-        micro, total = self.micro_train_batch_size, self.train_batch_size
+        micro, total, steps = self.micro_train_batch_size, self.train_batch_size, self.gradient_accumulation_steps
         if total is None:
-            return 1
+            return steps or 1
         step = micro * world_size
         if total % step:
             lower = max(total // step, 1) * step
             raise ConfigError(
                 f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
                 f"ranks = {micro} x {world_size} = {step}. Use {lower} or {lower + step}."
+            )
+        if steps is not None and steps != total // step:
+            raise ConfigError(
+                f"cannot accumulate: gradient_accumulation_steps is {steps}, expected {total // step}, because "
+                f"train_batch_size is {total}, and a micro-batch has {micro} samples on each of {world_size} ranks. "
+                "Set only one of the two."
             )
         return total // step
 
@@ -257,7 +295,7 @@ class StrategyConfig:
 
 def _fields() -> dict[str, Any]:
     """Return the default of each field, in the order of definition."""
-    return {field.name: field.default for field in dataclasses.fields(StrategyConfig)}
+    return {field.name: field.default for field in dataclasses.fields(StrategyConfig) if field.name != "extra"}
 
 
 def _check(field: str, value: object, is_valid: bool, expected: str, fix: str = "") -> None:

@@ -6,6 +6,8 @@ over. For HSDP, the mesh also has a first axis, "replicate", along which paramet
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +20,7 @@ from fsdp2_strategy.distributed.process_group import (
     ranks_of,
     world_size,
 )
-from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules
+from fsdp2_strategy.distributed.torch_internals import forget_sharding_rules, set_timeout
 from fsdp2_strategy.errors import MeshError
 
 # One mesh for each group and shape. A new mesh for each call would leak: the threads and file descriptors of a mesh's
@@ -30,7 +32,8 @@ _groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[in
 def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> DeviceMesh:
     """Build a mesh of all ranks of the group in use, with ``shard_size`` ranks along its axis "shard"; collective.
 
-    The group in use is the ``process_group`` of the open strategy, if it has one: [Note: group in use].
+    The group in use is the open strategy's ``process_group``, else the default group, unless `on_group` sets another:
+    see [Note: group in use] in `process_group`.
 
     Args:
         shard_size: number of ranks that a parameter is split over; it must divide the world size. -1 means all ranks.
@@ -56,6 +59,9 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
         axes = ("replicate", "shard")[-len(shape) :]
         if group is None:
             _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+            if (timeout := group_timeout()) is not None:  # groups of a mesh with two axes have torch's default
+                for of_axis in _meshes[key].get_all_groups():
+                    set_timeout(of_axis, timeout)
         elif len(shape) == 1:
             _meshes[key] = DeviceMesh.from_group(group, device_type, mesh_dim_names=axes)
         else:
@@ -65,6 +71,14 @@ def build_mesh(shard_size: int = -1, *, device_type: str | None = None) -> Devic
             layout = torch.tensor(ranks).view(shape)
             _meshes[key] = DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=axes)
     return _meshes[key]
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Set the time-out of the group in use, and of all groups of this module's meshes; not collective."""
+    set_timeout(group_in_use(), timeout)
+    _forget_outdated()
+    for group in {*(group for mesh in _meshes.values() for group in mesh.get_all_groups()), *_groups.values()}:
+        set_timeout(group, timeout)
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:

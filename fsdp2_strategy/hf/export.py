@@ -43,11 +43,12 @@ from fsdp2_strategy.hf.save_plan import (
     values_of_shares,
     write_requests,
 )
-from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
+from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.write import force_to_disk, write_all
 from fsdp2_strategy.model.failed_loads import check_usable
-from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -79,10 +80,10 @@ def save_model(
         model: sharded or not, or a wrapper.
         tokenizer: tokenizer or processor to save with the model, or None.
         output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
-        dtype: dtype of floating-point parameters in the files. By default that of the shards: fp32 for
-            trained parameters unless ``use_mp_opt`` is true, which takes twice the space of bf16.
-        max_shard_size: maximum size of a transformers model's files: bytes, or a number with a unit of 10^3 ("5GB") or
-            2^10 ("5GiB").
+        dtype: dtype of floating-point parameters in the files. By default that of the shards: for
+            trained parameters fp32 (twice the space of bf16), unless ``use_mp_opt`` is true.
+        max_shard_size: maximum size of a transformers model's files: bytes, or a number with a decimal ("5GB") or
+            binary ("5GiB") unit.
         merge_adapters: write a peft model as its base model, with adapters merged in the dtype of the base weights. If
             false, write only its adapters, as a folder that ``PeftModel.from_pretrained`` loads.
         **kwargs: arguments of ``save_pretrained``: push_to_hub with repo_id, commit_message, private, token, revision
@@ -101,7 +102,8 @@ def save_model(
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
-        name = original_class(root).__name__
+        check_tokenizer(root, tokenizer)
+        name = class_name(root)
         folder = Path(output_dir)
         _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
@@ -174,7 +176,7 @@ def save_adapters(
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
-        name = original_class(root).__name__
+        name = class_name(root)
         folder = Path(output_dir)
         _check_arguments(kwargs)
         if kwargs.get("variant") or not kwargs.get("save_original_format", True):
@@ -227,7 +229,7 @@ def _write(
             write_all(write_requests(shares, entries))
     gathered: dict[str, torch.Tensor] = {}
     for tensor_name in (n for n in regions if n not in direct):
-        # If one rank failed, the others would wait for it in the next gather; so all ranks compare after each tensor.
+        # If one rank failed, the others would wait for it in the next gather. So ranks agree after each tensor.
         with all_or_none(f"export {name}", CheckpointError):
             write_all(gathered_write_requests(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
@@ -263,11 +265,14 @@ def _in_bytes(size: int | str) -> int:
 
 
 def _remove_earlier(folder: Path, files: Sequence[File], suffix: str, index_name: str) -> None:
-    """Remove an earlier export of the same variant: its index, and all files that no new file replaces.
+    """Remove an earlier export of the same variant: its index, and all files that no new file replaces; and adapters.
 
-    The index is removed first. So if a later step fails, the folder does not load as a mix of two exports.
+    The index is removed first. So if a later step fails, the folder does not load as a mix of two exports. Without
+    ``adapter_config.json``, ``from_pretrained`` would apply adapters to weights that they are merged into.
     """
     (folder / index_name).unlink(missing_ok=True)
+    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
+    (folder / f"{ADAPTER_WEIGHTS}.safetensors").unlink(missing_ok=True)
     replaced = {file.name for file in files}
     for old in folder.glob("model*.safetensors"):
         is_earlier = re.fullmatch(rf"model{re.escape(suffix)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name)

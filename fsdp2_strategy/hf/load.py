@@ -26,13 +26,12 @@ from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicated_reads import divide_reads
-from fsdp2_strategy.hf.skeleton import original_class
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.verified_read import Reader
 from fsdp2_strategy.hf.weights_folder import CONFIG, WeightsSource, open_folder, origin_of
 from fsdp2_strategy.model.failed_loads import mark_usable
 from fsdp2_strategy.model.fingerprint import store_initial_sums
-from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.materialize import has_uninitialised_tensors, is_uninitialised, mark_initialised, materialize
 from fsdp2_strategy.model.ranks import on_model_ranks
@@ -50,7 +49,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
         model: a model, sharded or not, or its wrapper; tensors that are not sharded are read in full.
         path: a folder, a safetensors file or an index; None for the folders that ``from_pretrained`` was called with
             under `init_on_meta`.
-        strict: raise if the files lack a tensor of the model that they belong to, or have one that this model lacks.
+        strict: raise if the files lack a tensor of the model that they belong to, or have one that is not in it.
             Tensors outside of that model, such as a value head, may be missing.
 
     Returns:
@@ -77,7 +76,7 @@ def load_pretrained(model: nn.Module) -> LoadReport:
 @on_model_ranks
 def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) -> LoadReport:
     root = unwrap_model(model)
-    name = original_class(root).__name__
+    name = class_name(root)
     with all_or_none(f"load {name}", CheckpointError):
         if is_recording():
             raise CheckpointError(
@@ -88,8 +87,8 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
         known = _origins(root, path)
         if path is None and not known and not has_uninitialised_tensors(root):
             raise CheckpointError(
-                f"cannot load {name}: no path was given, and none of its tensors lacks values or was built by "
-                "from_pretrained under init_on_meta, expected one of these. Pass the path of the weights."
+                f"cannot load {name}: no path was given, all its tensors have values, and no module was built "
+                "by from_pretrained under init_on_meta, expected a path. Pass the path of the weights."
             )
         targets, report = match_tensors(root, known, allowed_missing)
         to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
@@ -125,11 +124,10 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
             unknown = initialize(root, empty, current_device())
             if unknown:
                 raise CheckpointError(
-                    f"cannot initialise {name}: {some(unknown, 'tensor')} are not in the files, and neither an init "
-                    "function nor a constructor gives them values, expected one of these. A constructor cannot "
-                    "be repeated if it reads values from files, or draws from its own torch.Generator. Give the "
-                    "tensors values in a reset_parameters method that the constructor calls, or build the module "
-                    "outside of init_on_meta."
+                    f"cannot initialise {name}: the files lack {some(unknown, 'tensor')}, and neither an init function "
+                    "nor a constructor gives them values, expected one of these. A constructor cannot be repeated if "
+                    "it reads values from files, or draws from its own torch.Generator. Give the tensors values in a "
+                    "reset_parameters method that the constructor calls, or build the module outside of init_on_meta."
                 )
     forget(root)
     mark_initialised(root)
@@ -143,7 +141,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
 
 
 def _empty(target: Target) -> TensorWithoutValues:
-    """Describe a tensor without values; its dtype is the one in which ``from_pretrained`` would draw the values."""
+    """Describe a tensor without values, with the dtype in which ``from_pretrained`` would draw them (None: its own)."""
     dtype = None
     if target.origin is not None:
         path, _, key = target.name_in_origin.rpartition(".")
@@ -169,7 +167,7 @@ def _check_unchanged(targets: Sequence[Target]) -> None:
 
 
 def _origins(root: nn.Module, path: str | Path | None) -> dict[nn.Module, tuple[WeightsSource, str]]:
-    """Map each module whose values are in files to their origin, and to the module's name in the origin's model."""
+    """Map each module whose values are in files to the origin of the values and its name in the origin's model."""
     known = {module: origin for module in root.modules() if (origin := origin_of(module))}
     if path is None:
         return known

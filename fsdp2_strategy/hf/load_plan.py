@@ -20,9 +20,9 @@ from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
 from fsdp2_strategy.hf.regions import Region, sources_of
 from fsdp2_strategy.hf.replicated_reads import read_request_for
-from fsdp2_strategy.hf.skeleton import original_class
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
 from fsdp2_strategy.hf.weights_folder import WeightsSource, read_headers
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
 
 
@@ -145,7 +145,7 @@ def _check_names(
     allowed_missing: str,
 ) -> None:
     """Raise if the names do not match as ``allowed_missing`` requires; for ``"heads"``, log other differences."""
-    name = original_class(root).__name__
+    name = class_name(root)
 
     def is_optional(target: Target) -> bool:
         pattern = recipes[target.origin].may_be_missing if target.origin else None

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp2_strategy.distributed.torch_internals import ATTRIBUTES_OF_FSDP, STATE_OF_FSDP, non_persistent_buffers
 from fsdp2_strategy.hf.library_internals import (
@@ -23,16 +22,11 @@ from fsdp2_strategy.hf.library_internals import (
     register_recorded_outputs,
     unregister_recorded_outputs,
 )
+from fsdp2_strategy.model.fsdp_state import original_class
 from fsdp2_strategy.model.state import ATTACHED
 
 # These attributes are not copied: they change initialisation and generation, or may refer to the original model.
 _LEFT_OUT = (ATTACHED, *ATTRIBUTES_OF_FSDP, *ATTRIBUTES_OF_AN_INSTANCE)
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard` renamed it."""
-    cls = type(module)
-    return cls.__mro__[2] if isinstance(module, FSDPModule) and cls.__name__.startswith("FSDP") else cls
 
 
 def keep_recorded_outputs(module: nn.Module) -> None:

@@ -197,7 +197,7 @@ def _group_adjacent(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 @torch.no_grad()
 def _write(fd: int, runs: Sequence[_Run], scratch: threading.local, *, hashed: bool) -> Block | None:
-    """Write adjacent runs: large CPU tensors directly if they need no cast, all others through a scratch buffer."""
+    """Write adjacent runs: large contiguous CPU tensors without cast directly, others through a scratch buffer."""
     digest = xxhash.xxh3_64() if hashed else None
     begin, filled = runs[0].offset, 0
     for run in runs:

@@ -69,3 +69,14 @@ def reset_units(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             mark_idle(fsdp_state_of(module))
             forget_forward_root(fsdp_state_of(module))
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` renamed it."""
+    cls = type(module)
+    return cls.__mro__[2] if isinstance(module, FSDPModule) and cls.__name__.startswith("FSDP") else cls
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the class that a module had before `fully_shard` renamed it."""
+    return original_class(module).__name__

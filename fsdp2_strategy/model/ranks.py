@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.mesh import group_of
 from fsdp2_strategy.distributed.process_group import group_in_use, on_group, ranks_of
 from fsdp2_strategy.distributed.torch_internals import mesh_of
+from fsdp2_strategy.errors import ArgumentError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.wrappers import unwrap_model
 
@@ -47,11 +48,20 @@ def on_ranks_of(subject: DeviceMesh | nn.Module | Iterable[torch.Tensor]) -> Ite
 
 
 def on_model_ranks(function: F) -> F:
-    """Decorate a function whose first parameter is ``model``: run it within `on_ranks_of` that model."""
+    """Decorate a function whose first parameter is ``model``: run it within `on_ranks_of` that model.
+
+    The function raises ArgumentError if the model is not an nn.Module.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with on_ranks_of(args[0] if args else kwargs["model"]):
+        model = args[0] if args else kwargs["model"]
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(
+                f"cannot call {function.__name__}: the model is a {type(model).__name__}, expected an nn.Module. Check "
+                "the order of the arguments."
+            )
+        with on_ranks_of(model):
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.errors import ConfigError, ShardError
-from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.master_weights import masters_of, refresh_masters_of
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
@@ -130,7 +130,7 @@ class EMA:
             shape = list(parameters[name].shape) if name in parameters else None
             if shape != list(average.shape):
                 raise ShardError(
-                    f"cannot use these averages with {type(root).__name__}: {name} is "
+                    f"cannot use these averages with {class_name(root)}: {name} is "
                     f"{f'of shape {shape}' if shape is not None else 'missing'}, expected shape {list(average.shape)}. "
                     "Use a model with the parameters that were averaged."
                 )

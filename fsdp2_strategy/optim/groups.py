@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import OptimizerError
-from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.errors import ArgumentError, OptimizerError, did_you_mean
+from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -78,9 +78,9 @@ def build_optimizer(
         also split by dtype and mesh, so several groups may have the same name.
 
     Raises:
-        OptimizerError: no parameter is trainable; a group matches no parameter, or contains a parameter of another
-            model; two groups share a parameter; the class does not support sharded parameters; or, without
-            ``masters``, only some of the parameters are in half precision.
+        OptimizerError: no parameter is trainable; a group matches no trainable parameter, or contains a trainable
+            parameter of another model; two groups share a parameter; the class does not support sharded parameters; or,
+            without ``masters``, only some of the parameters are in half precision.
 
     Example::
 
@@ -100,7 +100,7 @@ def build_optimizer(
     trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not trainable:
         raise OptimizerError(
-            f"cannot build an optimizer: no parameter of {type(model).__name__} is trainable, expected at least one. "
+            f"cannot build an optimizer: no parameter of {class_name(model)} is trainable, expected at least one. "
             "Set requires_grad first."
         )
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -211,16 +211,24 @@ def _exempt(model: nn.Module, trainable: dict[str, nn.Parameter], no_decay: Sequ
 def _construct(
     optimizer_cls: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Optimizer:
+    known = inspect.signature(optimizer_cls).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if not takes_any and (unknown := [name for name in options if name not in known]):
+        name = getattr(optimizer_cls, "__name__", "the optimizer")
+        raise ArgumentError(
+            f"cannot build an optimizer: {unknown[0]!r} is not an argument of {name}, "
+            f"expected one of {', '.join(known)}.{did_you_mean(unknown[0], known)}"
+        )
     parameters = [p for group in groups for p in group["params"]]
     if optimizer_cls in _NO_DTENSOR and any(isinstance(p, DTensor) for p in parameters):
         raise OptimizerError(
             f"cannot build an optimizer: {optimizer_cls.__name__} does not support sharded parameters, expected one "
             "that does. Use AdamW, Adam, SGD, Adagrad or RMSprop."
         )
-    if options.keys() & {"fused", "foreach"} or "foreach" not in inspect.signature(optimizer_cls).parameters:
+    if options.keys() & {"fused", "foreach"} or "foreach" not in known:
         return optimizer_cls(groups, **options)
     is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
-    # Adam's is the only fused kernel of torch that supports DTensors.
+    # Only the fused kernels of Adam and AdamW support DTensors.
     fused = is_adam and all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return optimizer_cls(groups, **options, **({"fused": True} if fused else {"foreach": True}))
 
@@ -241,9 +249,9 @@ def _check_dtypes(parameters: Collection[nn.Parameter], *, masters: bool) -> Non
         log("the optimizer keeps fp32 master weights of %d of %d parameters", half, total)
     elif 0 < half < total:
         raise OptimizerError(
-            f"cannot train {half} parameters: they are stored in half precision while the others have fp32 master "
-            "weights, expected master weights for all. Set requires_grad before prepare_model(is_training=True); to "
-            "train them only later, freeze them after it."
+            f"cannot train {half} parameters: they are stored in half precision and the others in fp32, expected "
+            "fp32 for all. Make them trainable before prepare_model(is_training=True). If they "
+            "train only later, freeze them after that call."
         )
     elif half:
         log(

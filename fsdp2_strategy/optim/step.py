@@ -25,17 +25,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.config.strategy_config import GradSync
+from fsdp2_strategy.config.strategy_config import GradSync, SyncBuffers
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError
-from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.buffers import have_buffers_changed
+from fsdp2_strategy.model.buffers import sync_buffers as sync
+from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
 
@@ -57,7 +60,7 @@ class StepResult:
 class LossScale:
     """Dynamic loss scale, which keeps float16 gradients from underflowing.
 
-    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after any other step.
+    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after a step without.
     """
 
     value: float = 2.0**16
@@ -87,7 +90,7 @@ class Accumulation:
     checked_optimizer: ref[Optimizer] | None = None
     """The optimizer that last passed `_check_parameters`."""
     last_sync: bool | None = None
-    """``is_last`` of the last `set_gradient_sync` that `backward` called; None, before any call, acts like True."""
+    """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
 
 
 _ACCUMULATION = Slot[Accumulation]("accumulation")
@@ -122,8 +125,10 @@ def backward(
             gradient is that of (sum of all losses) / num_items_in_batch.
 
     Raises:
-        StepError: ``num_items_in_batch`` is not positive.
+        StepError: ``num_items_in_batch`` is not positive; or the loss is not a tensor with one element and an autograd
+            graph.
     """
+    _check_loss(loss)
     own = accumulation_of(model)
     factor = _loss_factor(accumulation_steps, num_items_in_batch) * (own.scale.value if own.scale else 1.0)
     is_last = (own.micro_batches + 1) % accumulation_steps == 0
@@ -142,6 +147,7 @@ def optimizer_step(
     accumulation_steps: int = 1,
     max_norm: float = 0.0,
     name: str = "model",
+    sync_buffers: SyncBuffers = "broadcast",
 ) -> StepResult:
     """Step the optimizer if this was the last micro-batch; call it after each `backward`; collective.
 
@@ -155,14 +161,22 @@ def optimizer_step(
         accumulation_steps: micro-batches per step.
         max_norm: global norm that gradients are clipped to; 0 disables clipping.
         name: name of the model in log and error messages.
+        sync_buffers: how buffers that have changed are made equal on all ranks; see [Note: changing buffers] in
+            `model.buffers`.
 
     Returns:
         Whether the optimizer stepped, and the gradient norm.
 
     Raises:
-        StepError: `backward` was not called since the last step, or the optimizer belongs to another model.
+        StepError: `backward` was not called since the last step, or the optimizer belongs to another model or
+            was created before this one was sharded.
         OffloadError: the model or the optimizer is offloaded.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise StepError(
+            f"cannot step {name!r}: the optimizer is {_described(optimizer)}, expected a torch optimizer. Pass the one "
+            "that create_optimizer returned, and check the order of the arguments."
+        )
     own = accumulation_of(model)
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
         _check_parameters(optimizer, unwrap_model(model))
@@ -174,13 +188,35 @@ def optimizer_step(
         )
     if own.micro_batches % accumulation_steps:
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
-    stepped, norm = take_step(optimizer, model, scheduler, max_norm, own.scale)
+    stepped, norm = take_step(optimizer, model, scheduler, max_norm, own.scale, sync_buffers=sync_buffers)
     own.micro_batches = 0
     own.steps += stepped
     if not stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
         log(message, name, own.steps + 1, norm, level=logging.WARNING)
     return StepResult(step=own.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
+
+
+def _check_loss(loss: object) -> None:
+    """Raise StepError unless a loss can be differentiated."""
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(
+            f"cannot run backward: the loss is {_described(loss)}, expected a tensor. Check the order of the "
+            "arguments: backward(loss, model, optimizer)."
+        )
+    if loss.numel() != 1:
+        raise StepError(
+            f"cannot run backward: the loss has the shape {list(loss.shape)}, expected one element. Take its mean."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "cannot run backward: the loss has no autograd graph, expected one. It was computed under torch.no_grad, "
+            "detached, or does not depend on a trainable parameter."
+        )
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
@@ -236,21 +272,28 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
         check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
-    return _clip(parameters, max_norm)
+    return _clip(parameters, max_norm)[0]
 
 
-def _clip(parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
-    """Divide all gradients by the loss scale and clip them; return their norm before clipping; collective."""
+def _clip(
+    parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0, *, flag: bool = False
+) -> tuple[float, bool]:
+    """Divide all gradients by the loss scale and clip them; collective.
+
+    Returns:
+        The norm before clipping, and whether ``flag`` is true on any rank.
+    """
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     with on_ranks_of(parameters):
-        norm = math.sqrt(_sum_of_squares(grads)) / scale
+        squares, is_any = _sum_of_squares(grads, flag=flag)
+    norm = math.sqrt(squares) / scale
     clips = max_norm > 0 and norm > max_norm
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
         # Local tensors avoid the dispatch through DTensor.
         torch._foreach_mul_([local_of(grad) for grad in grads], factor)
-    return norm
+    return norm, is_any
 
 
 def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
@@ -260,7 +303,7 @@ def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise StepError(
-            f"cannot step: the optimizer has {len(foreign)} parameters that are not in {type(root).__name__}, expected "
+            f"cannot step: the optimizer has {len(foreign)} parameters that are not in {class_name(root)}, expected "
             "only parameters of this model. Create it for this model, after prepare_model."
         )
 
@@ -271,6 +314,8 @@ def take_step(
     scheduler: LRScheduler | None,
     max_norm: float,
     scale: LossScale | None = None,
+    *,
+    sync_buffers: SyncBuffers = "broadcast",
 ) -> tuple[bool, float]:
     """Clip, step optimizer and schedule, clear the gradients; if the norm is not finite, only clear; collective.
 
@@ -280,46 +325,81 @@ def take_step(
         scheduler: learning-rate schedule, stepped with the optimizer.
         max_norm: global norm to clip to; 0 disables clipping.
         scale: loss scale; gradients are divided by it, and it is adapted.
+        sync_buffers: how buffers that have changed are made equal on all ranks.
 
     Returns:
         Whether the optimizer stepped, and the norm before clipping; both are equal on all ranks.
 
     Raises:
         OffloadError: the model or the optimizer is offloaded.
+        ShardError: the model was cast after it was sharded.
     """
     root = unwrap_model(model)
     check_resident(root, "step")
     check_resident(optimizer, "step")
+    check_dtypes(root)
     reshard(root)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    norm = _clip(parameters, max_norm, scale.value if scale else 1.0)
+    is_changed = sync_buffers != "off" and have_buffers_changed(root)
+    norm, is_any_changed = _clip(parameters, max_norm, scale.value if scale else 1.0, flag=is_changed)
+    if is_any_changed:
+        with on_ranks_of(root):
+            sync(root, sync_buffers)
     finite = math.isfinite(norm)
     if scale is not None:
         scale.update(finite=finite)
     if finite:
-        optimizer.step()
+        state = model_state(optimizer)
+        state.set(_IS_STEPPING, True)
+        try:
+            optimizer.step()
+        finally:
+            state.set(_IS_STEPPING, False)
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return finite, norm
 
 
+_IS_STEPPING = Slot[bool]("stepping in take_step")
+
+
+def forbid_direct_steps(optimizer: Optimizer) -> None:
+    """Make ``optimizer.step()`` raise StepError unless `take_step` calls it; not collective."""
+    optimizer.register_step_pre_hook(_raise_on_direct_step)
+
+
+def _raise_on_direct_step(optimizer: Optimizer, *_: object) -> None:
+    if not model_state(optimizer).get(_IS_STEPPING):
+        raise StepError(
+            f"cannot step this {type(optimizer).__name__} directly: gradients would not be clipped, and the step would "
+            "not be counted, so every checkpoint would have the same name. Call strategy.optimizer_step(optimizer, "
+            "model, scheduler); or create the optimizer with build_optimizer, which the strategy does not control."
+        )
+
+
 @torch.no_grad()
-def _sum_of_squares(grads: list[torch.Tensor]) -> float:
-    """Return the sum of squares of all gradients; collective, with one host synchronisation."""
+def _sum_of_squares(grads: list[torch.Tensor], *, flag: bool) -> tuple[float, bool]:
+    """Return the sum of squares of all gradients, and whether ``flag`` is true on any rank.
+
+    Collective, with one all-reduce and one host synchronisation.
+    """
     grouped: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         local = local_of(grad)
         grouped[local.device, local.dtype, _copies(grad)].append(local)
     on_accelerator = any(grad.device.type != "cpu" for grad in grads)
     device = current_device() if on_accelerator else control_device()
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    if flag:
+        total[1] = 1.0
     for (_, dtype, copies), locals_ in grouped.items():
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
-        total += (squares / copies).to(total.device, non_blocking=True)
+        total[0] += (squares / copies).to(total.device, non_blocking=True)
     dist.all_reduce(total, group=group_in_use())
-    return total.item()
+    squares, flags = total.tolist()
+    return squares, flags > 0
 
 
 def _copies(grad: torch.Tensor) -> int:

@@ -27,6 +27,7 @@ from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.weights_folder import source_of_weights
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
@@ -76,7 +77,7 @@ class TransformersEngine:
         root: Any = without_adapters(unwrap_model(model)).model
         if not is_transformers_model(root) or not root.can_generate():
             raise RolloutError(
-                f"cannot generate: the model is a {type(root).__name__}, expected a transformers model with a "
+                f"cannot generate: the model is a {class_name(root)}, expected a transformers model with a "
                 "generate method. Use another engine."
             )
 
@@ -190,7 +191,7 @@ class _WeightLoader:
         reached = {id(state[own_name]) for own_name in recipe}
         if lost := [name for name, p in model.named_parameters() if id(p) not in reached]:
             raise RolloutError(
-                f"cannot make an engine: {some(lost)} of {type(model).__name__} are not in the stream of its weights, "
+                f"cannot make an engine: {some(lost)} of {class_name(model)} are not in the stream of its weights, "
                 "expected all parameters. Use another engine."
             )
 

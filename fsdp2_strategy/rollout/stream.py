@@ -27,9 +27,9 @@ from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
-from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.failed_loads import check_usable
-from fsdp2_strategy.model.fsdp_state import reshard
+from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
@@ -79,7 +79,7 @@ def stream_weights(
             raise RolloutError(str(error)) from error
         yield from _run(buckets, is_early=is_early)
         return
-    action = f"stream {original_class(root).__name__}"
+    action = f"stream {class_name(root)}"
     with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
         with all_or_none(action, RolloutError):
             reshard(root)

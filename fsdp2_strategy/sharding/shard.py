@@ -20,8 +20,9 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.fingerprint import store_initial_sums
-from fsdp2_strategy.model.fsdp_state import is_sharded, parameter_groups
+from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
@@ -44,6 +45,7 @@ from fsdp2_strategy.sharding.vision_encoders import (
 )
 
 _IS_FOR_TRAINING = Slot[bool]("sharded for training")
+_DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
 def shard_model(
@@ -124,7 +126,7 @@ def shard_model(
     if is_sharded(root):
         if is_training and model_state(root).get(_IS_FOR_TRAINING) is False:
             raise ShardError(
-                f"cannot shard {type(root).__name__} for training: it is already sharded for inference, without fp32 "
+                f"cannot shard {class_name(root)} for training: it is already sharded for inference, without fp32 "
                 "master weights, expected a model that is not sharded. Pass is_training=True in the first call."
             )
         return model
@@ -177,10 +179,40 @@ def shard_model(
             prefetch([unit.module for unit in plan.units if unit.kind not in ("root", "vision")], prefetch_depth)
         hooks.add_entry_points((*forward_methods, *plan.entry_points))
         model_state(root).set(_IS_FOR_TRAINING, is_training)
+        if is_training:
+            model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
         register_wrapper(root)
         store_initial_sums(root)
+        remember_buffers(root)
         log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
     return model
+
+
+def is_for_training(model: nn.Module) -> bool:
+    """Return whether a model was sharded for training; if `shard_model` did not shard it, whether it has gradients."""
+    root = unwrap_model(model)
+    known = model_state(root).get(_IS_FOR_TRAINING)
+    return any(p.requires_grad for p in root.parameters()) if known is None else known
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Free unsharded parameters, and raise if a shard no longer has the dtype that `shard_model` gave it.
+
+    Raises:
+        ShardError: the dtype of a parameter has changed, for example by ``model.to(torch.bfloat16)``.
+    """
+    root = unwrap_model(model)
+    dtypes = model_state(root).get(_DTYPES)
+    if dtypes is None:
+        return
+    reshard(root)
+    for name, parameter in root.named_parameters():
+        if dtypes.get(name, parameter.dtype) != parameter.dtype:
+            raise ShardError(
+                f"cannot train {class_name(root)}: {name} is {parameter.dtype} since prepare_model, expected "
+                f"{dtypes[name]}. Do not cast the model after prepare_model: the compute dtype is a setting (bf16 "
+                "or fp16)."
+            )
 
 
 def _add_collective_hooks(plan: ShardPlan, debug_divergence_seconds: float) -> None:

@@ -27,6 +27,7 @@ from fsdp2_strategy.checkpoint import load_checkpoint
 from fsdp2_strategy.checkpoint.data_position import LATER
 from fsdp2_strategy.checkpoint.random_state import load_rng
 from fsdp2_strategy.checkpoint.training_state import advance_scheduler
+from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.agreement import from_rank_0
@@ -59,6 +60,7 @@ _INPUTS = {
 }
 
 
+@check_keywords
 class VLAFSDPStrategy(TrainingStrategy):
     """Train a vision-language-action model; every rank constructs one object with the same arguments.
 

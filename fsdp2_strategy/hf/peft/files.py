@@ -21,7 +21,8 @@ from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.peft.merge import has_adapters
 from fsdp2_strategy.hf.regions import Region
-from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
+from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -92,7 +93,7 @@ def _adapted_model(root: nn.Module) -> nn.Module:
     outermost = [m for m in found if not any(m is not other and m in set(other.modules()) for other in found)]
     if len(outermost) != 1:
         raise CheckpointError(
-            f"cannot export adapters: {original_class(root).__name__} contains {len(outermost)} peft models, "
+            f"cannot export adapters: {class_name(root)} contains {len(outermost)} peft models, "
             "expected one. Leave out merge_adapters=False, or export one peft model at a time."
         )
     return outermost[0]
@@ -128,6 +129,6 @@ def _check_complete(root: nn.Module, held: Sequence[torch.Tensor]) -> None:
     there = {id(tensor) for tensor in held}
     if lost := [clean(n) for n, p in root.named_parameters() if p.requires_grad and id(p) not in there]:
         raise CheckpointError(
-            f"cannot export the adapters of {original_class(root).__name__} alone: it trains {some(lost)} as well, "
+            f"cannot export the adapters of {class_name(root)} alone: it trains {some(lost)} as well, "
             "expected only adapters. Name the modules in modules_to_save, or save the full model."
         )

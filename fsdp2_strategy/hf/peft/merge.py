@@ -30,7 +30,8 @@ from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import reset_caches
-from fsdp2_strategy.hf.skeleton import meta_skeleton, original_class
+from fsdp2_strategy.hf.skeleton import meta_skeleton
+from fsdp2_strategy.model.fsdp_state import class_name, original_class
 from fsdp2_strategy.model.names import clean
 from fsdp2_strategy.model.placeholders import computed, values_of
 from fsdp2_strategy.model.shards import shard_ranges, shard_view
@@ -177,7 +178,7 @@ def _path_inside(module: nn.Module, *, merging: bool) -> str:
     if isinstance(module, PeftModel | PeftMixedModel):
         if merging and not isinstance(module.base_model, BaseTuner):
             raise CheckpointError(
-                f"cannot merge adapters: {original_class(module).__name__} learns prompts, expected adapters of "
+                f"cannot merge adapters: {class_name(module)} learns prompts, expected adapters of "
                 "weights. Save only the adapters with merge_adapters=False."
             )
         return "base_model"

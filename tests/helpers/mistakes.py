@@ -1,0 +1,864 @@
+"""The table of mistakes that new users make: each function makes one, end to end; docs/troubleshooting.md is the table.
+
+Input: an empty folder that all ranks share. Output: the error that the user gets, or the warning in the log.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2_strategy import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    DamageError,
+    FSDPV2Strategy,
+    MeshError,
+    OffloadError,
+    OptimizerError,
+    ResumableLoader,
+    RolloutError,
+    ShardError,
+    StepError,
+    StrategyConfig,
+    build_optimizer,
+)
+from helpers.folders import small_tokenizer
+from helpers.models import batch_of, build, loss_of
+from helpers.training import prepared, strategy_for, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A mistake, what the user reads, and what the page says about it."""
+
+    section: str
+    message: str
+    """A part of the message, as the user reads it."""
+    cause: str
+    fix: str
+    make: Callable[[Path], object]
+    error: type[Exception] | None
+    """None: a warning is logged on rank 0."""
+
+
+MISTAKES: dict[str, Mistake] = {}
+_section = [""]
+
+
+def mistake(message: str, error: type[Exception] | None, cause: str, fix: str):
+    def register(make):
+        assert make.__name__ not in MISTAKES, make.__name__
+        MISTAKES[make.__name__] = Mistake(
+            section=_section[0], message=message, cause=cause, fix=fix, make=make, error=error
+        )
+        return make
+
+    return register
+
+
+def page(mistakes: Iterable[Mistake] = MISTAKES.values()) -> str:
+    """Return docs/troubleshooting.md."""
+    lines = [
+        "# Troubleshooting",
+        "",
+        "Messages of mistakes that are easily made, their causes, and what to do. Each line is tested on two ranks:",
+        "every rank raises the error, before anything is lost. `tests/helpers/mistakes.py` makes each mistake, and",
+        "`python tests/test_mistakes.py` writes this page.",
+    ]
+    section = ""
+    for each in mistakes:
+        if each.section != section:
+            section = each.section
+            lines += ["", f"## {section}", "", "| Message | Cause | What to do |", "|---|---|---|"]
+        kind = "warning" if each.error is None else each.error.__name__
+        lines.append(f"| {kind}: {each.message} | {each.cause} | {each.fix} |")
+    return "\n".join(lines) + "\n"
+
+
+def on_rank_0(change: Callable[[], object]) -> None:
+    """Change files on rank 0 while the others wait."""
+    if dist.get_rank() == 0:
+        change()
+    dist.barrier()
+
+
+def saved(folder: Path, steps: int = 1):
+    """Train and save a checkpoint; return the strategy and what it trained."""
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(steps))
+    strategy.save_ckpt(model, folder / "ckpts", client_state={"step": steps})
+    return strategy, model, optimizer, scheduler
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+_section[0] = "Configuration"
+
+
+@mistake(
+    "cannot call FSDPV2Strategy: 'max_nrom' is not an argument",
+    ArgumentError,
+    "The name of an argument is mistyped.",
+    "Use the name that the message suggests.",
+)
+def a_mistyped_argument_of_the_constructor(folder):
+    FSDPV2Strategy(max_nrom=1.0)
+
+
+@mistake(
+    "cannot call load_ckpt: 'load_modul_only' is not an argument",
+    ArgumentError,
+    "The name of an argument is mistyped.",
+    "Use the name that the message suggests.",
+)
+def a_mistyped_argument_of_a_method(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.load_ckpt(model, folder / "ckpts", load_modul_only=True)
+
+
+@mistake(
+    "cannot configure: sp_size is 2, expected None or 0 or 1",
+    ConfigError,
+    "The trainer's arguments request sequence parallelism.",
+    "Remove the option. The same holds for other parallel sizes and for `grad_accum_dtype`.",
+)
+def a_capability_that_we_lack(folder):
+    FSDPV2Strategy(args=Namespace(sp_size=2))
+
+
+@mistake(
+    "cannot configure: max_norm is 1.0 and max_grad_norm is 0.5, expected one value",
+    ConfigError,
+    "Two names of one setting have different values.",
+    "Set only `max_norm`.",
+)
+def two_values_of_one_setting(folder):
+    FSDPV2Strategy(args=Namespace(max_norm=1.0, max_grad_norm=0.5))
+
+
+@mistake(
+    "cannot accumulate: gradient_accumulation_steps is 3, expected 2",
+    ConfigError,
+    "Batch size and accumulation contradict each other.",
+    "Set only one of `train_batch_size` and `gradient_accumulation_steps`.",
+)
+def accumulation_that_contradicts_the_batch_size(folder):
+    FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=8, gradient_accumulation_steps=3)
+
+
+@mistake(
+    "cannot accumulate: train_batch_size is 9, expected a multiple of",
+    ConfigError,
+    "The global batch cannot be split into equal micro-batches on all ranks.",
+    "Use one of the two sizes that the message names.",
+)
+def a_batch_size_that_the_ranks_cannot_share(folder):
+    FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=9)
+
+
+@mistake(
+    "cannot configure: 'max_nrom' is not a field of StrategyConfig",
+    ConfigError,
+    "A key of the YAML file is mistyped.",
+    "Use the name that the message suggests.",
+)
+def a_mistyped_key_in_yaml(folder):
+    on_rank_0(lambda: (folder / "config.yaml").write_text("max_nrom: 1.0\n"))
+    StrategyConfig.from_yaml(folder / "config.yaml")
+
+
+@mistake(
+    "cannot configure: max_norm is '1e-3', expected a finite number",
+    ConfigError,
+    "YAML reads `1e-3` as a string.",
+    "Write `1.0e-3`.",
+)
+def a_number_that_yaml_reads_as_text(folder):
+    on_rank_0(lambda: (folder / "config.yaml").write_text("max_norm: 1e-3\n"))
+    StrategyConfig.from_yaml(folder / "config.yaml")
+
+
+@mistake(
+    "cannot configure: bf16 is 'yes', expected true or false",
+    ConfigError,
+    "A switch is given as text.",
+    "Pass a bool.",
+)
+def a_switch_as_text(folder):
+    FSDPV2Strategy(bf16="yes")
+
+
+@mistake(
+    "cannot configure: args is a str",
+    ConfigError,
+    "`args` is not the namespace of the trainer's arguments.",
+    "Pass the result of argparse.",
+)
+def arguments_as_text(folder):
+    FSDPV2Strategy(args="--bf16")
+
+
+@mistake(
+    "StrategyConfig has no field 'kl_estimatr', and the trainer's arguments did not contain it.",
+    AttributeError,
+    "An option is read from `strategy.config` that nobody set.",
+    "Use the name that the message suggests, or add the option to the trainer's arguments.",
+)
+def an_option_that_nobody_set(folder):
+    FSDPV2Strategy(args=Namespace(kl_estimator="k3")).config.kl_estimatr  # noqa: B018
+
+
+@mistake(
+    "cannot build a mesh: shard_size is 3, expected a divisor of the world size 2",
+    MeshError,
+    "The ranks cannot be split into groups of this size.",
+    "Use a divisor of the number of ranks, or -1 for all.",
+)
+def a_shard_size_that_does_not_divide_the_ranks(folder):
+    strategy_for().prepare_model(build("llama"), shard_size=3)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+_section[0] = "Models"
+
+
+@mistake(
+    "cannot prepare a model: it is 'Qwen/Qwen3-0.6B', expected an nn.Module",
+    ShardError,
+    "`prepare_model` got the name of a model.",
+    "Load the model first, with `from_pretrained`.",
+)
+def the_name_of_a_model(folder):
+    strategy_for().prepare_model("Qwen/Qwen3-0.6B")
+
+
+@mistake(
+    "cannot prepare a model: it is a list, expected an nn.Module",
+    ShardError,
+    "`prepare_model` got several models.",
+    "Call it once for each model, or use `prepare`.",
+)
+def a_list_of_models(folder):
+    strategy_for().prepare_model([build("llama")])
+
+
+@mistake(
+    "the model is a DistributedDataParallel, expected a model without data parallelism",
+    ShardError,
+    "The model is wrapped already.",
+    "Pass the inner model, `model.module`.",
+)
+def a_model_within_ddp(folder):
+    strategy_for().prepare_model(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+
+
+@mistake(
+    "match no module of LlamaForCausalLM",
+    ShardError,
+    "A class name in `block_class_names` is mistyped.",
+    "Use the name that the message suggests, or leave the list empty: blocks are found by themselves.",
+)
+def a_mistyped_class_name(folder):
+    strategy_for(block_class_names=["LlamaDecoderLayr"]).prepare_model(build("llama"))
+
+
+@mistake(
+    "it is already sharded for inference, without fp32 master weights",
+    ShardError,
+    "The model was prepared before, without `is_training`.",
+    "Pass `is_training=True` in the first call.",
+)
+def training_after_inference(folder):
+    strategy = strategy_for(bf16=True)
+    model = strategy.prepare_model(build("llama"))
+    strategy.prepare_model(model, is_training=True)
+
+
+@mistake(
+    "since prepare_model, expected torch.float32. Do not cast the model after prepare_model",
+    ShardError,
+    "`model.to(torch.bfloat16)` after `prepare_model` rounds the fp32 master weights.",
+    "Remove the call: `bf16=True` computes in bf16.",
+)
+def a_cast_after_prepare(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    model.to(torch.bfloat16)
+    train(strategy, model, optimizer, None, range(1))
+
+
+@mistake(
+    "cannot shard Linear",
+    ShardError,
+    "The ranks built the model with different random seeds.",
+    "Build the model after the strategy, which seeds all ranks equally, or load the same files.",
+)
+def other_weights_on_each_rank(folder):
+    strategy = strategy_for()
+    torch.manual_seed(dist.get_rank())
+    strategy.prepare_model(nn.Linear(4, 4), is_training=True)
+
+
+@mistake(
+    "cannot build an optimizer: no parameter of Linear is trainable",
+    OptimizerError,
+    "All parameters are frozen.",
+    "Set `requires_grad` before `prepare_model`.",
+)
+def an_optimizer_without_parameters(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(nn.Linear(4, 4).requires_grad_(False), is_training=True)
+    strategy.create_optimizer(model)
+
+
+@mistake(
+    "cannot build an optimizer: 'weigth_decay' is not an argument of AdamW",
+    ArgumentError,
+    "The name of an option is mistyped.",
+    "Use the name that the message suggests.",
+)
+def a_mistyped_option_of_the_optimizer(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(nn.Linear(4, 4), is_training=True)
+    strategy.create_optimizer(model, weigth_decay=0.1)
+
+
+@mistake(
+    "cosin",
+    OptimizerError,
+    "The name of a schedule is mistyped.",
+    "Use the name that the message suggests.",
+)
+def a_mistyped_schedule(folder):
+    strategy = strategy_for()
+    _, optimizer, _ = prepared(strategy)
+    strategy.create_scheduler(optimizer, "cosin", num_training_steps=4)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+_section[0] = "Training"
+
+
+@mistake(
+    "cannot step this AdamW directly: gradients would not be clipped",
+    StepError,
+    "`optimizer.step()` was called on an optimizer of the strategy.",
+    "Call `strategy.optimizer_step(optimizer, model, scheduler)`, which clips and counts steps.",
+)
+def a_direct_step(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    optimizer.step()
+
+
+@mistake(
+    "no backward pass since its last step, expected at least one",
+    StepError,
+    "`loss.backward()` was called instead of `strategy.backward`.",
+    "Call `strategy.backward(loss, model, optimizer)`.",
+)
+def a_direct_backward(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    loss_of("llama", model, batch_of("llama", 0, dist.get_rank())).backward()
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "the optimizer is None, expected a torch optimizer",
+    StepError,
+    "The optimizer was not created.",
+    "Pass the optimizer that `create_optimizer` returned.",
+)
+def no_optimizer(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    strategy.optimizer_step(None, model)
+
+
+@mistake(
+    "parameters that are not in LlamaForCausalLM, expected only parameters of this model",
+    StepError,
+    "The optimizer belongs to another model, or was created before `prepare_model`.",
+    "Create it for this model, after `prepare_model`.",
+)
+def an_optimizer_from_before_prepare(folder):
+    strategy = strategy_for()
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    strategy.prepare_model(model, is_training=True)
+    strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "the loss has no autograd graph, expected one",
+    StepError,
+    "The loss was computed under `torch.no_grad`, or detached.",
+    "Compute the loss with gradients, and detach only the copy that is logged.",
+)
+def a_detached_loss(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank())).detach()
+    strategy.backward(loss, model, optimizer)
+
+
+@mistake(
+    "the loss has the shape [2], expected one element",
+    StepError,
+    "The loss is not reduced.",
+    "Take its mean.",
+)
+def a_loss_for_each_sample(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+    strategy.backward(torch.stack([loss, loss]), model, optimizer)
+
+
+@mistake(
+    "cannot use this model: it is a Tensor",
+    StepError,
+    "Arguments are in the wrong order.",
+    "Call `backward(loss, model, optimizer)`.",
+)
+def swapped_arguments_of_backward(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    strategy.backward(model, loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), optimizer)
+
+
+@mistake(
+    "num_items_in_batch is 0",
+    StepError,
+    "No token of the batch counts.",
+    "Sum the number of items over all ranks, and skip empty batches on all of them.",
+)
+def no_items_in_the_batch(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+    strategy.backward(loss, model, optimizer, num_items_in_batch=0)
+
+
+@mistake(
+    "cannot save the schedule: this LambdaLR was not stepped in 2 optimizer steps",
+    StepError,
+    "The schedule was created, but never passed to `optimizer_step`.",
+    "Call `optimizer_step(optimizer, model, scheduler)`.",
+)
+def a_schedule_that_is_never_stepped(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    train(strategy, model, optimizer, None, range(2))
+    strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "is in host memory, expected it on the device. Call reload_model first.",
+    OffloadError,
+    "The model was offloaded, and not reloaded before the step.",
+    "Call `reload_model` and `maybe_load_optimizer` first.",
+)
+def a_forward_of_an_offloaded_model(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.offload_model(model)
+    loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+
+
+@mistake(
+    "cannot use the strategy: it is closed, expected an open one",
+    StepError,
+    "The strategy was used after `close`, or after its `with` block.",
+    "Close it after the last use.",
+)
+def a_save_after_close(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.close()
+    strategy.save_ckpt(model, folder / "ckpts")
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+_section[0] = "Saving"
+
+
+@mistake(
+    "saving in the middle of a step: the gradients of 1 micro-batch are not saved",
+    None,
+    "A checkpoint was saved between two micro-batches of one step.",
+    "Save when `result.stepped` is true.",
+)
+def a_save_within_a_step(folder):
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model, optimizer, scheduler = prepared(strategy)
+    train(strategy, model, optimizer, scheduler, range(1))
+    strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "is replaced by a checkpoint of the same step 0 with other weights",
+    None,
+    "Steps of an optimizer that the strategy does not control are not counted, so all checkpoints have one name.",
+    "Step with `strategy.optimizer_step`, or pass a `tag`.",
+)
+def checkpoints_of_one_name(folder):
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = build_optimizer(model, lr=0.1)
+    for step in range(2):
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, dist.get_rank())), model, optimizer)
+        optimizer.step()
+        strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "client_state",
+    CheckpointError,
+    "The client state contains a value that JSON cannot represent.",
+    "Convert it: `tensor.tolist()`, `str(path)`.",
+)
+def a_tensor_in_the_client_state(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, folder / "ckpts", client_state={"reward": torch.zeros(1)})
+
+
+@mistake(
+    "tag is 'step/1', expected a plain directory name",
+    CheckpointError,
+    "The tag is a path.",
+    "Use a name like `global_step100`.",
+)
+def a_path_as_tag(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, folder / "ckpts", "step/1")
+
+
+@mistake(
+    "max_num is 0",
+    CheckpointError,
+    "No checkpoint would be kept.",
+    "Pass at least 1, or None for no limit.",
+)
+def a_limit_of_no_checkpoint(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, folder / "ckpts", max_num=0)
+
+
+@mistake(
+    "the same directory, tag, step, limits and objects to save on all ranks",
+    CheckpointError,
+    "Ranks chose different tags, for example from the time.",
+    "Make the tag from the step.",
+)
+def other_tags_on_each_rank(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, folder / "ckpts", f"at{dist.get_rank()}")
+
+
+@mistake(
+    "exists and is not a checkpoint of this package",
+    CheckpointError,
+    "A directory of other files has the name of the tag.",
+    "Choose another tag, or rename the directory.",
+)
+def a_tag_that_is_another_directory(folder):
+    on_rank_0(lambda: (folder / "ckpts" / "final" / "plots").mkdir(parents=True))
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_ckpt(model, folder / "ckpts", "final")
+
+
+@mistake(
+    "cannot save the tokenizer: it is a str, expected an object with save_pretrained",
+    CheckpointError,
+    "`save_model` got a path in place of the tokenizer.",
+    "Call `save_model(model, tokenizer, output_dir)`, with `None` for no tokenizer.",
+)
+def a_path_as_tokenizer(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_model(model, str(folder / "out"), small_tokenizer())
+
+
+@mistake(
+    "cannot call save_model: the model is a TokenizersBackend",
+    ArgumentError,
+    "Arguments are in the wrong order.",
+    "Call `save_model(model, tokenizer, output_dir)`.",
+)
+def a_tokenizer_as_model(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_model(small_tokenizer(), model, folder / "out")
+
+
+@mistake(
+    "unknown argument 'dtyp'",
+    CheckpointError,
+    "The name of an argument is mistyped.",
+    "Use the name that the message suggests.",
+)
+def a_mistyped_argument_of_an_export(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_model(model, None, folder / "out", dtyp=torch.bfloat16)
+
+
+@mistake(
+    "call resize_token_embeddings before training",
+    None,
+    "The tokenizer has more tokens than the model has embeddings.",
+    "Resize the embeddings before `prepare_model`, or save the tokenizer of this model.",
+)
+def a_tokenizer_that_is_too_large(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens([f"<extra{n}>" for n in range(200)])
+    strategy.save_ckpt(model, folder / "ckpts", tokenizer=tokenizer)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+_section[0] = "Resuming"
+
+
+@mistake(
+    "it has the state of the optimizer, and the model has no optimizer yet",
+    CheckpointError,
+    "`load_ckpt` was called before `create_optimizer`.",
+    "Create optimizer and schedule first; or pass `load_optimizer_states=False` to start without their state.",
+)
+def a_load_before_the_optimizer(folder):
+    strategy, *_ = saved(folder)
+    model = strategy.prepare_model(build("llama", 1), is_training=True)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "it has the state of the scheduler, and the model has no scheduler yet",
+    CheckpointError,
+    "`load_ckpt` was called before `create_scheduler`.",
+    "Create the schedule first; or pass `load_lr_scheduler_states=False`.",
+)
+def a_load_before_the_schedule(folder):
+    strategy, *_ = saved(folder)
+    model = strategy.prepare_model(build("llama", 1), is_training=True)
+    strategy.create_optimizer(model)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "'global_step2' is not a committed checkpoint in",
+    CheckpointError,
+    "There is no checkpoint of this tag.",
+    "Use one of the tags that the message lists.",
+)
+def a_tag_that_does_not_exist(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.load_ckpt(model, folder / "ckpts", tag="global_step2")
+
+
+@mistake(
+    "There are checkpoints in",
+    CheckpointError,
+    "The directory to load from is one level too high.",
+    "Pass the directory that the message names.",
+)
+def a_directory_one_level_too_high(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.load_ckpt(model, folder)
+
+
+@mistake(
+    "has no checkpoint of this package: it contains config.json",
+    CheckpointError,
+    "The path is that of a folder within a checkpoint.",
+    "Pass the directory of checkpoints.",
+)
+def a_directory_one_level_too_low(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.load_ckpt(model, folder / "ckpts" / "global_step1" / "model")
+
+
+@mistake(
+    "does not exist. Did you mean 'ckpts'?",
+    None,
+    "The name of the directory is mistyped. A missing directory is no error, since every first start has one.",
+    "Use the directory that the message names.",
+)
+def a_mistyped_directory(folder):
+    strategy, model, *_ = saved(folder)
+    assert strategy.load_ckpt(model, folder / "ckpt") == (None, {})
+
+
+@mistake(
+    "Pass fallback=True to load an older checkpoint, or delete this one.",
+    CheckpointError,
+    "The manifest of the newest checkpoint is missing or corrupt.",
+    "Pass `fallback=True`, or delete the checkpoint.",
+)
+def a_newest_checkpoint_without_manifest(folder):
+    strategy, model, optimizer, scheduler = saved(folder)
+    train(strategy, model, optimizer, scheduler, range(1))
+    strategy.save_ckpt(model, folder / "ckpts")
+    on_rank_0((folder / "ckpts" / "global_step2" / "manifest.json").unlink)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@mistake(
+    "model.safetensors",
+    DamageError,
+    "A byte of the file has changed on disk.",
+    "Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
+)
+def a_flipped_byte(folder):
+    strategy, model, *_ = saved(folder)
+    on_rank_0(lambda: _flip(folder / "ckpts" / "global_step1" / "model" / "model.safetensors"))
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "bytes long, expected",
+    DamageError,
+    "A file of the checkpoint is truncated.",
+    "Load another checkpoint by `tag`, or the newest intact one with `fallback=True`.",
+)
+def a_truncated_file(folder):
+    strategy, model, *_ = saved(folder)
+    path = folder / "ckpts" / "global_step1" / "optimizer" / "optimizer.safetensors"
+    on_rank_0(lambda: path.write_bytes(path.read_bytes()[:-1]))
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "cannot load",
+    CheckpointError,
+    "The model is not the one that was saved.",
+    "Build the same model; `load_module_strict=False` loads the names that both have.",
+)
+def the_checkpoint_of_another_model(folder):
+    strategy, *_ = saved(folder)
+    model, *_ = prepared(strategy, "gpt2")
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "the checkpoint holds the state of AdamW, expected that of SGD",
+    CheckpointError,
+    "The optimizer is of another class than the saved one.",
+    "Use the same class, or pass `load_optimizer_states=False`.",
+)
+def another_optimizer(folder):
+    strategy, *_ = saved(folder)
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1, optimizer_cls=torch.optim.SGD)
+    strategy.create_scheduler(optimizer, "constant")
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "Pass trust=True if you trust its source",
+    CheckpointError,
+    "The checkpoint was written by another system, and contains pickles.",
+    "Pass `trust=True` if you trust its source.",
+)
+def a_pickle_of_unknown_source(folder):
+    on_rank_0(lambda: torch.save({"weight": torch.zeros(1)}, folder / "model.pt"))
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.load_ckpt(model, folder)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+_section[0] = "Data"
+
+
+@mistake(
+    "cannot load a data position: it was saved with n 32, expected 24",
+    CheckpointError,
+    "The data set has another length than the saved position.",
+    "Use the same data set, or start the order afresh with `dataloader=None`.",
+)
+def a_position_in_another_data_set(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.save_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(32)), 2))
+    strategy.load_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(24)), 2))
+
+
+@mistake(
+    "cannot load the data position",
+    CheckpointError,
+    "The checkpoint was saved without `dataloader=`.",
+    "Pass the loader to `save_ckpt`, too; or pass `dataloader=None` here.",
+)
+def a_position_that_was_not_saved(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.load_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(24)), 2))
+
+
+@mistake(
+    "consumed_samples",
+    ConfigError,
+    "More samples are skipped than an epoch has.",
+    "Pass the samples consumed in this epoch.",
+)
+def more_samples_consumed_than_there_are(folder):
+    strategy_for().setup_dataloader(list(range(8)), 2, consumed_samples=1000)
+
+
+# --- rollout ----------------------------------------------------------------------------------------------------------
+
+_section[0] = "Rollout"
+
+
+@mistake(
+    "vllm",
+    RolloutError,
+    "No engine of this name is registered.",
+    "Add a builder to `ENGINES`; see [rollout](rollout.md).",
+)
+def an_engine_that_is_not_registered(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.setup_inference_engine(engine_type="vllm", actor=model)
+
+
+@mistake(
+    "setup_inference_engine",
+    RolloutError,
+    "Weights are sent before there is an engine.",
+    "Call `setup_inference_engine` first.",
+)
+def weights_without_an_engine(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.update_engine_weights(model)
