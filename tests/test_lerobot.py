@@ -812,6 +812,24 @@ def test_a_cache_that_cannot_be_made_is_named(roots, tmp_path):
         LeRobotDataset(roots("gop 2"), cache_dir=tmp_path / "file" / "cache")
 
 
+@pytest.mark.parametrize("kind", ["video", "image"])
+def test_a_programming_error_is_never_taken_for_a_corrupt_file(roots, tmp_path, monkeypatch, kind):
+    def wrong(*_: object, **__: object) -> None:
+        raise TypeError("reformat() got an unexpected keyword argument 'threads'")
+
+    root = roots("gop 2") if kind == "video" else tmp_path / "images"
+    if kind == "image":
+        feature = {"dtype": "image", "shape": [48, 64, 3], "names": ["height", "width", "channels"]}
+        with DatasetWriter(root, fps=10, features={"eye": feature}) as writer:
+            writer.add_episode({"eye": np.zeros((2, 48, 64, 3), np.uint8)}, task="look")
+    monkeypatch.setattr(video, "_channels_first", wrong)
+    with (
+        contextlib.closing(LeRobotDataset(root, on_corrupt="skip")) as dataset,
+        pytest.raises(TypeError, match="unexpected keyword"),
+    ):
+        dataset[0]
+
+
 @pytest.mark.parametrize("on_corrupt", ["raise", "skip"])
 def test_a_full_disk_is_named_and_leaves_no_sample_out(roots, small_disk, on_corrupt):
     with contextlib.closing(LeRobotDataset(roots("gop 2"), cache_dir=small_disk, on_corrupt=on_corrupt)) as dataset:

@@ -22,7 +22,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import av
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,7 +34,7 @@ from fsdp2_strategy.lerobot.fetching import EpisodeFetcher
 from fsdp2_strategy.lerobot.metadata import Metadata, corrupt
 from fsdp2_strategy.lerobot.prefetch import EpisodePrefetcher
 from fsdp2_strategy.lerobot.rows import EpisodeRows, Rows
-from fsdp2_strategy.lerobot.video import Decoders, picture
+from fsdp2_strategy.lerobot.video import Decoders, UndecodableError, picture
 from fsdp2_strategy.lerobot.windows import Offsets, offsets_of, window
 from fsdp2_strategy.lerobot.worker_counters import Counts
 
@@ -225,9 +224,10 @@ class LeRobotDataset(Dataset[Sample]):
             span = self.metadata.video(key, episode)
             seconds = [span.begin_seconds + int(row) / self.metadata.fps for row in wanted]
             return self._decoders.frames(span.path, seconds, self._tolerance_s)
+        entries = [rows[key][int(row)].as_py() for row in wanted]
         try:
-            return torch.stack([picture(rows[key][int(row)].as_py()["bytes"]) for row in wanted])
-        except (av.FFmpegError, TypeError, IndexError, StopIteration) as error:
+            return torch.stack([picture(entry.get("bytes") if isinstance(entry, dict) else entry) for entry in entries])
+        except UndecodableError as error:
             raise corrupt(self._source, self.metadata.data_path(episode), error, f"images of {key}") from error
 
     def _convert_images(self, pictures: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class EpisodeRows:
         for key in table.column_names:
             try:
                 rows[key] = _array(table[key], self._metadata.features[key])
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
                 found, expected = f"{key} of episode {episode}: {error}", "values as described in meta/info.json"
                 raise corrupt(self._source, self._metadata.data_path(episode), found, expected) from error
         self._mapped[episode] = rows
@@ -167,8 +167,7 @@ def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
     """Convert numbers to an array of shape (T,) or (T, *shape), and strings to a list; return images unchanged.
 
     Raises:
-        ValueError: the column has another shape, or values are missing.
-        TypeError: the feature's dtype is unknown.
+        ValueError: the column has another shape or dtype, or values are missing.
     """
     if feature["dtype"] == "image":
         return column
@@ -184,5 +183,9 @@ def _array(column: pa.ChunkedArray, feature: Mapping[str, Any]) -> Any:
         return column.to_pylist()
     if values.null_count and not pa.types.is_floating(values.type):
         raise ValueError(f"{values.null_count} values are missing")
-    array = values.to_numpy(zero_copy_only=False).astype(feature["dtype"], copy=False)
+    try:
+        dtype = np.dtype(feature["dtype"])
+    except TypeError as error:
+        raise ValueError(f"the dtype {feature['dtype']!r} is unknown") from error
+    array = values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     return array.reshape(len(column), *feature["shape"]) if is_list else array

@@ -29,6 +29,13 @@ from fsdp2_strategy.lerobot.dataset_source import Source
 from fsdp2_strategy.lerobot.metadata import corrupt
 from fsdp2_strategy.lerobot.worker_counters import Counts
 
+_MIN_PYAV = 18
+if int(av.__version__.partition(".")[0]) < _MIN_PYAV:
+    raise ImportError(
+        f"cannot decode videos: PyAV is {av.__version__}, expected at least {_MIN_PYAV}. Install a newer version: "
+        f"pip install 'av>={_MIN_PYAV}'."
+    )
+
 _PLANAR = {"yuv420p", "yuvj420p"}
 _BUFFER_BYTES = 1 << 15  # small, to fetch few bytes beyond the end of an episode
 _MAX_SEEKS = 4  # key frames that `_seek` tries before it gives up
@@ -61,7 +68,7 @@ class Decoders:
             decoder = self._opened(path)
             before = decoder.decoded
             pictures = decoder.frames_at(sorted(set(seconds)), tolerance_s)
-        except (av.FFmpegError, IndexError) as error:
+        except av.FFmpegError as error:
             self.close(path)
             raise corrupt(self._source, path, error, "a video that can be decoded") from error
         except BaseException:  # the decoder cannot continue after an error
@@ -177,14 +184,26 @@ def _pts(frame: av.VideoFrame) -> int:
     return frame.pts if frame.pts is not None else -1
 
 
-def picture(content: bytes) -> torch.Tensor:
+class UndecodableError(Exception):
+    """Content that is not an image that FFmpeg can decode."""
+
+
+def picture(content: object) -> torch.Tensor:
     """Decode an image (PNG, JPEG) to uint8 of shape (C, H, W).
 
     Raises:
-        av.FFmpegError: it cannot be decoded.
+        UndecodableError: the content is not the bytes of an image.
     """
-    with open_container(io.BytesIO(content)) as container:
-        return _channels_first(next(container.decode(video=0)), VideoReformatter())
+    if not isinstance(content, bytes):
+        raise UndecodableError(f"it contains a {type(content).__name__} in place of an image's bytes")
+    try:
+        with open_container(io.BytesIO(content)) as container:
+            frame = next(container.decode(video=0), None) if container.streams.video else None
+    except av.FFmpegError as error:
+        raise UndecodableError(str(error)) from error
+    if frame is None:
+        raise UndecodableError("it contains no image")
+    return _channels_first(frame, VideoReformatter())
 
 
 def open_container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputContainer:
