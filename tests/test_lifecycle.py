@@ -20,6 +20,7 @@ from fsdp2_strategy import (
     ShardError,
     StepError,
     StrategyConfig,
+    list_checkpoints,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none
 
@@ -52,6 +53,31 @@ except MeshError as error:
 print("done", flush=True)
 os._exit(0)
 """
+
+
+WITHOUT_CLOSE = """
+import atexit, sys, torch, torch.distributed as dist
+atexit.register(lambda: print("group at exit:", dist.is_initialized(), flush=True))
+from fsdp2_strategy import FSDPV2Strategy
+strategy = FSDPV2Strategy(bf16=False)
+model = strategy.prepare_model(torch.nn.Linear(3, 2), is_training=True)
+optimizer = strategy.create_optimizer(model, lr=0.1)
+strategy.backward(model(torch.ones(1, 3)).sum(), model, optimizer)
+strategy.optimizer_step(optimizer, model)
+strategy.save_ckpt(model, sys.argv[1], async_save=True)
+"""
+
+
+def test_a_program_that_never_closes_ends_cleanly_after_its_save(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_CLOSE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    folder = tmp_path / "ckpts"
+    run = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("group at exit: False") == 2, run.stdout
+    assert [checkpoint.tag for checkpoint in list_checkpoints(folder)] == ["global_step1"]
 
 
 @pytest.mark.full

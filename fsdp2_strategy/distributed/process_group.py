@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ def start_process_group(timeout_minutes: float) -> bool:
     """
     if dist.is_initialized():
         return False
+    _started.set()
     cuda = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda:
@@ -69,6 +71,27 @@ def start_process_group(timeout_minutes: float) -> bool:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     return True
+
+
+_started = threading.Event()
+"""Whether `start_process_group` has started a process group in this process."""
+_EXIT_SECONDS = 5.0
+
+
+def _destroy_at_exit() -> None:
+    """Destroy a process group that was started here and not destroyed, if that takes at most `_EXIT_SECONDS`.
+
+    Otherwise its threads would still run while the interpreter frees their memory, and the process could abort. If
+    another rank was lost in a collective, destroying may take until the time-out.
+    """
+    if _started.is_set() and dist.is_initialized():
+        destroy = threading.Thread(target=dist.destroy_process_group, name="destroy the process group", daemon=True)
+        destroy.start()
+        destroy.join(_EXIT_SECONDS)
+
+
+# `background_save` registers later, so its function, which waits for a save, runs before this one.
+threading._register_atexit(_destroy_at_exit)  # type: ignore[attr-defined]
 
 
 @contextmanager
