@@ -70,6 +70,7 @@ class FSDPV2Strategy(TrainingStrategy):
         max_grad_norm: another name for ``max_norm``.
         gradient_accumulation_steps: number of micro-batches in one optimizer step; an alternative to
             ``train_batch_size``.
+        log_level: level of the package's log, such as "WARNING"; by default INFO, unless the program has set one.
         args: a trainer's namespace or mapping, or a StrategyConfig. Its fields configure the strategy; some methods
             read further options.
         config: a StrategyConfig; if given, the fields in ``args`` are not used.

@@ -8,6 +8,7 @@ and gradient accumulation.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -108,7 +109,9 @@ class TrainingStrategy:
         process_group: dist.ProcessGroup | None = None,
         max_grad_norm: float = _UNSET,
         gradient_accumulation_steps: int | None = _UNSET,
+        log_level: int | str | None = None,
     ) -> None:
+        show_log(log_level)
         given = {
             "seed": seed,
             "max_norm": max_norm,
@@ -131,8 +134,7 @@ class TrainingStrategy:
         self._states: WeakKeyDictionary[nn.Module, _TrainingState] = WeakKeyDictionary()
         self._preemption = Preemption()
         self.set_seed(self.config.seed)
-        show_log()
-        log("strategy on %d ranks\n%s", self.world_size, self.config)
+        log("strategy on %s: %s", counted(self.world_size, "rank"), self.config.changes() or "default settings")
 
     # --- the process ---------------------------------------------------------------------------------------------
 
@@ -150,8 +152,10 @@ class TrainingStrategy:
         return ranks.is_rank_0()
 
     def print(self, *message: object) -> None:
-        """Log a message on rank 0 only."""
-        log("%s", " ".join(map(str, message)))
+        """Write a message to standard output, on rank 0 only."""
+        if ranks.is_rank_0():
+            sys.stdout.write(" ".join(map(str, message)) + "\n")
+            sys.stdout.flush()
 
     def set_seed(self, seed: int, *, per_rank: bool = False) -> None:
         """Seed all generators; not collective.

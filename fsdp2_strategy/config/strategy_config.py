@@ -282,6 +282,12 @@ class StrategyConfig:
         """Return a validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def changes(self) -> str:
+        """Return the fields that differ from their defaults, on one line; "" if there are none."""
+        values = {name: getattr(self, name) for name in _fields()}
+        changed = [f"{name} = {values[name]!r}" for name, default in _fields().items() if values[name] != default]
+        return ", ".join(changed)
+
     def __str__(self) -> str:
         """Return one line per field; a star marks values that differ from the default."""
         width = max(map(len, _fields()))

@@ -11,17 +11,34 @@ import os
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import is_rank_0
+from fsdp2_strategy.errors import ConfigError
 
 logger = logging.getLogger("fsdp2_strategy")
 
 
-def show_log() -> None:
-    """Add a handler that writes the package's log to standard error, unless the program has configured logging."""
+def show_log(level: int | str | None = None) -> None:
+    """Add a handler that writes the package's log to standard error, unless the program has configured logging.
+
+    Args:
+        level: level of the logger ``fsdp2_strategy``, such as "WARNING". By default, a level that the program has set
+            is kept; otherwise it is INFO if the handler is added.
+
+    Raises:
+        ConfigError: ``level`` is not a level of logging.
+    """
+    if level is not None:
+        try:
+            logger.setLevel(level)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"cannot set the log level: it is {level!r}, expected a level of logging. Use 'INFO' or 'WARNING'."
+            ) from error
     if not logging.root.handlers and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
 
 
 def log(message: str, *args: object, level: int = logging.INFO) -> None:
