@@ -21,11 +21,16 @@ class Normed(nn.Module):
         self.norm = nn.BatchNorm1d(8)
         self.last = nn.Linear(8, 1)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        for dtype in (torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex64):
+            self.register_buffer(f"own_{str(dtype)[6:]}", torch.zeros(3).to(dtype))
         self.register_buffer("lengths", torch.zeros(2), persistent=False)
 
     def forward(self, x):
         self.calls = self.calls + 1  # replaced, not changed in place
         self.lengths.fill_(dist.get_rank())
+        for name, buffer in self.named_buffers(recurse=False):
+            if name.startswith("own_"):
+                buffer.copy_(torch.full((3,), float(dist.get_rank())).to(buffer.dtype))
         return self.last(self.norm(self.first(x)))
 
 
@@ -59,6 +64,8 @@ def test_the_buffers_of_rank_0_are_those_of_all_ranks_after_a_step():
         shared = gathered(model.norm.running_mean)
         assert torch.equal(shared[0], own) and torch.equal(shared[1], own)
     assert model.calls.item() == 3
+    own = {name: buffer for name, buffer in model.named_buffers() if name.startswith("own_")}
+    assert len(own) == 4 and all(not buffer.to(torch.complex64).any() for buffer in own.values()), own
     assert model.lengths.tolist() == [dist.get_rank()] * 2, "not persistent: computed from a rank's own values"
 
 

@@ -26,6 +26,7 @@ Input: a directory. Output: its committed checkpoints and their manifests. `dire
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,7 +150,11 @@ def checkpoints_nearby(path: Path) -> list[Path]:
     if is_checkpoint(path.parent):
         return [path.parent]
     below = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
-    return [each for each in [*below, path.parent] if checkpoints_with_manifest(each)]
+    nearby = []
+    for each in [*below, path.parent]:
+        with contextlib.suppress(OSError):  # a directory of another user, such as lost+found
+            nearby += [each] if checkpoints_with_manifest(each) else []
+    return nearby
 
 
 def is_last(path: Path) -> bool:

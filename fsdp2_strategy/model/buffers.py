@@ -45,7 +45,8 @@ def remember_buffers(root: nn.Module) -> None:
 
 def have_buffers_changed(root: nn.Module) -> bool:
     """Return whether a persistent buffer has changed on this rank since the last step; not collective."""
-    return bool(_changed(model_state(root).get(_SEEN) or {}, _plain_buffers(root)))
+    seen = model_state(root).get(_SEEN)
+    return seen != {} and bool(_changed(seen or {}, _plain_buffers(root)))
 
 
 def sync_buffers(root: nn.Module, mode: str) -> None:
@@ -69,12 +70,11 @@ def sync_buffers(root: nn.Module, mode: str) -> None:
     for (_, dtype), tensors in flat.items():
         values = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(current_device())
         if mode == "mean" and dtype.is_floating_point:
-            sums = values.to(torch.promote_types(dtype, torch.float32))
+            sums = values.to(torch.float32 if dtype.itemsize < 4 else dtype)
             dist.all_reduce(sums, group=group)
             values = (sums / world_size()).to(dtype)
         else:
-            values = values.to(torch.uint8) if dtype == torch.bool else values
-            dist.broadcast(values, src=first, group=group)
+            dist.broadcast(values.view(torch.uint8), src=first, group=group)  # not all backends know all dtypes
         parts = torch.split(values, [tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
@@ -92,7 +92,7 @@ def differing_buffers(root: nn.Module) -> list[str]:
 
 def _sum(buffer: torch.Tensor) -> float:
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    return float(values.detach().sum(dtype=torch.float64).nan_to_num())
+    return float(values.detach().double().sum().nan_to_num())
 
 
 @contextmanager
