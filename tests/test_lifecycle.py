@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ from fsdp2_strategy import (
     ShardError,
     StepError,
     StrategyConfig,
+    build_mesh,
     list_checkpoints,
 )
 from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.process_group import group_timeout
+from fsdp2_strategy.distributed.torch_internals import timeout_of
 
 ALONE = """
 import os, torch, torch.distributed as dist
@@ -133,3 +137,16 @@ def test_an_error_on_one_rank_is_raised_on_all_in_milliseconds():
     with pytest.raises(MeshError, match=r"^the same everywhere$"):
         with all_or_none("test", MeshError):
             raise MeshError("the same everywhere")
+
+
+@pytest.mark.ranks(2)
+def test_the_groups_of_a_mesh_with_replicas_have_the_time_out_of_the_ranks_that_train():
+    strategy = FSDPV2Strategy(bf16=False)
+    before = group_timeout()
+    groups = build_mesh(1).get_all_groups()
+    assert len(groups) == 2 and {timeout_of(group, torch.device("cpu")) for group in groups} == {before}
+    strategy.setup_distributed(timedelta(seconds=90))
+    try:
+        assert {timeout_of(group, torch.device("cpu")) for group in groups} == {timedelta(seconds=90)}
+    finally:
+        strategy.setup_distributed(before)
