@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import LeRobotLayout, Loader, end_saving, load_checkpoint, save_checkpoint, wait_for_save
 from fsdp2_strategy.checkpoint.background_save import forget_groups
-from fsdp2_strategy.checkpoint.data_position import Later
+from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later
 from fsdp2_strategy.checkpoint.random_state import seed_everything
 from fsdp2_strategy.config.aliases import resolve_aliases
 from fsdp2_strategy.config.arguments import check_keywords
@@ -497,6 +497,7 @@ class TrainingStrategy:
         *,
         tag: str | None = None,
         dataloader: Loader | Later | None = None,
+        load_data_position: DataPositionMode = True,
         ema: EMA | nn.Module | None = None,
         load_module: bool = True,
         verify: bool = True,
@@ -543,6 +544,7 @@ class TrainingStrategy:
             scheduler=(scheduler or state.scheduler) if load_lr_scheduler_states else None,
             ema=averages.averages if averages else None,
             dataloader=dataloader,
+            load_data_position=load_data_position,
             load_model=load_module,
             strict=load_module_strict,
             verify=verify,

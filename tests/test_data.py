@@ -19,7 +19,7 @@ from helpers.worlds import some, some_rows
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fsdp2_strategy import CheckpointError, FSDPV2Strategy, StrategyConfig
+from fsdp2_strategy import ArgumentError, CheckpointError, FSDPV2Strategy, StrategyConfig
 from fsdp2_strategy.checkpoint import data_position
 from fsdp2_strategy.data import EpisodeOrder, GlobalOrder, MixtureOrder, ResumableLoader
 from fsdp2_strategy.data.batches import Anchor, BatchPlan
@@ -573,6 +573,110 @@ def test_a_position_in_another_order_is_refused_by_name():
         ResumableLoader(Numbers(10, [4, 6]), 4).load_state_dict(pooled.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["carry", "pad", "drop", "sequential", "pool", "lanes", "mixture"])
+def test_another_batch_size_continues_at_the_same_sample(kind):  # noqa: C901
+    rng = random.Random(kind)
+    for trial in range(40):
+        lengths = [rng.randint(1, 6) for _ in range(rng.randint(4, 9))]
+        n = sum(lengths)
+        dataset = Numbers(n, lengths)
+        options = {"seed": trial, "tail": kind if kind in ("pad", "drop") else "carry", "dp_rank": 0, "dp_size": 1}
+        options |= {"pool": {"pool": 3}, "lanes": {"pool": 4, "lanes": 2}, "sequential": {"shuffle": False}}.get(
+            kind, {}
+        )
+        order = GlobalOrder if kind != "sequential" else lambda n, *_: range(n)
+        if kind == "mixture":
+            dataset, options["weights"] = ConcatDataset([Numbers(n), Numbers(3)]), [2, 1]
+        loader = ResumableLoader(dataset, rng.randint(2, 5), **options)
+        feed = itertools.chain.from_iterable(iter(lambda: iter(loader), None))  # noqa: B023
+        per_epoch = {}
+        for _ in range(rng.randint(2, 6)):
+            for _ in range(rng.randint(0, 8)):
+                keys = loader._plan.keys(loader.batches, 0, loader.global_batch_size)
+                real = loader.consumed_samples
+                next(feed)
+                for epoch, sample in keys[: loader.consumed_samples - real]:
+                    per_epoch.setdefault(epoch, []).append(sample)
+            state, epoch, coming = json.loads(json.dumps(loader.state_dict())), loader.epoch, loader.peek(1).tolist()
+            ends, may_change = loader.at_epoch_end, kind == "lanes" and not loader._plan.position_of(loader.batches)[1]
+            loader = ResumableLoader(dataset, rng.randint(2, 5), **options)
+            loader.load_state_dict(state, any_batch_size=True)
+            feed = itertools.chain.from_iterable(iter(lambda: iter(loader), None))  # noqa: B023
+            if kind != "drop" or loader.epoch == epoch:
+                assert loader.epoch == epoch
+                assert may_change or loader.peek(1).tolist() == coming  # an epoch that has not begun gets new lanes
+                assert loader.at_epoch_end == ends
+            again = ResumableLoader(dataset, loader.global_batch_size, **options)
+            again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+            assert again.peek(3 * n).tolist() == loader.peek(3 * n).tolist()
+        *complete, last = sorted(per_epoch) or [0]
+        for epoch in complete:
+            found = per_epoch[epoch]
+            if kind in ("carry", "pad", "sequential"):
+                assert found == list(order(n, trial, epoch).indices(0, n) if kind != "sequential" else range(n))
+            elif kind == "drop":
+                expected = GlobalOrder(n, trial, epoch).indices(0, n).tolist()
+                assert found == expected[: len(found)]
+                assert n - len(found) < 5
+            elif kind != "mixture":
+                assert sorted(found) == list(range(n)), (trial, epoch, last)
+
+
+def test_lanes_are_laid_out_for_the_new_batches_from_the_next_epoch_on():
+    dataset = Numbers(400, [10] * 40)
+    options = {"pool": 8, "lanes": 4}
+    loader = ResumableLoader(dataset, 16, dp_rank=0, dp_size=1, **options)
+    feed = iter(loader)
+    for _ in range(7):
+        next(feed)
+    other = ResumableLoader(dataset, 12, dp_rank=0, dp_size=1, **options)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())), any_batch_size=True)
+    assert other.state_dict()["version"] == 2  # which no earlier version reads as if the lanes were those of 12 samples
+    plan, first = other._plan, other._plan.end_of(0)
+    episodes = [set(), set()]
+    for batch in range(first + 1, first + 30):
+        for rank in (0, 1):
+            episodes[rank] |= plan.episodes(batch, rank * 6, rank * 6 + 6)
+    assert len(episodes[0] & episodes[1]) <= 3  # those that a boundary of lanes cuts
+    fresh = ResumableLoader(dataset, 12, dp_rank=0, dp_size=1, **options).state_dict()
+    assert (fresh["version"], "layouts" in fresh) == (1, False)
+
+
+def test_without_shuffling_every_epoch_has_the_order_of_the_data_set():
+    loader = ResumableLoader(Numbers(7), 3, shuffle=False, tail="pad")
+    for _ in range(2):
+        batches = [(ids(batch), batch["sample_mask"].tolist()) for batch in loader]
+        assert batches == [([0, 1, 2], [True] * 3), ([3, 4, 5], [True] * 3), ([6, 6, 6], [True, False, False])]
+    loader = ResumableLoader(Numbers(7), 3, shuffle=False)
+    loader.skip([1, 4])
+    assert [ids(batch) for batch in loader] == [[0, 2, 3], [5, 6, 0]]
+    with pytest.raises(DataError, match="shuffle None, expected False"):
+        loader = ResumableLoader(Numbers(7), 3, shuffle=False)
+        loader.load_state_dict(ResumableLoader(Numbers(7), 3).state_dict())
+
+
+@pytest.mark.ranks(3)
+def test_an_evaluation_over_unequal_ranks_is_the_exact_mean():
+    """As docs/data.md has it: 10 samples in batches of 4 on 3 ranks, so parts of 1 or 2, the last ones padding."""
+    strategy = FSDPV2Strategy(bf16=False)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    x = torch.arange(10.0)[:, None]
+    expected = model(x).square().double().mean().item()
+    strategy.prepare_model(model)
+    total, count, seen = torch.zeros((), dtype=torch.float64), torch.tensor(0), []
+    for batch in ResumableLoader(Numbers(10), 4, shuffle=False, tail="pad"):
+        losses, counts = model(batch["i"][:, None].float()).detach().square()[:, 0], batch["sample_mask"]
+        total += losses[counts].sum()
+        count += counts.sum()
+        seen.append(len(losses))
+    sums = strategy.all_reduce({"loss": total, "count": count}, "sum")
+    assert int(sums["count"]) == 10
+    assert (sums["loss"] / sums["count"]).item() == pytest.approx(expected, rel=1e-6)
+    assert seen == [2 if dist.get_rank() == 2 else 1] * 3
+    strategy.close()
+
+
 def test_wrong_arguments_of_the_loader_are_errors():
     class Endless(IterableDataset):
         def __iter__(self):
@@ -585,6 +689,7 @@ def test_wrong_arguments_of_the_loader_are_errors():
         (lambda: ResumableLoader(Numbers(10), 4, tail="wrap"), "tail is 'wrap'"),
         (lambda: ResumableLoader(Numbers(10), 4, pool=2), "episode_lengths of Numbers add up to"),
         (lambda: ResumableLoader(Numbers(10), 4, lanes=2), "lanes 2"),
+        (lambda: ResumableLoader(Numbers(10, [5, 5]), 4, pool=2, shuffle=False), "shuffle is False, pool 2"),
         (lambda: ResumableLoader(Numbers(10), 4, weights=[1.0]), "expected a ConcatDataset"),
         (lambda: ResumableLoader(Numbers(0), 4), "n is 0"),
     ]:
@@ -712,6 +817,36 @@ def test_batches_stay_the_same_on_changing_numbers_of_ranks(tmp_path, run_on):
     assert [r["loss"] for r in parts[0]] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
 
 
+def part_of_a_run_with_its_own_batches(path, batch):
+    strategy, model, optimizer, loader = trainer(batch)
+    if list(path.glob("global_step*")):
+        with pytest.raises(CheckpointError, match="continue at the same sample with another batch size, load with"):
+            strategy.load_ckpt(model, path, optimizer=optimizer, dataloader=loader)
+        with pytest.raises(CheckpointError, match="another kind of loader"):
+            other = Stateful(dist.get_rank())
+            strategy.load_ckpt(model, path, optimizer=optimizer, dataloader=other, load_data_position="samples")
+    strategy.load_ckpt(model, path, optimizer=optimizer, dataloader=loader, load_data_position="samples")
+    losses = train(strategy, model, optimizer, loader, 2, shuffled=False)
+    strategy.save_ckpt(model, path, optimizer=optimizer, dataloader=loader)
+    samples = [None] * dist.get_world_size()
+    dist.all_gather_object(samples, [part for _, part in losses])
+    if dist.get_rank() == 0:
+        with (path / "log.jsonl").open("a") as log:
+            print(json.dumps([list(itertools.chain(*parts)) for parts in zip(*samples, strict=True)]), file=log)
+    dist.barrier()
+
+
+def test_a_run_with_another_global_batch_continues_at_the_same_sample(tmp_path, run_on):
+    for world, batch in ((2, 4), (3, 6), (1, 3)):
+        run_on(world, part_of_a_run_with_its_own_batches, path=tmp_path, batch=batch)
+    batches = itertools.chain(*map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines()))
+    n = len(Sequences())
+    stream = [sample for epoch in range(3) for sample in GlobalOrder(n, 3, epoch).indices(0, n).tolist()]
+    assert [len(batch) for batch in batches] == [4, 4, 6, 6, 3, 3]
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [sample for part in found for batch in part for sample in batch] == stream[:26]
+
+
 class Stateful:
     """A loader as others write them: a state a rank, of whatever torch and NumPy give."""
 
@@ -803,6 +938,28 @@ def test_a_loaders_state_is_restored_with_its_types():
 def test_loaders_of_others_are_refused_on_another_number_of_ranks(tmp_path, run_on):
     run_on(2, save_with_foreign_loader, path=tmp_path)
     run_on(3, load_with_foreign_loader, path=tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_a_position_is_left_alone_when_that_is_said(tmp_path):
+    strategy, model, optimizer, loader = trainer()
+    next(iter(loader))
+    strategy.save_ckpt(model, tmp_path, optimizer=optimizer, dataloader=loader)
+    other, records, handler = trainer(batch=6)[-1], [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("fsdp2_strategy").addHandler(handler)
+    strategy.load_ckpt(model, tmp_path, optimizer=optimizer, dataloader=other, load_data_position=False)
+    logging.getLogger("fsdp2_strategy").removeHandler(handler)
+    assert (other.batches, records) == (0, [])
+    with pytest.raises(ArgumentError, match="load_data_position is 'sample', expected True, False or 'samples'"):
+        strategy.load_ckpt(model, tmp_path, optimizer=optimizer, dataloader=other, load_data_position="sample")
+    stateful = Stateful(dist.get_rank())
+    strategy.save_ckpt(model, tmp_path, "own", optimizer=optimizer, dataloader=stateful)
+    with pytest.raises(CheckpointError, match="the loader is a Stateful, expected a ResumableLoader"):
+        strategy.load_ckpt(
+            model, tmp_path, tag="own", optimizer=optimizer, dataloader=stateful, load_data_position="samples"
+        )
+    strategy.close()
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -709,18 +710,23 @@ def test_random_numbers_that_are_drawn_before_training_goes_on_change_nothing(tm
     assert dist.get_rank() or (recorder.records == {s: r for s, r in expected.items() if s > 2})
 
 
-def train_without_noise(run_dir, stop_after):
-    """Train with micro-batches of four samples over all ranks, however many there are."""
+def train_without_noise(run_dir, stop_after, per_device=None):
+    """Train with micro-batches of four samples over all ranks, however many there are, or of ``per_device`` on each."""
     torch.manual_seed(0)
-    options = {"per_device_batch_size": 4 // dist.get_world_size()}
+    options = {"per_device_batch_size": per_device or 4 // dist.get_world_size()}
     strategy = set_up(run_dir, vla=Policy(noise=False), **options)
-    strategy.load_optimizer_and_scheduler(run_dir)
+    batches = partial(ResumableLoader, Samples(), options["per_device_batch_size"] * dist.get_world_size(), seed=3)
+    loader = batches()
+    if per_device and strategy.load_optimizer_and_scheduler(run_dir):
+        with pytest.raises(CheckpointError, match="load with load_data_position='samples'"):
+            strategy.run_training(loader, metrics_for(run_dir, Recorder()))
+    strategy.load_optimizer_and_scheduler(run_dir, load_data_position="samples" if per_device else True)
     with pytest.raises(StepError) if stop_after else contextlib.nullcontext():
-        strategy.run_training(resumable(), metrics_for(run_dir, Recorder(stop_after)), save_interval=1)
+        strategy.run_training(loader, metrics_for(run_dir, Recorder(stop_after)), save_interval=1)
     strategy.close()
     if not stop_after:
         other = set_up(run_dir.parent / "whole", vla=strategy_free_policy(), **options)
-        other.run_training(resumable(), metrics_for(run_dir.parent / "whole", Recorder()), None, None)
+        other.run_training(batches(), metrics_for(run_dir.parent / "whole", Recorder()), None, None)
         expected = full_parameters(other.vla)
         for name, parameter in full_parameters(strategy.vla).items():
             torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
@@ -737,6 +743,26 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path, run_on):
     run_on(2, train_without_noise, run_dir=tmp_path / "run", stop_after=3)
     run_on(1, train_without_noise, run_dir=tmp_path / "run", stop_after=5)
     run_on(4, train_without_noise, run_dir=tmp_path / "run", stop_after=None)
+
+
+def test_a_run_goes_on_at_the_same_sample_with_other_micro_batches(tmp_path, run_on):
+    run_on(2, train_without_noise, run_dir=tmp_path / "run", stop_after=3, per_device=2)
+    run_on(1, train_without_noise, run_dir=tmp_path / "run", stop_after=5, per_device=2)
+    run_on(4, train_without_noise, run_dir=tmp_path / "run", stop_after=None, per_device=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_loader_must_keep_its_batch_size(tmp_path):
+    metrics = metrics_for(tmp_path, Recorder(2))
+    with pytest.raises(StepError):
+        set_up(tmp_path).run_training(plain(), metrics, save_interval=1)
+    again = set_up(tmp_path)
+    again.load_optimizer_and_scheduler(tmp_path)
+    with pytest.raises(CheckpointError, match="was saved with a batch_size of 2, expected 4"):
+        again.run_training(DataLoader(Samples(), 4, sampler=DistributedSampler(Samples(), seed=3)), metrics)
+    again.load_optimizer_and_scheduler(tmp_path, load_data_position="samples")
+    with pytest.raises(CheckpointError, match="'samples': the loader is a loader without state_dict, expected"):
+        again.run_training(plain(), metrics)
 
 
 @pytest.mark.ranks(2)

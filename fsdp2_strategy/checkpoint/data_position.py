@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,16 @@ from fsdp2_strategy.hf.json_files import check_json
 
 _TREE = "tree"
 
+DataPositionMode = bool | Literal["samples"]
+"""Whether the data position is loaded; "samples": even if it was saved with another global batch size."""
+
 
 class Loader(Protocol):
-    """A loader that can be resumed. If it has a method ``check_state``, its state is JSON, the same on every rank."""
+    """A loader that can be resumed.
+
+    If it has a method ``check_state``, its state is JSON, the same on every rank. ``check_state`` and
+    ``load_state_dict`` then have the arguments of those of ``ResumableLoader``.
+    """
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position in the data."""
@@ -73,12 +80,12 @@ class DataPosition:
         return cls(entry={"ranks": world_size()}, rank_file=_serialize(state))
 
 
-def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> None:
+def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path, *, any_batch_size: bool = False) -> None:
     """Check that a loader can continue from the data position in a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint has no position; the position is from another kind of loader; or there is one
-            position per rank, and the number of ranks has changed.
+            position per rank, and the number of ranks has changed, or ``any_batch_size`` is true.
         DataError: the position is for another order of samples, or the loader has already delivered batches.
     """
     saved = require_saved(saved, "data position", "dataloader=None", path)
@@ -88,7 +95,13 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
             f"{type(loader).__name__}, expected the same kind. Use the loader of the run that is resumed."
         )
     if "state" in saved:
-        loader.check_state(saved["state"])
+        loader.check_state(saved["state"], **_options(any_batch_size))
+    elif any_batch_size:
+        raise CheckpointError(
+            "cannot load the data position with load_data_position='samples': the loader is a "
+            f"{type(loader).__name__}, expected a ResumableLoader, which knows the order of all samples. "
+            "Pass True, and keep the batch size."
+        )
     elif saved["ranks"] != world_size():
         raise CheckpointError(
             f"cannot load the data position: {path} was saved by a loader with one state per rank, on "
@@ -97,9 +110,16 @@ def check_position(loader: Any, saved: Mapping[str, Any] | None, path: Path) -> 
         )
 
 
-def restore_position(loader: Any, saved: Mapping[str, Any], rank_file: bytes | None) -> None:
+def restore_position(
+    loader: Any, saved: Mapping[str, Any], rank_file: bytes | None, *, any_batch_size: bool = False
+) -> None:
     """Load a saved position into a loader; read it from ``rank_file``, this rank's file, if there is one."""
-    loader.load_state_dict(saved["state"] if rank_file is None else _deserialize(rank_file))
+    state = saved["state"] if rank_file is None else _deserialize(rank_file)
+    loader.load_state_dict(state, **_options(any_batch_size))
+
+
+def _options(any_batch_size: bool) -> dict[str, bool]:
+    return {"any_batch_size": True} if any_batch_size else {}
 
 
 def _is_shared(loader: Any) -> bool:

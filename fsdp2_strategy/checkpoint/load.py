@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.checkpoint import background_save
 from fsdp2_strategy.checkpoint.components import match_model
-from fsdp2_strategy.checkpoint.data_position import Later, Loader, check_position, restore_position
+from fsdp2_strategy.checkpoint.data_position import DataPositionMode, Later, Loader, check_position, restore_position
 from fsdp2_strategy.checkpoint.directory import recover
 from fsdp2_strategy.checkpoint.foreign_formats import Foreign, find_foreign, is_foreign, load_foreign
 from fsdp2_strategy.checkpoint.gc_pause import gc_paused
@@ -53,7 +53,7 @@ from fsdp2_strategy.checkpoint.training_state import (
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
-from fsdp2_strategy.errors import CheckpointError, DamageError, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicated_reads import divide_reads
@@ -75,6 +75,7 @@ def load_checkpoint(
     scheduler: LRScheduler | None = None,
     ema: Mapping[str, torch.Tensor] | None = None,
     dataloader: Loader | Later | None = None,
+    load_data_position: DataPositionMode = True,
     load_model: bool = True,
     strict: bool = True,
     verify: bool = True,
@@ -99,6 +100,8 @@ def load_checkpoint(
         dataloader: restore its position. The loader must not have started. A ResumableLoader can be restored on any
             number of ranks, another loader only on the number of ranks of the save. Pass LATER if a later load will
             restore the position.
+        load_data_position: "samples": if the position of a ResumableLoader was saved with another global batch size,
+            continue at the same sample; otherwise, this is an error. False: the loader is not restored.
         load_model: load parameters and buffers.
         strict: raise if tensor names in the checkpoint and in the model differ. If False, load the names that both have
             and report the others. Shapes must always match.
@@ -119,9 +122,25 @@ def load_checkpoint(
             found only during the read, model and optimizer raise when used, until a load succeeds.
     """
     background_save.wait()
+    if load_data_position not in (True, False, "samples"):
+        raise ArgumentError(
+            f"cannot load: load_data_position is {load_data_position!r}, expected True, False or 'samples'."
+        )
     load_dir = Path(load_dir)
+    dataloader = dataloader if load_data_position else None
     is_none = [each is None for each in (optimizer, scheduler, ema, dataloader)]
-    arguments = (str(load_dir), tag, is_none, load_model, strict, verify, fallback, trust, tuple(must_restore))
+    arguments = (
+        str(load_dir),
+        tag,
+        is_none,
+        load_data_position,
+        load_model,
+        strict,
+        verify,
+        fallback,
+        trust,
+        tuple(must_restore),
+    )
     check_equal("load", arguments, CheckpointError, "the same directory, tag and objects to load on all ranks.")
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
@@ -141,6 +160,7 @@ def load_checkpoint(
         scheduler=scheduler,
         ema=ema,
         dataloader=dataloader,
+        load_data_position=load_data_position,
         load_model=load_model,
         strict=strict,
         verify=verify,
@@ -165,6 +185,7 @@ class _LoadRequest:
     scheduler: LRScheduler | None
     ema: Mapping[str, torch.Tensor] | None
     dataloader: Loader | Later | None
+    load_data_position: DataPositionMode
     load_model: bool
     strict: bool
     verify: bool
@@ -203,7 +224,8 @@ def _load(request: _LoadRequest, path: Path) -> LoadedCheckpoint:
     log("loaded %s (step %d)", path, state["step"])
     if request.ema is None and request.load_model and (opened.paths.state / EMA).is_dir():
         log("%s has averages, which are not loaded: pass ema= to load them", path, level=logging.WARNING)
-    if request.dataloader is None and request.optimizer is not None and state.get("data"):
+    is_position_ignored = request.dataloader is None and request.load_data_position
+    if is_position_ignored and request.optimizer is not None and state.get("data"):
         log("%s has a data position, which is not loaded: pass dataloader= to load it", path, level=logging.WARNING)
     return LoadedCheckpoint(
         path=path,
@@ -239,7 +261,8 @@ def _restore_state(
     elif optimizer is not None:
         derive_rng(state["seed"], step=state["step"], rank=rank(), world_size=world_size())
     if request.loader is not None:
-        restore_position(request.loader, state["data"], rank_file)
+        any_batch_size = request.load_data_position == "samples"
+        restore_position(request.loader, state["data"], rank_file, any_batch_size=any_batch_size)
 
 
 def _open(path: Path) -> tuple[Opened, dict[str, Any]]:
@@ -314,7 +337,8 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
     if request.scheduler is not None:
         require_saved(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", paths.root)
     if request.loader is not None:
-        check_position(request.loader, state.get("data"), paths.root)
+        any_batch_size = request.load_data_position == "samples"
+        check_position(request.loader, state.get("data"), paths.root, any_batch_size=any_batch_size)
     return _LoadPlan(report, targets, optimizer_state, settings)
 
 

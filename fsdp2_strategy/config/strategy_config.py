@@ -262,7 +262,9 @@ class StrategyConfig:
             lower = max(total // step, 1) * step
             raise ConfigError(
                 f"cannot accumulate: train_batch_size is {total}, expected a multiple of micro_train_batch_size x "
-                f"ranks = {micro} x {world_size} = {step}. Use {lower} or {lower + step}."
+                f"ranks = {micro} x {world_size} = {step}. Use {lower} or {lower + step}; a run "
+                "that is resumed with another train_batch_size needs load_data_position='samples', to continue at the "
+                f"same sample. To keep train_batch_size, {_ways_to_keep(total, micro, world_size)}."
             )
         if steps is not None and steps != total // step:
             raise ConfigError(
@@ -302,6 +304,17 @@ class StrategyConfig:
 def _fields() -> dict[str, Any]:
     """Return the default of each field, in the order of definition."""
     return {field.name: field.default for field in dataclasses.fields(StrategyConfig) if field.name != "extra"}
+
+
+def _ways_to_keep(total: int, micro: int, world_size: int) -> str:
+    """Return which micro-batch or number of ranks divides a global batch of ``total`` samples."""
+    if total % world_size == 0:
+        return f"use micro_train_batch_size {max(m for m in range(1, micro + 1) if total // world_size % m == 0)}"
+    micro = micro if total % micro == 0 else 1
+    numbers = [count for count in range(1, total // micro + 1) if total % (micro * count) == 0]
+    nearest = [max(n for n in numbers if n < world_size), *[n for n in numbers if n > world_size][:1]]
+    ranks = f"{' or '.join(map(str, nearest))} {'rank' if nearest == [1] else 'ranks'}"
+    return f"use {ranks} with micro_train_batch_size {micro}"
 
 
 def _check(field: str, value: object, is_valid: bool, expected: str, fix: str = "") -> None:

@@ -9,14 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order
+from fsdp2_strategy.data.order import EpisodeOrder, GlobalOrder, MixtureOrder, Order, SequentialOrder
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.errors import DataError
+
+
+@dataclass(frozen=True)
+class LaneLayout:
+    """The batches that the lanes of each epoch's order are laid out for; see ``lanes`` in `EpisodeOrder`."""
+
+    epoch: int
+    """The first epoch with this layout."""
+    batch: int
+    """Number of samples of a global batch."""
+    offset: int
+    """Index of the first sample of ``epoch`` within its batch."""
 
 
 def choose_order(
@@ -25,11 +38,14 @@ def choose_order(
     seed: int,
     *,
     tail: str,
+    shuffle: bool,
     pool: int | None,
     lanes: int,
     weights: Sequence[float] | None,
-) -> tuple[dict[str, Any], Callable[[int], Order]]:
-    """Return the fingerprint and a function that returns the order of an epoch; arguments as for `ResumableLoader`.
+) -> tuple[dict[str, Any], Callable[[int, LaneLayout], Order]]:
+    """Return the fingerprint and a function that returns the order of an epoch, given the layout of its lanes.
+
+    Arguments are those of `ResumableLoader`.
 
     Raises:
         DataError: the arguments contradict each other, or do not fit the data set.
@@ -41,13 +57,23 @@ def choose_order(
             f"cannot order samples: pool is {pool}, lanes {lanes}, weights {weights}, expected a pool (with or without "
             "lanes), weights, or neither. Remove the arguments that do not fit."
         )
+    if not shuffle:
+        if pool is not None or weights is not None:
+            raise DataError(
+                f"cannot order samples: shuffle is False, pool {pool}, weights {weights}, expected no pool and no "
+                "weights without shuffling. Remove the arguments that do not fit."
+            )
+        return {**facts, "shuffle": False}, lambda *_: SequentialOrder(n)
     if pool is not None:
         lengths = _episode_lengths(dataset, n)
         digest = hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
         facts |= {"pool": int(pool), "lanes": int(lanes), "episodes": digest}
-        return facts, lambda epoch: EpisodeOrder(
-            lengths, seed, epoch, pool, lanes=lanes, batch=batch, offset=epoch * n % batch if tail == "carry" else 0
-        )
+
+        def episode_order(epoch: int, layout: LaneLayout) -> Order:
+            offset = (layout.offset + (epoch - layout.epoch) * n) % layout.batch if tail == "carry" else 0
+            return EpisodeOrder(lengths, seed, epoch, pool, lanes=lanes, batch=layout.batch, offset=offset)
+
+        return facts, episode_order
     if weights is not None:
         if not isinstance(dataset, ConcatDataset):
             raise DataError(
@@ -56,8 +82,8 @@ def choose_order(
             )
         parts = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
         facts |= {"lengths": parts, "weights": [float(w) for w in weights]}
-        return facts, lambda epoch: MixtureOrder(parts, weights, seed, epoch)
-    return facts, lambda epoch: GlobalOrder(n, seed, epoch)
+        return facts, lambda epoch, _: MixtureOrder(parts, weights, seed, epoch)
+    return facts, lambda epoch, _: GlobalOrder(n, seed, epoch)
 
 
 def _episode_lengths(dataset: Any, n: int) -> Indices:

@@ -13,7 +13,7 @@ import itertools
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -23,16 +23,19 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsdp2_strategy.data.batches import Anchor, BatchPlan, Key, Tail
-from fsdp2_strategy.data.dataset_order import choose_order
+from fsdp2_strategy.data.dataset_order import LaneLayout, choose_order
+from fsdp2_strategy.data.order import Order
 from fsdp2_strategy.data.permutation import Indices
 from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
 from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
 from fsdp2_strategy.distributed.agreement import check_equal
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import end_workers
-from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.errors import DataError, counted
 
 _VERSION = 1
+_VERSION_WITH_LAYOUT = 2  # earlier versions of this package would ignore the layout
 
 
 class ResumableLoader:
@@ -61,6 +64,8 @@ class ResumableLoader:
             padding and adds a bool mask with one element per sample of this rank, false for padding. If the batch is a
             mapping, the mask is stored as ``"sample_mask"``; an existing mask is combined with it by logical and. For
             other batches the loader yields (batch, mask). ``"drop"`` leaves these samples out.
+        shuffle: permute the samples by seed and epoch. If false, each epoch has the order of the data set; without
+            ``pool`` and ``weights`` only.
         pool: shuffle the frames of this many episodes at a time; see `EpisodeOrder`. None shuffles all samples.
         collate_fn: function that makes a batch from a list of samples; by default torch's `default_collate`.
         pin_memory: copy batches to pinned memory.
@@ -92,6 +97,7 @@ class ResumableLoader:
         dp_size: int | None = None,
         num_workers: int = 0,
         tail: Tail = "carry",
+        shuffle: bool = True,
         pool: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -104,10 +110,20 @@ class ResumableLoader:
         self.dataset, self.tail = dataset, tail
         self.global_batch_size, self.seed = operator.index(global_batch_size), operator.index(seed)
         self._check()
-        self._fingerprint, make_order = choose_order(
-            dataset, self.global_batch_size, self.seed, tail=tail, pool=pool, lanes=lanes, weights=weights
+        self._fingerprint, self._make_order = choose_order(
+            dataset,
+            self.global_batch_size,
+            self.seed,
+            tail=tail,
+            shuffle=shuffle,
+            pool=pool,
+            lanes=lanes,
+            weights=weights,
         )
-        self._plan = BatchPlan(lru_cache(maxsize=4)(make_order), self.global_batch_size, tail)
+        # Layouts of the lanes: of the current epoch, and of the next one if it is another. Loading a position that was
+        # saved with another batch size adds a layout.
+        self._layouts = [LaneLayout(0, self.global_batch_size, 0)]
+        self._plan = BatchPlan(self._order_of(self._layouts), self.global_batch_size, tail)
         # This rank's part of every batch: the samples from ``_low`` to ``_high - 1``.
         self._low, self._high = (r * self.global_batch_size // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
         self._collate = collate_fn or default_collate
@@ -246,20 +262,26 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's position as JSON values, equal on every rank; prefetched batches are not counted."""
-        anchor = self._plan.anchor
-        return {
+        state = {
             "version": _VERSION,
             "fingerprint": self._fingerprint,
             "batches": self._batches,
             "samples": self._samples,
             "began": self._began,
             "end": self._end,
-            "anchor": [anchor.batch, anchor.epoch, anchor.position],
+            "anchor": list(astuple(self._plan.anchor)),
             "skipped": list(self._plan.skipped),
         }
+        if self._layouts != [LaneLayout(0, self.global_batch_size, 0)]:
+            state |= {"version": _VERSION_WITH_LAYOUT, "layouts": [list(astuple(layout)) for layout in self._layouts]}
+        return state
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any], *, any_batch_size: bool = False) -> None:
         """Raise if a state cannot be loaded.
+
+        Args:
+            state: a result of `state_dict`.
+            any_batch_size: accept a state that was saved with another ``global_batch_size``.
 
         Raises:
             DataError: the state belongs to another data order (the message names the differences), or the loader has
@@ -270,35 +292,87 @@ class ResumableLoader:
                 "cannot load a data position: the loader has delivered batches, expected a loader that has delivered "
                 "none. Load before the first batch, or create a new loader."
             )
-        if missing := [name for name in self.state_dict() if name not in state]:
+        if missing := [name for name in self.state_dict() if name not in state and name != "layouts"]:
             raise DataError(
                 f"cannot load a data position: it has no {', '.join(missing)}, expected all keys of state_dict(). Load "
                 "it with the version of this package that saved it."
             )
-        known = {**self._fingerprint, "version": _VERSION}
+        version = state["version"] if state["version"] in (_VERSION, _VERSION_WITH_LAYOUT) else None
+        known = {**self._fingerprint, "version": version or _VERSION}
         given = {**state["fingerprint"], "version": state["version"]}
-        if wrong := [name for name in known | given if given.get(name) != known.get(name)]:
+        wrong = [name for name in known | given if given.get(name) != known.get(name)]
+        if any_batch_size and "global_batch_size" in wrong:
+            wrong.remove("global_batch_size")
+        if wrong:
             texts = [f"{name} {given.get(name)!r}, expected {known.get(name)!r}" for name in wrong]
+            fix = "use the data set and arguments of the run that is resumed"
+            if wrong == ["global_batch_size"]:
+                fix += (
+                    ". To continue at the same sample with another batch size, load with load_data_position='samples' "
+                    "(load_state_dict: any_batch_size=True)"
+                )
             raise DataError(
                 f"cannot load a data position: it was saved with {'; '.join(texts)}. Samples would be repeated or left "
-                "out: use the data set and arguments of the run that is resumed."
+                f"out: {fix}."
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, any_batch_size: bool = False) -> None:
         """Continue at the position of a `state_dict`, on any number of ranks; call it before the first batch.
 
         Samples that were skipped on this loader before the call stay skipped.
 
+        Args:
+            state: a result of `state_dict`.
+            any_batch_size: if the state was saved with another ``global_batch_size``, continue at the same sample: the
+                next batch begins with the sample that would have come next. Otherwise, such a state is an error. An
+                epoch that has begun keeps the lanes of the old batches, so ranks may share episodes until its end.
+
         Raises:
             DataError: see `check_state`.
         """
-        self.check_state(state)
+        self.check_state(state, any_batch_size=any_batch_size)
         also_skipped = set(self.skipped) - set(state["skipped"])
-        self._plan = replace(self._plan, skipped=tuple(state["skipped"]), anchor=Anchor(*state["anchor"]))
+        batch = state["fingerprint"]["global_batch_size"]
+        self._layouts = [LaneLayout(*layout) for layout in state.get("layouts", [(0, batch, 0)])]
+        self._plan = replace(
+            self._plan,
+            order_of=self._order_of(self._layouts),
+            batch=batch,
+            skipped=tuple(state["skipped"]),
+            anchor=Anchor(*state["anchor"]),
+        )
         self._batches, self._samples = state["batches"], state["samples"]
         self._began, self._end = state["began"], state["end"]
+        if batch != self.global_batch_size:
+            self._change_batch_size()
         if also_skipped:
             self.skip(also_skipped)
+
+    def _change_batch_size(self) -> None:
+        """Continue with batches of ``global_batch_size`` at the sample with which the plan's next batch begins."""
+        epoch, position = self._plan.position_of(self._batches)
+        log(
+            "the global batch size changes from %d to %d: continuing in epoch %d after %s in all",
+            self._plan.batch,
+            self.global_batch_size,
+            self.epoch,
+            counted(self._samples, "sample"),
+        )
+        # An epoch that has begun must keep its order, or samples would be repeated and left out.
+        first = epoch + (position > 0)
+        offset = (len(self._plan.order_of(epoch)) - position) % self.global_batch_size if position else 0
+        kept = [layout for layout in self._layouts if layout.epoch < first]
+        self._layouts = [*kept[-1:], LaneLayout(first, self.global_batch_size, offset)]
+        self._replan(self._plan.skipped)
+        self._plan = replace(self._plan, order_of=self._order_of(self._layouts), batch=self.global_batch_size)
+        self._update_end(epoch)
+
+    def _order_of(self, layouts: Sequence[LaneLayout]) -> Callable[[int], Order]:
+        @lru_cache(maxsize=4)
+        def order_of(epoch: int) -> Order:
+            return self._make_order(epoch, next(each for each in reversed(layouts) if each.epoch <= epoch))
+
+        return order_of
 
     def skip(self, samples: Iterable[int]) -> None:
         """Leave samples out from now on, in this epoch and all later ones.
@@ -320,15 +394,19 @@ class ResumableLoader:
             check_equal("skip samples", (self._batches, skipped), DataError, expected)
         epoch = self.epoch
         self._replan(skipped)
-        if self._batches < self._end:
-            has_batches_left = self.epoch == epoch
-            self._end = self._plan.end_of(epoch) if has_batches_left else self._batches
+        self._update_end(epoch)
         self.close()
 
     def _replan(self, skipped: Sequence[int]) -> None:
         """Skip ``skipped`` from the next batch on."""
         anchor = Anchor(self._batches, *self._plan.position_of(self._batches))
         self._plan = replace(self._plan, skipped=tuple(skipped), anchor=anchor)
+
+    def _update_end(self, epoch: int) -> None:
+        """Compute the end of the current epoch again, after a change of the plan, unless the epoch is complete."""
+        if self._batches < self._end:
+            has_batches_left = self.epoch == epoch
+            self._end = self._plan.end_of(epoch) if has_batches_left else self._batches
 
     def _check(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):

@@ -55,9 +55,7 @@ class GlobalOrder:
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
-        if not 1 <= n < _MAX_SAMPLES:
-            raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61 - 1. Use a data set with samples.")
-        self.n, self.seed, self.epoch = operator.index(n), operator.index(seed), operator.index(epoch)
+        self.n, self.seed, self.epoch = _checked_length(n), operator.index(seed), operator.index(epoch)
         self._bijection = Bijection(self.n, "samples", self.seed, self.epoch)
 
     def __len__(self) -> int:
@@ -74,6 +72,35 @@ class GlobalOrder:
     def positions(self, samples: ArrayLike) -> Indices:
         """Return the positions of samples, in ascending order."""
         return np.sort(self._bijection.positions(_checked(samples, self.n)))
+
+
+class SequentialOrder:
+    """The samples in the order of the data set, in every epoch.
+
+    Args:
+        n: number of samples, at least 1.
+
+    Raises:
+        DataError: ``n`` is out of range.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = _checked_length(n)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """Return the samples at positions ``start`` to ``stop``, int64 of shape (stop - start,).
+
+        Raises:
+            DataError: the positions are not within 0 to n.
+        """
+        return _within(start, stop, self.n)
+
+    def positions(self, samples: ArrayLike) -> Indices:
+        """Return the positions of samples, in ascending order."""
+        return np.sort(_checked(samples, self.n))
 
 
 class EpisodeOrder:
@@ -325,6 +352,12 @@ class MixtureOrder:
 
 # Cached, so that all slices share the table of a permutation.
 _cached_bijection = lru_cache(maxsize=128)(Bijection)
+
+
+def _checked_length(n: int) -> int:
+    if not 1 <= n < _MAX_SAMPLES:
+        raise DataError(f"cannot order samples: n is {n}, expected 1 to 2^61 - 1. Use a data set with samples.")
+    return operator.index(n)
 
 
 def _within(start: int, stop: int, n: int) -> Indices:

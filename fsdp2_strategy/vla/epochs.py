@@ -50,6 +50,8 @@ class Position:
     """Number of ranks of the saved run."""
     placed: bool = False
     """Whether the caller set the sampler's position in the epoch; ``batch`` then counts from this position."""
+    batch_size: int | None = None
+    """Samples of a rank's micro-batch, if ``kind`` is "count" and the loader knows it."""
 
 
 _END = object()
@@ -65,13 +67,14 @@ class Epochs:
         loader: any iterable of batches; see [Note: plain loaders].
         seed: base of the random state of each rank and epoch.
         start: the position to resume from, or None. A loader that is not plain must already be at this position.
+        any_batch_size: whether ``start`` may have been saved with another batch size; only for a ResumableLoader.
         epoch: the first epoch if ``start`` is None; otherwise ignored.
         sampler_may_be_positioned: whether the caller may have set the sampler's position in the first epoch.
         accumulates: whether an optimizer step has several micro-batches; see [Note: position].
 
     Raises:
-        CheckpointError: the position was saved with another kind of loader, or on another number of ranks (unless the
-            loader is a ResumableLoader).
+        CheckpointError: the position was saved with another kind of loader; or, unless the loader is a
+            ResumableLoader, on another number of ranks or with another batch size.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Epochs:
         *,
         seed: int,
         start: Position | None,
+        any_batch_size: bool = False,
         epoch: int,
         sampler_may_be_positioned: bool,
         accumulates: bool,
@@ -87,7 +91,7 @@ class Epochs:
         self._loader, self._seed, self._accumulates = loader, seed, accumulates
         self.kind: Kind = kind_of(loader)
         if start is not None:
-            self._check(start)
+            self._check(start, any_batch_size=any_batch_size)
         self._start = start
         self._is_positioned = self._must_be_positioned = start is not None and start.placed
         self._may_be_positioned = sampler_may_be_positioned or self._must_be_positioned
@@ -190,15 +194,36 @@ class Epochs:
 
     def _position(self) -> Position:
         return Position(
-            epoch=self.epoch, batch=self._batch, kind=self.kind, ranks=world_size(), placed=self._is_positioned
+            epoch=self.epoch,
+            batch=self._batch,
+            kind=self.kind,
+            ranks=world_size(),
+            placed=self._is_positioned,
+            batch_size=self._batch_size(),
         )
 
-    def _check(self, start: Position) -> None:
+    def _batch_size(self) -> int | None:
+        size = getattr(self._loader, "batch_size", None) if self.kind == "count" else None
+        return size if isinstance(size, int) else None
+
+    def _check(self, start: Position, *, any_batch_size: bool) -> None:
         if start.kind != self.kind or (self.kind != "formula" and start.ranks != world_size()):
             raise CheckpointError(
                 f"cannot resume: the data position was saved with {_KINDS[start.kind]} on {start.ranks} ranks, "
                 f"expected {_KINDS[self.kind]} on {world_size()}. Use the loader of the saved run (ResumableLoader "
                 "resumes on any number of ranks), or load with load_data_position=False."
+            )
+        if any_batch_size and self.kind != "formula":
+            raise CheckpointError(
+                f"cannot resume with load_data_position='samples': the loader is {_KINDS[self.kind]}, expected a "
+                "ResumableLoader, which knows the order of all samples. Pass True, and keep the batch size."
+            )
+        own = self._batch_size()
+        if None not in (own, start.batch_size) and own != start.batch_size:
+            raise CheckpointError(
+                f"cannot resume: the data position was saved with a batch_size of {start.batch_size}, expected {own}, "
+                "that of the loader, because its batches are drawn again. Use the batch size of the saved run, or load "
+                "with load_data_position=False."
             )
 
     def _order_sources(self) -> list[Any]:

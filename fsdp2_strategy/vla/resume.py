@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fsdp2_strategy.checkpoint.data_position import DataPositionMode
 from fsdp2_strategy.checkpoint.random_state import rng_content
 from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.errors import CheckpointError, ConfigError
@@ -41,18 +42,21 @@ class Resumed:
     """Whether the checkpoint was saved at the end of ``epoch``."""
     position: Position | None
     """The data position to resume at; None to start at the beginning of an epoch."""
+    load_data_position: DataPositionMode
+    """Whether the position may have been saved with another global batch size ("samples")."""
     rng: bytes
     """The random state of the checkpoint."""
 
     @classmethod
-    def of(cls, path: str, client_state: Mapping[str, Any], *, with_position: bool) -> Self:
+    def of(cls, path: str, client_state: Mapping[str, Any], *, load_data_position: DataPositionMode) -> Self:
         """Describe the checkpoint that was just loaded; read its random state from this process's generators."""
-        position = client_state.get("position") if with_position else None
+        position = client_state.get("position") if load_data_position else None
         return cls(
             path=Path(path),
             epoch=client_state.get("epoch", 0),
             at_epoch_end=path.endswith(".end.ckpt"),
             position=Position(**position) if position else None,
+            load_data_position=load_data_position,
             rng=rng_content(),
         )
 

@@ -24,7 +24,7 @@ from torch import nn
 from tqdm import tqdm
 
 from fsdp2_strategy.checkpoint import load_checkpoint
-from fsdp2_strategy.checkpoint.data_position import LATER
+from fsdp2_strategy.checkpoint.data_position import LATER, DataPositionMode
 from fsdp2_strategy.checkpoint.random_state import load_rng
 from fsdp2_strategy.checkpoint.training_state import advance_scheduler
 from fsdp2_strategy.config.arguments import check_keywords
@@ -302,13 +302,20 @@ class VLAFSDPStrategy(TrainingStrategy):
                 "Restart the process, or call load_optimizer_and_scheduler and create the loader again."
             )
         if resumed and start and start.kind == kind_of(dataloader) != "count":
-            load_checkpoint(self.vla, resumed.path, load_model=False, dataloader=dataloader)
+            load_checkpoint(
+                self.vla,
+                resumed.path,
+                load_model=False,
+                dataloader=dataloader,
+                load_data_position=resumed.load_data_position,
+            )
         if resumed:
             load_rng(resumed.rng)  # random numbers may have been drawn since the load
         data = Epochs(
             dataloader,
             seed=self.config.seed,
             start=start,
+            any_batch_size=resumed is not None and resumed.load_data_position == "samples",
             epoch=resumed.start_epoch if resumed else start_epoch,
             sampler_may_be_positioned=start is None and self.global_step(self.vla) > 0,
             accumulates=self.grad_accumulation_steps > 1,
@@ -445,7 +452,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         checkpoint_folder: str | Path,
         *,
         load_weights: bool = True,
-        load_data_position: bool = True,
+        load_data_position: DataPositionMode = True,
         strict: bool = True,
         trust: bool = False,
     ) -> dict[str, int] | None:
@@ -456,7 +463,9 @@ class VLAFSDPStrategy(TrainingStrategy):
         Args:
             checkpoint_folder: a checkpoint, or a run's directory, whose newest checkpoint is loaded.
             load_weights: whether to load the weights; if false, the model keeps its current weights.
-            load_data_position: resume at the data position in the checkpoint, if there is one.
+            load_data_position: resume at the data position in the checkpoint, if there is one. If "samples", the
+                micro-batches of a ResumableLoader may have another size than in the saved run; training continues at
+                the same sample.
             strict: raise if the checkpoint, the model and the optimizer have different parameter names.
             trust: also load checkpoints that VITRA wrote. They are pickles, which can execute code.
 
@@ -475,7 +484,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             check_new_run(folder, self.run_dir)
             return None
         self._data, self._interrupted = None, False
-        self._resumed = Resumed.of(path, state, with_position=load_data_position)
+        self._resumed = Resumed.of(path, state, load_data_position=load_data_position)
         return {"epoch": self._resumed.epoch, "global_step": self.global_step(self.vla)}
 
     def _check_start(self, epoch: int, step: int) -> None:

@@ -156,10 +156,12 @@ def accumulation_that_contradicts_the_batch_size(folder):
 
 
 @mistake(
-    "cannot accumulate: train_batch_size is 9, expected a multiple of",
+    "Use 8 or 12; a run that is resumed with another train_batch_size needs load_data_position='samples', to continue "
+    "at the same sample. To keep train_batch_size, use 1 or 3 ranks with micro_train_batch_size 1.",
     ConfigError,
-    "The global batch cannot be split into equal micro-batches on all ranks.",
-    "Use one of the two sizes that the message names.",
+    "The global batch cannot be split into equal micro-batches on all ranks, perhaps because a run is resumed on "
+    "another number of ranks.",
+    "Use a size, or a number of ranks, that the message names.",
 )
 def a_batch_size_that_the_ranks_cannot_share(folder):
     FSDPV2Strategy(micro_train_batch_size=2, train_batch_size=9)
@@ -812,6 +814,19 @@ def a_position_in_another_data_set(folder):
     strategy, model, *_ = saved(folder)
     strategy.save_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(32)), 2))
     strategy.load_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(24)), 2))
+
+
+@mistake(
+    "global_batch_size 2, expected 4. Samples would be repeated or left out: use the data set and arguments of the run "
+    "that is resumed. To continue at the same sample with another batch size, load with load_data_position='samples'",
+    CheckpointError,
+    "The run is resumed with another global batch size, perhaps because it has another number of ranks.",
+    'Keep the batch size. Or, to change it on purpose, load with `load_data_position="samples"`.',
+)
+def a_position_with_another_batch_size(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.save_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(32)), 2))
+    strategy.load_ckpt(model, folder / "ckpts", dataloader=ResumableLoader(list(range(32)), 4))
 
 
 @mistake(
