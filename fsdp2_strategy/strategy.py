@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.data.sampler import ResumableSampler
 from fsdp2_strategy.distributed import collectives, memory
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.mesh import set_timeouts
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.errors import OptimizerError
@@ -110,18 +111,22 @@ class FSDPV2Strategy(TrainingStrategy):
         if timeout is not None:
             set_timeouts(timeout)
 
+    @collective
     def all_reduce(self, data: Any, op: collectives.Op = "mean") -> Any:
         """Reduce numbers, tensors and dicts of them over all ranks; collective; see `collectives.all_reduce`."""
         return collectives.all_reduce(data, op)
 
+    @collective
     def all_gather(self, data: Any) -> Any:
         """Gather numbers, tensors and dicts of them from all ranks; collective; see `collectives.all_gather`."""
         return collectives.all_gather(data)
 
+    @collective
     def report_memory(self, prefix: str = "") -> str:
         """Log the device and host memory of all ranks on one line; collective; see `memory.report_memory`."""
         return memory.report_memory(prefix)
 
+    @collective
     def sync_and_clear_cache(self) -> None:
         """Run Python's garbage collector, synchronise ranks and device, free cached device memory; collective."""
         gc.collect()
@@ -175,6 +180,7 @@ class FSDPV2Strategy(TrainingStrategy):
 
     # --- the roles of a trainer's models ------------------------------------------------------------------------------
 
+    @collective
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepare models for inference, and (model, optimizer, ...) tuples for training; collective.
 
@@ -214,6 +220,7 @@ class FSDPV2Strategy(TrainingStrategy):
             state.optimizer, state.scheduler = optimizer, rest[0] if rest else state.scheduler
         return type(given)((model, optimizer, *rest))
 
+    @collective
     def prepare_models_and_optimizers(
         self,
         actor: nn.Module,
@@ -252,6 +259,7 @@ class FSDPV2Strategy(TrainingStrategy):
                 self.prepare_model(model, shard_size="auto")
         return actor_triple, critic_triple, reward_models, self.prepare_model(initial_model)
 
+    @collective
     def prepare_reward_model(
         self, reward_model: nn.Module, args: object = None, max_steps: int = int(1e8)
     ) -> tuple[nn.Module, Optimizer, LRScheduler]:
@@ -341,6 +349,7 @@ class FSDPV2Strategy(TrainingStrategy):
 
     # --- averages -----------------------------------------------------------------------------------------------------
 
+    @collective
     def moving_average(
         self, model: nn.Module, model_ema: nn.Module | EMA, beta: float = 0.992, device: torch.device | str = "cpu"
     ) -> None:
@@ -387,6 +396,7 @@ class FSDPV2Strategy(TrainingStrategy):
         """The ``engine_type`` given to `setup_inference_engine`; its class name if it was an engine."""
         return self._rollout.engine_type
 
+    @collective
     def setup_inference_engine(
         self, args: object = None, engine_type: str | RolloutEngine = "vllm", actor: nn.Module | None = None
     ) -> RolloutEngine | None:
@@ -415,6 +425,7 @@ class FSDPV2Strategy(TrainingStrategy):
         self.maybe_sleep_inference_engine()
         return self.inference_engine
 
+    @collective
     def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
         """Load a model's weights into the engine, in the compute dtype; collective.
 

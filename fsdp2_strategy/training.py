@@ -32,6 +32,7 @@ from fsdp2_strategy.config.arguments import check_keywords
 from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group as ranks
 from fsdp2_strategy.distributed.log import log, show_log
+from fsdp2_strategy.distributed.lost_ranks import collective, report_end
 from fsdp2_strategy.distributed.mesh import auto_shard_size, build_mesh, forget_meshes
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import ShardError, StepError, counted, some
@@ -165,6 +166,7 @@ class TrainingStrategy:
         """
         seed_everything(seed + ranks.rank() if per_rank else seed)
 
+    @collective
     def close(self) -> None:
         """Wait for an asynchronous save, and destroy the process group that the constructor started; collective.
 
@@ -183,6 +185,7 @@ class TrainingStrategy:
             free_host_buffers()
             self._trainers.close()
             if self._owns_process_group and dist.is_initialized():
+                report_end()
                 forget_meshes()
                 forget_groups()
                 dist.destroy_process_group()
@@ -200,6 +203,7 @@ class TrainingStrategy:
         """Return a context to build models in, on the meta device (`init_on_meta`) if ``meta_init``; not collective."""
         return init_on_meta() if meta_init else nullcontext()
 
+    @collective
     def prepare_model(
         self,
         model: ModelT,
@@ -319,6 +323,7 @@ class TrainingStrategy:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
+    @collective
     def backward(
         self,
         loss: torch.Tensor,
@@ -344,6 +349,7 @@ class TrainingStrategy:
             num_items_in_batch=num_items_in_batch,
         )
 
+    @collective
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -374,6 +380,7 @@ class TrainingStrategy:
             state.optimizer, state.scheduler = optimizer, scheduler or state.scheduler
         return result
 
+    @collective
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
         """Clip a model's gradients to a global norm, and return the norm before clipping; collective.
 
@@ -385,6 +392,7 @@ class TrainingStrategy:
         scale = own.scale.value if (own := self._state_of(model).accumulation).scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
 
+    @collective
     def preempted(self) -> bool:
         """Return whether any rank has received SIGTERM; collective, the same on every rank.
 
@@ -404,6 +412,7 @@ class TrainingStrategy:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
+    @collective
     def save_ckpt(
         self,
         model: nn.Module,
@@ -477,6 +486,7 @@ class TrainingStrategy:
         )
         return str(path)
 
+    @collective
     def wait_for_checkpoint(self) -> None:
         """Wait until no asynchronous save is in flight; call this on every rank, so that all of them raise its error.
 
@@ -485,6 +495,7 @@ class TrainingStrategy:
         """
         wait_for_save()
 
+    @collective
     def load_ckpt(
         self,
         model: nn.Module,
@@ -567,6 +578,7 @@ class TrainingStrategy:
             averages.copy_to(ema)
         return str(loaded.path), loaded.client_state
 
+    @collective
     def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)

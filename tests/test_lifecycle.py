@@ -24,6 +24,7 @@ from fsdp2_strategy import (
     build_mesh,
     list_checkpoints,
 )
+from fsdp2_strategy.distributed import agreement
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import group_timeout
 from fsdp2_strategy.distributed.torch_internals import timeout_of
@@ -120,6 +121,22 @@ def test_bad_input_is_refused_on_every_rank(case):
     with pytest.raises(error, match=r"cannot|no unit"):
         call()
     dist.barrier()
+
+
+@pytest.mark.ranks(1)
+def test_an_error_is_not_hidden_by_ranks_that_are_lost(monkeypatch):
+    def lose(_):
+        raise RuntimeError("[gloo/pair.cc:553] Connection closed by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agreement, "any_rank", lose)
+        with pytest.raises(ValueError, match="bad luck"), all_or_none("test", CheckpointError):
+            raise ValueError("bad luck")
+        with pytest.raises(RuntimeError, match="Connection closed"), all_or_none("test", CheckpointError):
+            pass
+        patch.setattr(agreement, "any_rank", lambda _: pytest.fail("the ranks cannot agree any more"))
+        with pytest.raises(RuntimeError, match="Timed out"), all_or_none("test", CheckpointError):
+            raise RuntimeError("[gloo/unbound_buffer.cc:129] Timed out waiting 5000ms for recv operation to complete")
 
 
 @pytest.mark.ranks(3)

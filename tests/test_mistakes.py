@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,7 +39,39 @@ def make(name, folder):
     assert time.monotonic() - begin < 10
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+def lose_a_rank(name, folder):
+    """Make a mistake on this rank; on rank 0, compare the note to torch's error with the table."""
+    entry, begin = MISTAKES[name], time.monotonic()
+    if os.environ["RANK"] != "0":
+        entry.make(folder)
+        return
+    with pytest.raises(entry.error) as caught:
+        entry.make(folder)
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert entry.message in text, text
+    assert time.monotonic() - begin < 10
+    print("heard")  # noqa: T201
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MISTAKES.items() if entry.loses_a_rank])
+def test_a_rank_that_waits_alone_hears_which_ranks_are_missing(name, tmp_path):
+    """In processes of their own, because the process group is lost."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = [sys.executable, __file__, name, str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in "01"
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    assert printed[0].endswith("heard\n"), "\n".join(printed)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MISTAKES.items() if not entry.loses_a_rank])
 def test_every_rank_hears_of_a_mistake(name, tmp_path, run_on):
     run_on(2, make, name=name, folder=tmp_path)
 
@@ -45,5 +80,7 @@ def test_the_page_on_troubleshooting_is_the_table():
     assert PAGE.read_text() == page(), "run: python tests/test_mistakes.py"
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
+    lose_a_rank(sys.argv[1], Path(sys.argv[2]))
+elif __name__ == "__main__":
     PAGE.write_text(page())

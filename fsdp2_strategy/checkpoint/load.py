@@ -52,6 +52,7 @@ from fsdp2_strategy.checkpoint.training_state import (
 )
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, from_rank_0
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import ArgumentError, CheckpointError, DamageError, did_you_mean
 from fsdp2_strategy.hf.load_plan import LoadReport
@@ -64,6 +65,7 @@ from fsdp2_strategy.model.master_weights import refresh_masters_of
 from fsdp2_strategy.model.ranks import on_model_ranks
 
 
+@collective
 @on_model_ranks
 @gc_paused()
 def load_checkpoint(

@@ -35,6 +35,7 @@ from fsdp2_strategy.checkpoint.trainable_only import LeftOut
 from fsdp2_strategy.checkpoint.training_state import optimizer_hyper, optimizer_tensors, unwrap_and_reshard
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal, to_rank_0
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import blocks_of, blocks_of_file
@@ -47,6 +48,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.shards import shard_size_of_model
 
 
+@collective
 @on_model_ranks
 @gc_paused()
 def save_checkpoint(

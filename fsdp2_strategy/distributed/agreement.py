@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2_strategy.distributed.lost_ranks import is_lost_rank
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
 from fsdp2_strategy.errors import FSDP2StrategyError
 
@@ -38,10 +39,16 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        if getattr(failure, "is_agreed", False):
-            raise  # an inner block made all ranks raise this error
+        if getattr(failure, "is_agreed", False) or is_lost_rank(failure):
+            raise  # an inner block made all ranks raise this error, or they can no longer agree on one
         cause = failure
-    if not any_rank(cause is not None):
+    try:
+        has_failed = any_rank(cause is not None)
+    except RuntimeError:
+        if cause is None:
+            raise
+        raise cause from None  # the other ranks cannot hear of it, because they are lost
+    if not has_failed:
         return
     texts: list[str | None] = [None] * world_size()
     dist.all_gather_object(texts, None if cause is None else error_text(cause), group=group_in_use())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.agreement import check_equal
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.errors import ConfigError
 
@@ -22,6 +23,7 @@ Path = tuple[Any, ...]
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+@collective
 def all_reduce(data: Any, op: Op = "mean") -> Any:
     """Reduce a tensor, a number or a nested dict of them over all ranks; collective.
 
@@ -56,6 +58,7 @@ def all_reduce(data: Any, op: Op = "mean") -> Any:
     return _rebuilt(data, reduced.__getitem__)
 
 
+@collective
 def all_gather(data: Any) -> Any:
     """Gather a tensor, a number or a nested dict of them from all ranks; collective.
 

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 
 
+@collective
 def report_memory(prefix: str = "") -> str:
     """Log the memory of all ranks on one line, in GB (10^9 bytes), and return the line; collective.
 

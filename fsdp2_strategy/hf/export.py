@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, did_you_mean
 from fsdp2_strategy.hf.output_files import (
@@ -58,6 +59,7 @@ _KNOWN = ["push_to_hub", "variant", "save_original_format", "is_main_process", "
 _KNOWN += ["repo_id", "commit_message", "token", "private", "create_pr", "revision"]
 
 
+@collective
 @on_model_ranks
 def save_model(
     model: nn.Module,

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
@@ -38,6 +39,7 @@ from fsdp2_strategy.model.ranks import on_model_ranks
 from fsdp2_strategy.model.wrappers import unwrap_model
 
 
+@collective
 def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bool = True) -> LoadReport:
     """Fill a model from safetensors files; each rank reads only slices for its own shards; collective.
 

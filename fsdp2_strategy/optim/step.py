@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import GradSync, SyncBuffers
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import StepError
@@ -106,6 +107,7 @@ def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accu
     return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
 
 
+@collective
 def backward(
     loss: torch.Tensor,
     model: nn.Module,
@@ -139,6 +141,7 @@ def backward(
     own.micro_batches += 1
 
 
+@collective
 def optimizer_step(
     optimizer: Optimizer,
     model: nn.Module,
@@ -251,6 +254,7 @@ def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> Non
             unit.set_requires_all_reduce(is_last or mode == "every", recurse=False)
 
 
+@collective
 def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: float = 0.0) -> float:
     """Return the global norm of all gradients, and scale them down to ``max_norm``; collective.
 

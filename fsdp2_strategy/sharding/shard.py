@@ -9,6 +9,7 @@ first -> prefetch order -> entry points.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import after_forward, collective
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.torch_internals import module_of
 from fsdp2_strategy.errors import ShardError
@@ -48,6 +50,7 @@ _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
+@collective
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
@@ -181,6 +184,7 @@ def shard_model(
         model_state(root).set(_IS_FOR_TRAINING, is_training)
         if is_training:
             model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})
+        root.register_forward_hook(partial(after_forward, name), always_call=True)
         register_wrapper(root)
         store_initial_sums(root)
         remember_buffers(root)

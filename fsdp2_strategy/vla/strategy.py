@@ -32,6 +32,7 @@ from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
@@ -184,6 +185,7 @@ class VLAFSDPStrategy(TrainingStrategy):
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
+    @collective
     def run_setup(
         self,
         run_dir: str | Path,
@@ -386,6 +388,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         except TypeError:  # an iterable data set has no length
             return None
 
+    @collective
     def clip_grad_norm(self, model: nn.Module | None = None, max_norm: float | None = None) -> float:
         """Clip the gradients to ``max_norm`` (by default ``max_grad_norm``), and return the norm before clipping.
 
@@ -395,6 +398,7 @@ class VLAFSDPStrategy(TrainingStrategy):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
+    @collective
     def save_checkpoint(
         self,
         run_dir: str | Path,
@@ -447,6 +451,7 @@ class VLAFSDPStrategy(TrainingStrategy):
             self.pending_micro_batches = pending
         return Path(path)
 
+    @collective
     def load_optimizer_and_scheduler(
         self,
         checkpoint_folder: str | Path,

@@ -5,6 +5,7 @@ Input: an empty folder that all ranks share. Output: the error that the user get
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,17 +48,26 @@ class Mistake:
     make: Callable[[Path], object]
     error: type[Exception] | None
     """None: a warning is logged on rank 0."""
+    loses_a_rank: bool
+    """Whether only rank 0 hears of it, when a peer has ended or a time-out of 5 s is over. The message is then a note
+    to torch's error."""
 
 
 MISTAKES: dict[str, Mistake] = {}
 _section = [""]
 
 
-def mistake(message: str, error: type[Exception] | None, cause: str, fix: str):
+def mistake(message: str, error: type[Exception] | None, cause: str, fix: str, *, loses_a_rank: bool = False):
     def register(make):
         assert make.__name__ not in MISTAKES, make.__name__
         MISTAKES[make.__name__] = Mistake(
-            section=_section[0], message=message, cause=cause, fix=fix, make=make, error=error
+            section=_section[0],
+            message=message,
+            cause=cause,
+            fix=fix,
+            make=make,
+            error=error,
+            loses_a_rank=loses_a_rank,
         )
         return make
 
@@ -70,7 +80,8 @@ def page(mistakes: Iterable[Mistake] = MISTAKES.values()) -> str:
         "# Troubleshooting",
         "",
         "Messages of mistakes that are easily made, their causes, and what to do. Each line is tested on two ranks:",
-        "every rank raises the error, before anything is lost. `tests/helpers/mistakes.py` makes each mistake, and",
+        "every rank raises the error, before anything is lost. If one rank alone waits in a collective, it hears of it",
+        "when another rank ends, or at the time-out. `tests/helpers/mistakes.py` makes each mistake, and",
         "`python tests/test_mistakes.py` writes this page.",
     ]
     section = ""
@@ -877,3 +888,70 @@ def weights_without_an_engine(folder):
     strategy = strategy_for()
     model, *_ = prepared(strategy)
     strategy.update_engine_weights(model)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+_section[0] = "Ranks that are missing"
+
+
+def impatient():
+    """Return a strategy with a time-out of 5 s, and a model that it trains."""
+    strategy = strategy_for(timeout_minutes=5 / 60)
+    model, optimizer, _ = prepared(strategy)
+    return strategy, model, optimizer
+
+
+@mistake(
+    "Rank 0 was in save_ckpt (all_gather), which every rank must call: rank 1 did not make this call",
+    RuntimeError,
+    "Only rank 0 saves, as with DDP, while the others are busy with something else.",
+    "Call `save_ckpt` on every rank: all of them write.",
+    loses_a_rank=True,
+)
+def a_save_on_rank_0_alone(folder):
+    strategy, model, _ = impatient()
+    if strategy.is_rank_0():
+        strategy.save_ckpt(model, folder / "ckpts")
+    time.sleep(8)
+
+
+@mistake(
+    "which every rank must call: rank 1 was in save_model",
+    RuntimeError,
+    "The ranks make different calls, here an evaluation on rank 0 and an export on rank 1.",
+    "Make the same calls in the same order on every rank.",
+    loses_a_rank=True,
+)
+def a_forward_pass_on_rank_0_alone(folder):
+    strategy, model, _ = impatient()
+    if strategy.is_rank_0():
+        loss_of("llama", model, batch_of("llama", 0, 0))
+    else:
+        strategy.save_model(model, None, folder / "out")
+
+
+@mistake(
+    "which every rank must call: rank 1 ended without this call",
+    RuntimeError,
+    "A rank has left the training loop earlier than the others, for example because it has fewer batches.",
+    "Give every rank the same number of batches, as `ResumableLoader` does.",
+    loses_a_rank=True,
+)
+def ranks_with_unequal_numbers_of_steps(folder):
+    strategy, model, optimizer = impatient()
+    train(strategy, model, optimizer, None, range(2 - strategy.get_rank()))
+
+
+@mistake(
+    "which every rank must call: rank 1 ended with FileNotFoundError: [Errno 2] No such file or directory: 'x.txt'",
+    RuntimeError,
+    "The program failed on another rank.",
+    "Mend the error that the note quotes.",
+    loses_a_rank=True,
+)
+def an_error_in_the_program_of_one_rank(folder):
+    strategy, *_ = impatient()
+    if strategy.get_rank() == 1:
+        Path("x.txt").read_text(encoding="utf-8")
+    strategy.all_reduce(1.0)

@@ -1,0 +1,118 @@
+"""Name the missing ranks when a collective fails; torch's errors contain only an address or a time-out.
+
+Input: an error that torch raises in a collective. Output: the same error with a note (PEP 678), which Python prints
+below the error's message: the call that failed, and what the other ranks did instead.
+
+A rank whose collective fails writes a report to the store of the process group: the name of the call. A rank that ends
+reports that it ends, and its error. The failing ranks then read the reports of the others. This needs no collective,
+which would fail again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
+from fsdp2_strategy.distributed.torch_internals import default_store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WAIT_SECONDS = 1.0
+_IS_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out")
+# The outermost call of this package that is running and that every rank must make.
+_call: ContextVar[str | None] = ContextVar("call", default=None)
+
+
+def collective(function: F) -> F:
+    """Decorate a function that every rank must call: if torch loses another rank in it, add a note to torch's error."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _call.get() is not None:
+            return function(*args, **kwargs)
+        token = _call.set(function.__name__)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            add_note(error, function.__name__)
+            raise
+        finally:
+            _call.reset(token)
+
+    return run  # type: ignore[return-value]
+
+
+def after_forward(name: str, *_: object) -> None:
+    """Add a note to an error that ends the forward pass of the model ``name``: a hook that torch always calls."""
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError) and _call.get() is None:
+        add_note(error, f"the forward pass of {name}")
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an error is one that torch raises if another rank is lost or does not answer in time."""
+    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return of_torch and _IS_LOST.search(str(error)) is not None
+
+
+def add_note(error: BaseException, call: str) -> None:
+    """Add a note about the missing ranks, if the error is about a lost rank and has no such note yet."""
+    if dist.is_initialized() and is_lost_rank(error) and not getattr(error, "__notes__", None):
+        with contextlib.suppress(Exception):  # the store may be lost, too
+            error.add_note(_note(error, call))
+
+
+def report_end() -> None:
+    """Write to the store that this rank ends, and the error that ends it, if there is one; not collective."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the second: at the exit of Python
+    if error is not None and is_lost_rank(error):
+        return  # this rank has reported the call
+    with contextlib.suppress(Exception):  # the store may be lost already
+        text = f"ended with {type(error).__name__}: {str(error)[:500]}" if error else "ended without this call"
+        default_store().set(_key(dist.get_rank()), text)
+
+
+# Registered after `process_group._destroy_at_exit`, so it runs before.
+threading._register_atexit(report_end)  # type: ignore[attr-defined]
+
+
+def _note(error: BaseException, call: str) -> str:
+    own, store = dist.get_rank(), default_store()
+    store.set(_key(own), f"was in {call}")
+    others = [rank for rank in ranks_of(group_in_use()) if rank != own]
+    until = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < until and not all(store.check([_key(rank)]) for rank in others):
+        time.sleep(0.02)
+    reported = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
+    found = [f"rank {rank} {text}" for rank, text in reported.items()]
+    if silent := [str(rank) for rank in others if rank not in reported]:
+        name = "rank" if len(silent) == 1 else "ranks"
+        found.append(f"{name} {', '.join(silent)} did not make this call, or ended without a report")
+    return (
+        f"Rank {own} was in {call} ({_operation(error)}), which every rank must call: {'; '.join(found)}. Check "
+        "conditions such as 'if rank == 0' before this call, and the first error of the other ranks."
+    )
+
+
+def _operation(error: BaseException) -> str:
+    """Return the name of the innermost function of torch.distributed in an error's traceback."""
+    frames = [
+        frame.name for frame in traceback.extract_tb(error.__traceback__) if "/torch/distributed/" in frame.filename
+    ]
+    names = [name for name in frames if name not in ("wrapper", "inner", "__call__")]
+    return names[-1] if names else "a collective"
+
+
+def _key(rank: int) -> str:
+    return f"fsdp2_strategy/report/{rank}"
