@@ -569,11 +569,21 @@ def test_a_missing_head_is_drawn_in_the_dtype_that_was_asked_for(folder):
 
 
 @pytest.mark.ranks(2)
-def test_constructors_that_draw_differently_on_each_rank_are_an_error():
+@pytest.mark.parametrize("what", ["value", "seed", "seed that nothing draws from"])
+def test_constructors_that_draw_differently_on_each_rank_are_an_error(what):
     with init_on_meta():
+        if what == "seed":
+            torch.manual_seed(dist.get_rank())
         model = nn.Linear(4, 4)
-        model.bias = nn.Parameter(torch.tensor([float(dist.get_rank())] * 4))
+        if what == "value":
+            model.bias = nn.Parameter(torch.tensor([float(dist.get_rank())] * 4))
+        if what == "seed that nothing draws from":
+            torch.manual_seed(dist.get_rank())
+            model = nn.Sequential(model, nn.LayerNorm(4))
     shard_model(model, bf16=False)
+    if what == "seed that nothing draws from":
+        load_weights(model)
+        return
     with pytest.raises(CheckpointError, match="constructors that do the same on every rank"):
         load_weights(model)
 

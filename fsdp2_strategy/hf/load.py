@@ -111,7 +111,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
         f"load {name}",
         recording_digests(to_initialise),
         CheckpointError,
-        "constructors that do the same on every rank. Give NumPy and Python the same seed on all ranks.",
+        "constructors that do the same on every rank. Give torch, NumPy and Python the same seed on all ranks.",
     )
     with all_or_none(f"load {name}", CheckpointError):
         materialize(root, current_device())

@@ -102,8 +102,8 @@ def offload(subject: nn.Module | Optimizer) -> None:
         _reload(owners)
         _unguard_steps()
         raise OffloadError(
-            f"cannot offload this {type(subject).__name__}: the host is out of memory ({error}). Nothing was "
-            "offloaded. Offload less, or use a host with more memory."
+            f"cannot offload this {type(subject).__name__}: {type(error).__name__}: {error}. Nothing was offloaded. If "
+            "the host is out of memory, offload less, or use a host with more memory."
         ) from error
 
 

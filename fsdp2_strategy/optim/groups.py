@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import ArgumentError, OptimizerError, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, OptimizerError, counted, did_you_mean
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.names import clean, matches, named_parameters
 from fsdp2_strategy.model.shards import shard_size_of
@@ -156,6 +156,9 @@ def _resolve_groups(
         picked = {name_of[id(p)] for p in listed if not isinstance(p, str) and id(p) in name_of}
         picked |= {name for name in trainable if matches(name, patterns)}
         label = group.get("name", i)
+        frozen = [p for p in listed if not isinstance(p, str) and not p.requires_grad]
+        if frozen:
+            log("parameter group %s: %s left out", label, counted(len(frozen), "frozen parameter"))
         if foreign or not picked:
             problem = f"{len(foreign)} parameters of another model" if foreign else "no trainable parameter"
             raise OptimizerError(

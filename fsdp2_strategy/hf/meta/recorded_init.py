@@ -78,6 +78,12 @@ class _Operation:
         schema = schema_of(self.function)
         return str(schema.name if schema else self.function.__name__)
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether the operation may draw random numbers."""
+        tags = getattr(self.function, "tags", None)
+        return tags is None or torch.Tag.nondeterministic_seeded in tags
+
     def run(self, args: Any, kwargs: Any, device: torch.device) -> list[Any]:
         """Run the operation with the default dtype of the recording; a second run draws the same random numbers."""
         default, before = torch.get_default_dtype(), random_states(device)
@@ -260,7 +266,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return possible, computable & with_values
 
     def digest(self, wanted: set[int]) -> str:
-        """Return a hash of the operations that the wanted storages depend on, and of their constant arguments."""
+        """Return a hash of the operations that the wanted storages depend on, and of their constant arguments.
+
+        A seed is part of it if random numbers are drawn after it.
+        """
         numbers: dict[int, int] = {}
 
         def described(value: Any) -> Any:
@@ -272,9 +281,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = numbers.setdefault(storage_of(value), len(numbers))
             return (*facts, number, value.stride(), value.storage_offset())
 
-        digest = hashlib.sha256()
+        digest, seed = hashlib.sha256(), None
         for operation in self._needed_for(wanted)[0]:
-            if not operation.sets_random_state:
+            if operation.function is _manual_seed:
+                seed = operation.args
+            elif not operation.sets_random_state:
+                if seed is not None and operation.may_draw:
+                    digest.update(repr(seed).encode())
+                    seed = None
                 arguments = tree_map(described, (operation.args, operation.kwargs))
                 digest.update(repr((operation.name, arguments)).encode())
         return digest.hexdigest()
