@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ _DEFAULTS: dict[str, Any] = {
     "lr_warmup_ratio": 0.03,
     "remote_rm_url": None,
     "enable_engine_sleep": False,
+    "engine_type": "vllm",
 }
 
 
@@ -96,6 +97,40 @@ class FSDPV2Strategy(TrainingStrategy):
         >>> result.step, result.stepped
         (1, True)
     """
+
+    _option_defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
+
+    # --- settings that trainers read ----------------------------------------------------------------------------------
+
+    @property
+    def seed(self) -> int:
+        """The seed of the configuration."""
+        return self.config.seed
+
+    @property
+    def max_norm(self) -> float:
+        """The global gradient norm to clip to; 0 if clipping is disabled."""
+        return self.config.max_norm
+
+    @property
+    def micro_train_batch_size(self) -> int:
+        """Samples of one forward pass on one rank."""
+        return self.config.micro_train_batch_size
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks, also if the configuration has only the number of steps."""
+        return self.micro_train_batch_size * self.world_size * self.accumulated_gradient
+
+    @property
+    def bf16(self) -> bool:
+        """Whether to compute in bfloat16; false with ``fp16``."""
+        return self.config.bf16 and not self.config.fp16
+
+    @property
+    def engine_type(self) -> str:
+        """The option ``engine_type`` of ``args``, by default "vllm"; see also `inference_engine_type`."""
+        return str(self._option("engine_type", None))
 
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
@@ -296,7 +331,7 @@ class FSDPV2Strategy(TrainingStrategy):
             value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
             if value is not None:
                 return value
-        return _DEFAULTS[name]
+        return self._option_defaults[name]
 
     # --- offloading ---------------------------------------------------------------------------------------------------
 

@@ -148,12 +148,14 @@ class TrainingStrategy:
         """Return this process's rank among the ranks that train."""
         return ranks.rank()
 
-    def is_rank_0(self) -> bool:
-        """Return whether this is rank 0."""
+    @staticmethod
+    def is_rank_0() -> bool:
+        """Return whether this is rank 0; can be called on the class, too."""
         return ranks.is_rank_0()
 
-    def print(self, *message: object) -> None:
-        """Write a message to standard output, on rank 0 only."""
+    @staticmethod
+    def print(*message: object) -> None:
+        """Write a message to standard output, on rank 0 only; can be called on the class, too."""
         if ranks.is_rank_0():
             sys.stdout.write(" ".join(map(str, message)) + "\n")
             sys.stdout.flush()
