@@ -36,7 +36,6 @@ MOVED = {
     "checkpoint.rng": "checkpoint.random_state",
     "checkpoint.state": "checkpoint.training_state",
     "collect": "distributed.collectives",
-    "compat": "config.aliases",
     "damage": "model.failed_loads",
     "data.ahead": "data.prefetch",
     "data.bijection": "data.permutation",

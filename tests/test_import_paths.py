@@ -19,6 +19,7 @@ from fsdp2_strategy.import_paths import MOVED
 
 ROOT = Path(__file__).parent.parent
 NEEDS_AN_EXTRA = {"fsdp2_strategy.lerobot", "fsdp2_strategy.lerobot.generate"}
+OF_ANOTHER_SYSTEM = {"fsdp2_strategy.compat.lightrft"}  # the names are those of that system
 IMPORT = re.compile(r"from (fsdp2_strategy[\w.]*) import (\([^)]*\)|[^\n]+)")
 
 
@@ -51,7 +52,7 @@ def test_what_docs_and_examples_import_is_importable_from_the_root():
     assert len(imports) > 25
     for module, name in imports:
         value = getattr(importlib.import_module(module), name)
-        if module not in NEEDS_AN_EXTRA and not inspect.ismodule(value):
+        if module not in NEEDS_AN_EXTRA | OF_ANOTHER_SYSTEM and not inspect.ismodule(value):
             assert getattr(fsdp2_strategy, name, None) is value, f"{name} of {module}"
 
 
@@ -75,6 +76,17 @@ def test_an_old_path_gives_the_module_of_the_new_path(old):
         module = importlib.import_module(path)
     assert module is sys.modules[f"fsdp2_strategy.{MOVED[old]}"]
     assert module.__spec__.name == module.__name__ == f"fsdp2_strategy.{MOVED[old]}"
+
+
+def test_a_path_that_is_a_package_now_has_the_names_of_the_module_that_it_was():
+    from fsdp2_strategy import compat
+    from fsdp2_strategy.config import aliases
+
+    for name in ("read_mapping", "resolve_aliases", "split_arguments"):
+        with pytest.warns(DeprecationWarning, match=f"compat.{name} was moved to fsdp2_strategy.config.aliases"):
+            assert getattr(compat, name) is getattr(aliases, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = compat.nothing
 
 
 @pytest.mark.filterwarnings("ignore:fsdp2_strategy:DeprecationWarning")

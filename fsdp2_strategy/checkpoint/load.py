@@ -178,6 +178,29 @@ def load_checkpoint(
     return None
 
 
+@collective
+def foreign_training_state(load_dir: str | Path, tag: str | None = None) -> list[str] | None:
+    """Return the training state in the checkpoint of another system that a load would read; collective.
+
+    No pickle is read.
+
+    Args:
+        load_dir: as in `load_checkpoint`.
+        tag: as in `load_checkpoint`.
+
+    Returns:
+        Which of "optimizer" and "scheduler" have state; None if a load would find no checkpoint of another system.
+
+    Raises:
+        CheckpointError, DamageError: see `load_checkpoint`.
+    """
+    load_dir = Path(load_dir)
+    with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
+        foreign = _find(load_dir, tag, fallback=False, trust=True)[1] if is_rank_0() else None
+    state: list[str] | None = from_rank_0(foreign.training_state if foreign else None)
+    return state
+
+
 @dataclass(frozen=True, kw_only=True)
 class _LoadRequest:
     """The objects to restore, and options; `load_checkpoint` documents them."""

@@ -341,6 +341,11 @@ class Rollout:
             self._was_put_to_sleep = False
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether there is an engine on this rank, and it is asleep."""
+        return self.engine is not None and self._is_asleep
+
+    @property
     def _is_asleep(self) -> bool:
         """Whether the engine is asleep: its own ``is_asleep`` if it has one, else whether `sleep` was called last."""
         return bool(getattr(self.engine, "is_asleep", self._was_put_to_sleep))
