@@ -37,6 +37,7 @@ def snippets(page):
         "multi_node.md",
         "coming_from_lerobot.md",
         "coming_from_accelerate.md",
+        "coming_from_lightrft.md",
     ],
 )
 def test_the_code_of_a_page_runs(page, tmp_path):
