@@ -31,6 +31,7 @@ from fsdp2_strategy import (
     StrategyConfig,
     build_optimizer,
 )
+from fsdp2_strategy.compat.lightrft import get_strategy
 from helpers.folders import small_tokenizer
 from helpers.models import batch_of, build, loss_of
 from helpers.training import prepared, strategy_for, train
@@ -238,6 +239,16 @@ def an_option_that_nobody_set(folder):
 )
 def a_shard_size_that_does_not_divide_the_ranks(folder):
     strategy_for().prepare_model(build("llama"), shard_size=3)
+
+
+@mistake(
+    "cannot make a strategy: fsdp is false, which selects DeepSpeed in LightRFT",
+    ConfigError,
+    "LightRFT's script is started without `--fsdp`.",
+    "Pass `--fsdp`.",
+)
+def a_script_that_asks_for_deepspeed(folder):
+    get_strategy(Namespace(fsdp=False))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -810,6 +821,19 @@ def a_pickle_of_unknown_source(folder):
     strategy.load_ckpt(model, folder)
 
 
+@mistake(
+    "Call get_strategy(args, trust_checkpoints=True) if you trust its source",
+    CheckpointError,
+    "LightRFT's script resumes from a checkpoint that LightRFT wrote, which contains pickles.",
+    "Call `get_strategy(args, trust_checkpoints=True)` if you trust its source.",
+)
+def a_checkpoint_of_lightrft(folder):
+    on_rank_0(lambda: torch.save({"weight": torch.zeros(1)}, folder / "model.pt"))
+    strategy = get_strategy({"bf16": False}, train_batch_size=dist.get_world_size())
+    model, *_ = prepared(strategy)
+    strategy.load_ckpt(model, folder)
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 _section[0] = "Data"
@@ -888,6 +912,16 @@ def weights_without_an_engine(folder):
     strategy = strategy_for()
     model, *_ = prepared(strategy)
     strategy.update_engine_weights(model)
+
+
+@mistake(
+    "cannot group ranks by engine: engine_tp_size is 3, expected a divisor of the number of ranks",
+    ConfigError,
+    "The ranks of LightRFT's trainer cannot be divided into engines of that many ranks.",
+    "Pass an `engine_tp_size` that divides the number of ranks.",
+)
+def engines_over_a_number_of_ranks_that_does_not_divide(folder):
+    get_strategy({"engine_tp_size": 3}, train_batch_size=dist.get_world_size())
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

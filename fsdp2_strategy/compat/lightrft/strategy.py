@@ -102,7 +102,11 @@ class LightRFTStrategy(FSDPV2Strategy):
         super().__init__(*arguments, **keywords)
         self.config = with_options(self.config)
         self.trust_checkpoints = trust_checkpoints
-        self.engine_mp_group, self.engine_dp_group = _engine_groups(self.config.extra["engine_tp_size"])
+        try:
+            self.engine_mp_group, self.engine_dp_group = _engine_groups(self.config.extra["engine_tp_size"])
+        except ConfigError:
+            self.close()  # every rank raises
+            raise
         self.sp_data_processor = SequenceParallelData()
         self.genlen_analyser = LengthStatistics(self.engine_dp_group, self.config.extra["plot_every"])
         self._generations = 0
