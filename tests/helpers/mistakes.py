@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
     ArgumentError,
@@ -767,6 +768,52 @@ def a_flipped_byte(folder):
     strategy, model, *_ = saved(folder)
     on_rank_0(lambda: _flip(folder / "ckpts" / "global_step1" / "model" / "model.safetensors"))
     strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "with fallback=True, for an older checkpoint, or with tag= for one of ['global_step1']",
+    DamageError,
+    "The newest checkpoint is corrupt; others in the directory may be intact.",
+    "Load one of those that the message names.",
+)
+def a_flipped_byte_in_the_newest_of_several_checkpoints(folder):
+    strategy, model, optimizer, scheduler = saved(folder)
+    train(strategy, model, optimizer, scheduler, range(1, 2))
+    strategy.save_ckpt(model, folder / "ckpts")
+    on_rank_0(lambda: _flip(folder / "ckpts" / "global_step2" / "model" / "model.safetensors"))
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "The saved model has another vocabulary: call resize_token_embeddings(",
+    CheckpointError,
+    "The embeddings of the saved model have been resized, those of this model have not.",
+    "Make the call that the message names before `prepare_model`.",
+)
+def a_checkpoint_of_a_model_with_more_tokens(folder):
+    strategy = strategy_for()
+    resized = build("llama")
+    resized.resize_token_embeddings(120, mean_resizing=False)
+    strategy.prepare_model(resized, is_training=True)
+    strategy.create_optimizer(resized, lr=0.1)
+    strategy.save_ckpt(resized, folder / "ckpts")
+    model, *_ = prepared(strategy)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "the files may be of a smaller model, or incomplete. To initialise these tensors, build the model outside of "
+    "init_on_meta.",
+    CheckpointError,
+    "A model that was built on the meta device has more layers than its files.",
+    "Correct the configuration or the folder.",
+)
+def files_without_a_layer(folder):
+    on_rank_0(lambda: build("llama").save_pretrained(folder / "weights"))
+    strategy = strategy_for()
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForCausalLM.from_pretrained(folder / "weights", num_hidden_layers=3)
+    strategy.prepare_model(model, is_training=True)
 
 
 @mistake(
