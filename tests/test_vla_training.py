@@ -269,9 +269,11 @@ def test_the_bar_counts_optimizer_steps_from_where_the_run_goes_on(tmp_path):
             bars.append((self, options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp2_strategy.vla.strategy.tqdm", Bar)
+        patch.setattr("fsdp2_strategy.distributed.progress.tqdm", Bar)
+        patch.setattr("fsdp2_strategy.distributed.progress._is_terminal", lambda: True)
         for stop_after in (3, None):
             run(tmp_path, "resumable", stop_after=stop_after, per_device_batch_size=2)
+    bars = [(bar, options) for bar, options in bars if options["unit"] == "step"]
     assert [(options["total"], options["initial"]) for _, options in bars] == [(7, 0), (7, 2)]
     assert all(options["disable"] == (dist.get_rank() > 0) for _, options in bars)
     assert dist.get_rank() or [bar.n for bar, _ in bars] == [3, 7]

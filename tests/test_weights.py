@@ -37,6 +37,7 @@ from fsdp2_strategy import (
     save_model,
     shard_model,
 )
+from fsdp2_strategy.distributed import progress
 from fsdp2_strategy.errors import FSDP2StrategyError
 from fsdp2_strategy.hf import load, verified_read
 from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
@@ -936,12 +937,12 @@ def recorded_tensors_of(model):
 def test_a_progress_bar_counts_the_bytes(folder, monkeypatch):
     bars = []
 
-    class Bar(verified_read.tqdm):
+    class Bar(progress.tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
             bars.append(self)
 
-    monkeypatch.setattr(verified_read, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     model = shard_model(build("llama"), bf16=False)
     load_weights(model, folder)
     needed = sum(p.to_local().nbytes for p in model.parameters())

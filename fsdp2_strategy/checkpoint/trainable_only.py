@@ -31,7 +31,7 @@ from fsdp2_strategy.checkpoint.storage import LoadTargets
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
-from fsdp2_strategy.errors import CheckpointError, DamageError, some
+from fsdp2_strategy.errors import CheckpointError, DamageError, counted, some
 from fsdp2_strategy.hf.load_plan import match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
@@ -133,7 +133,7 @@ class LeftOut:
         if not found:
             return
         folders = ", ".join(self.folders.values())
-        log("%d frozen weights are read from %s", len(found), folders)
+        log("reading %s from %s", counted(len(found), "frozen weight"), folders)
         _read_weights(found)
         if differing := self._differing(root, path, strict=False):
             raise DamageError(

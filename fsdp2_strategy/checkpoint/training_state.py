@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
@@ -170,8 +170,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
     missing = [n for g in optimizer.param_groups for p in g["params"] if (n := _name_of(p, names)) not in known]
     if missing and strict:
         raise CheckpointError(
-            f"cannot load the optimizer: the checkpoint lacks {len(missing)} parameters that this optimizer steps, "
-            f"for example {missing[0]}, expected all of them. Build the optimizer over the same trainable parameters, "
+            f"cannot load the optimizer: the checkpoint lacks {some(missing, 'parameter')} that this optimizer "
+            "steps, expected all of them. Build the optimizer over the same trainable parameters, "
             f"or pass {NOT_STRICT} to start these parameters without state."
         )
 
@@ -234,8 +234,8 @@ def allocate_optimizer_state(
         state[name][key] = flat[stored] = existing if matches else _allocate(parameter, group, key, shape, dtype)
     if unexpected and strict:
         raise CheckpointError(
-            f"cannot load the optimizer: the checkpoint holds state of {len(unexpected)} parameters that this "
-            f"optimizer does not have, for example {min(unexpected)}, expected only its own parameters. Build the "
+            f"cannot load the optimizer: the checkpoint holds state of {some(sorted(unexpected), 'parameter')} that "
+            "this optimizer does not have, expected only its own parameters. Build the "
             f"optimizer over the same trainable parameters, or pass {NOT_STRICT} to skip that state."
         )
     return state, flat

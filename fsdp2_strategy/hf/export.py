@@ -21,7 +21,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import ArgumentError, CheckpointError, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean
 from fsdp2_strategy.hf.output_files import (
     File,
     check_free_space,
@@ -139,7 +139,8 @@ def save_model(
             write_configuration(folder, skeleton, regions)
             _save_tokenizer_and_push(folder, skeleton, tokenizer, kwargs)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
-    log("exported %s to %s: %d tensors, %.2f GB in %d files", name, folder, len(regions), size / 1e9, len(files))
+    tensors_written, in_files = counted(len(regions), "tensor"), counted(len(files), "file")
+    log("exported %s to %s: %s, %.2f GB in %s", name, folder, tensors_written, size / 1e9, in_files)
 
 
 def _regions_that_load(

@@ -30,7 +30,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import have_buffers_changed
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
@@ -307,7 +307,7 @@ def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise StepError(
-            f"cannot step: the optimizer has {len(foreign)} parameters that are not in {class_name(root)}, expected "
+            f"cannot step: the optimizer has {counted(len(foreign), 'parameter')} not in {class_name(root)}, expected "
             "only parameters of this model. Create it for this model, after prepare_model."
         )
 

@@ -20,7 +20,7 @@ from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import ShardError, some
+from fsdp2_strategy.errors import ShardError, counted, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.names import clean, persistent_buffers
@@ -127,7 +127,7 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int, where: str) -> st
     else:
         what = f"inference: {half or 'unchanged'} weights, no master weights"
     lines = [
-        f"{type(plan.model).__name__} on {world_size} ranks, each parameter split over {shard_size}",
+        f"{type(plan.model).__name__} on {counted(world_size, 'rank')}, each parameter split over {shard_size}",
         f"precision  {what}",
         f"blocks     {plan.source}",
         "",

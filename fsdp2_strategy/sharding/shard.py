@@ -22,7 +22,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import after_forward, collective
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.torch_internals import module_of
-from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.errors import ShardError, counted
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
@@ -190,7 +190,7 @@ def shard_model(
         register_wrapper(root)
         store_initial_sums(root)
         remember_buffers(root)
-        log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
+        log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from fsdp2_strategy.checkpoint import load_checkpoint
 from fsdp2_strategy.checkpoint.data_position import LATER, DataPositionMode
@@ -34,6 +33,7 @@ from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
+from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
@@ -329,20 +329,19 @@ class VLAFSDPStrategy(TrainingStrategy):
         stop = Preemption()  # handles SIGTERM during this call only
         with (
             closing(stop),
-            tqdm(
-                total=self._steps_of(dataloader),
-                initial=self.global_step(self.vla),
-                desc=metrics.get_status(),
+            Progress(
+                metrics.get_status(),
+                self._steps_of(dataloader),
                 unit="step",
-                leave=False,
-                disable=not process_group.is_rank_0(),
-            ) as bar,
+                done=self.global_step(self.vla),
+                is_shown=process_group.is_rank_0(),
+            ) as progress,
         ):
             loop = Loop(
                 strategy=self,
                 data=data,
                 metrics=metrics,
-                bar=bar,
+                progress=progress,
                 stop=stop,
                 save_interval=save_interval,
                 epoch_save_interval=epoch_save_interval,
