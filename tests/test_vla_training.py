@@ -922,7 +922,7 @@ def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_tracker_that_fails_on_rank_0_fails_on_every_rank(tmp_path):
-    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, wandb.*mean 'jsonl'"):
+    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, tensorboard, wandb.*mean 'jsonl'"):
         VLAMetrics(("jsonls",), "a-run", tmp_path, {})
     if dist.get_rank() == 0:
         (tmp_path / "file").touch()
