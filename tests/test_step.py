@@ -125,8 +125,9 @@ def test_num_items_weighs_unequal_micro_batches_by_their_items():
         total = items if a else torch.tensor(items)  # a tensor will do as well
         strategy.backward(summed(model, batches[a][rank]), model, num_items_in_batch=total)
     assert_close(full_grads(model), reference.grads, 1e-6, "gradient")
-    with pytest.raises(StepError, match="num_items_in_batch is 0"):
-        strategy.backward(summed(model, batches[0][rank]), model, num_items_in_batch=0)
+    for wrong in (0, math.inf, math.nan):
+        with pytest.raises(StepError, match=f"num_items_in_batch is {wrong}, expected"):
+            strategy.backward(summed(model, batches[0][rank]), model, num_items_in_batch=wrong)
 
 
 @pytest.mark.ranks(2)
@@ -385,6 +386,12 @@ def test_tokens_that_only_some_ranks_count_are_unknown():
     assert step({"num_tokens": 3} if is_first else {}, {}).tokens is None
     result = step({"num_items_in_batch": 4}, {})
     assert (result.loss, result.tokens) == (1.0, 4)  # 1 x 2 ranks / 4, and 1 / 2 micro-batches
+    count = torch.tensor(3)
+    for loss in losses_of(model, [1.0, 1.0]):
+        strategy.backward(loss, model, num_tokens=count)
+        count.fill_(4)  # a counter that the caller uses again
+        result = strategy.optimizer_step(optimizer, model)
+    assert result.tokens == 14
     [loss] = losses_of(model, [1.0])
     for wrong, shown in ((-1, "-1"), (2.0, "2.0"), (torch.ones(2), r"a tensor of the shape \[2\]")):
         with pytest.raises(StepError, match=f"num_tokens is {shown}, expected"):

@@ -143,8 +143,8 @@ def backward(
             in at least one micro-batch of a step (0 if it has no tokens); a micro-batch without it adds none.
 
     Raises:
-        StepError: ``num_items_in_batch`` is not positive; ``num_tokens`` is not an integer of at least 0 or a tensor of
-            one; or the loss is not a tensor with one element and an autograd graph.
+        StepError: ``num_items_in_batch`` is not positive and finite; ``num_tokens`` is not an integer of at least 0 or
+            a tensor of one; or the loss is not a tensor with one element and an autograd graph.
     """
     _check_loss(loss)
     num_tokens = checked_tokens(num_tokens)
@@ -258,10 +258,10 @@ def _loss_factor(accumulation_steps: int, items: float | None) -> float:
     """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
     if items is None:
         return 1 / accumulation_steps
-    if not items > 0:
+    if not 0 < items < math.inf:
         raise StepError(
             f"cannot scale the loss: num_items_in_batch is {items:g}, expected the number of items in all "
-            "micro-batches of all ranks in this step, more than 0. Sum it over the ranks first."
+            "micro-batches of all ranks in this step, more than 0 and finite. Sum it over the ranks first."
         )
     return world_size() / items
 
@@ -366,6 +366,7 @@ def take_step(
     Raises:
         OffloadError: the model or the optimizer is offloaded.
         ShardError: the model was cast after it was sharded.
+        StepError: on every rank, a rank has deferred an error (`defer_error`).
     """
     sums = MicroBatchSums()
     taken = _take_step(
