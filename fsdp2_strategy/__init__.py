@@ -99,11 +99,13 @@ if TYPE_CHECKING:
     from fsdp2_strategy.strategy import FSDPV2Strategy as FSDPV2Strategy
     from fsdp2_strategy.strategy import ModelOptimPair as ModelOptimPair
     from fsdp2_strategy.strategy import ModelOrModelOptimPair as ModelOrModelOptimPair
+    from fsdp2_strategy.tracking.metrics import Metrics as Metrics
+    from fsdp2_strategy.tracking.trackers import JSONLinesTracker as JSONLinesTracker
+    from fsdp2_strategy.tracking.trackers import TensorBoardTracker as TensorBoardTracker
+    from fsdp2_strategy.tracking.trackers import Tracker as Tracker
+    from fsdp2_strategy.tracking.trackers import WeightsBiasesTracker as WeightsBiasesTracker
     from fsdp2_strategy.training import TrainingStrategy as TrainingStrategy
-    from fsdp2_strategy.vla.metrics import JSONLinesTracker as JSONLinesTracker
-    from fsdp2_strategy.vla.metrics import Tracker as Tracker
     from fsdp2_strategy.vla.metrics import VLAMetrics as VLAMetrics
-    from fsdp2_strategy.vla.metrics import WeightsBiasesTracker as WeightsBiasesTracker
     from fsdp2_strategy.vla.parameter_groups import GROUPS as GROUPS
     from fsdp2_strategy.vla.parameter_groups import split_modality_collator as split_modality_collator
     from fsdp2_strategy.vla.parameter_groups import vla_parameter_groups as vla_parameter_groups

@@ -363,14 +363,15 @@ class TrainingStrategy:
         optimizer: Optimizer | None = None,
         *,
         num_items_in_batch: float | torch.Tensor | None = None,
+        num_tokens: int | torch.Tensor | None = None,
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
         This method multiplies the loss by 1 / ``accumulated_gradient``, or by (number of ranks) /
         ``num_items_in_batch`` if given; and, with fp16, by the loss scale. The caller must not scale it.
 
-        ``loss``, ``model``, ``num_items_in_batch`` and errors are those of `optim.step.backward`. ``optimizer`` is
-        ignored; trainers pass it.
+        ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`.
+        ``optimizer`` is ignored; trainers pass it.
         """
         self._state_of(model)
         backward(
@@ -379,6 +380,7 @@ class TrainingStrategy:
             accumulation_steps=self.accumulated_gradient,
             grad_sync=self.config.effective_grad_sync,
             num_items_in_batch=num_items_in_batch,
+            num_tokens=num_tokens,
         )
 
     @collective

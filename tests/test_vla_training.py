@@ -28,6 +28,7 @@ from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardEr
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.optim.step import take_step
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
@@ -862,6 +863,29 @@ def test_the_gradients_are_clipped_and_the_optimizer_goes_on_beside_other_weight
     assert again.global_step(again.vla) == 1 and again.optimizer.state
 
 
+@pytest.mark.ranks(2)
+def test_a_save_keeps_the_loss_of_pending_micro_batches_and_dropping_them_drops_it(tmp_path):
+    strategy = set_up(tmp_path)
+
+    def micro_step(number):
+        loss = strategy.vla(**strategy.forward_inputs(batch))["loss"]
+        strategy.backward(number * (1.0 + 0.0 * loss), strategy.vla, num_tokens=5)
+        return strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
+
+    batch = next(iter(resumable()))
+    rate = strategy.optimizer.param_groups[0]["lr"]
+    micro_step(1.0)
+    strategy.save_checkpoint(tmp_path, 0, 0)
+    assert strategy.pending_micro_batches == 1
+    result = micro_step(4.0)
+    assert (result.loss, result.tokens, result.lr) == (2.5, 20, rate)
+    micro_step(8.0)
+    strategy.pending_micro_batches = 0  # as the loop does at the end of its epochs
+    clear_gradients(strategy.vla)
+    micro_step(1.0)
+    assert micro_step(2.0).loss == 1.5
+
+
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 KEYS = {"Step", "Epoch", "Loss", "Loss (Raw)", "Backbone Learning Rate", "Action Model Learning Rate", "Step Time"}
@@ -924,7 +948,7 @@ def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_tracker_that_fails_on_rank_0_fails_on_every_rank(tmp_path):
-    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, wandb.*mean 'jsonl'"):
+    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, tensorboard, wandb.*mean 'jsonl'"):
         VLAMetrics(("jsonls",), "a-run", tmp_path, {})
     if dist.get_rank() == 0:
         (tmp_path / "file").touch()

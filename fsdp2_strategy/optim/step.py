@@ -14,7 +14,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import ref
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy.config.strategy_config import GradSync, SyncBuffers
+from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
@@ -39,6 +40,7 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
@@ -55,6 +57,14 @@ class StepResult:
     """Whether the step was skipped because the gradient norm was not finite."""
     grad_norm: float | None
     """Global norm before clipping; None if micro-batches of the step are still missing."""
+    lr: float | None = None
+    """Learning rate of the first parameter group in this step, also if it was skipped; None as for ``grad_norm``."""
+    loss: float | None = None
+    """Loss of the step over all ranks: the mean of the losses over micro-batches and ranks; with
+    ``num_items_in_batch``, their sum divided by it. NaN or infinite if a loss is. None as for ``grad_norm``."""
+    tokens: int | None = None
+    """Tokens of the step over all ranks: the sum of all ``num_tokens``; or ``num_items_in_batch`` if no rank passed
+    ``num_tokens``. None as for ``grad_norm``, or if neither was passed, or if only some ranks passed ``num_tokens``."""
 
 
 @dataclass
@@ -92,6 +102,8 @@ class Accumulation:
     """The optimizer that last passed `_check_parameters`."""
     last_sync: bool | None = None
     """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
+    sums: MicroBatchSums = field(default_factory=MicroBatchSums)
+    """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
 
 
 _ACCUMULATION = Slot[Accumulation]("accumulation")
@@ -115,6 +127,7 @@ def backward(
     accumulation_steps: int = 1,
     grad_sync: GradSync = "every",
     num_items_in_batch: float | torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None,
 ) -> None:
     """Scale the loss of one micro-batch and run its backward pass; collective.
 
@@ -124,20 +137,28 @@ def backward(
         accumulation_steps: micro-batches per step; without ``num_items_in_batch`` the loss is divided by it.
         grad_sync: communication in the backward passes before the last of a step; see `StrategyConfig`.
         num_items_in_batch: number of items (for example tokens) in all micro-batches of all ranks in this step; the
-            gradient is that of (sum of all losses) / num_items_in_batch.
+            gradient is that of (sum of all losses) / num_items_in_batch. Pass it in every micro-batch of a step: one
+            without it has its loss divided by ``accumulation_steps``.
+        num_tokens: number of tokens in this rank's micro-batch, for `StepResult.tokens` only. Every rank must pass it
+            in at least one micro-batch of a step (0 if it has no tokens); a micro-batch without it adds none.
 
     Raises:
-        StepError: ``num_items_in_batch`` is not positive; or the loss is not a tensor with one element and an autograd
-            graph.
+        StepError: ``num_items_in_batch`` is not positive and finite; ``num_tokens`` is not an integer of at least 0 or
+            a tensor of one; or the loss is not a tensor with one element and an autograd graph.
     """
     _check_loss(loss)
+    num_tokens = checked_tokens(num_tokens)
     own = accumulation_of(model)
-    factor = _loss_factor(accumulation_steps, num_items_in_batch) * (own.scale.value if own.scale else 1.0)
+    items = None if num_items_in_batch is None else float(num_items_in_batch)
+    factor = _loss_factor(accumulation_steps, items)
+    if not own.micro_batches:
+        own.sums = MicroBatchSums()
     is_last = (own.micro_batches + 1) % accumulation_steps == 0
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
-    (loss * factor).backward()  # type: ignore[no-untyped-call]
+    (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    own.sums.add(loss, factor, num_tokens, items)
     own.micro_batches += 1
 
 
@@ -168,11 +189,12 @@ def optimizer_step(
             `model.buffers`.
 
     Returns:
-        Whether the optimizer stepped, and the gradient norm.
+        Whether the optimizer stepped, and the gradient norm, learning rate, loss and tokens of the step; all are equal
+        on every rank.
 
     Raises:
         StepError: `backward` was not called since the last step, or the optimizer belongs to another model or
-            was created before this one was sharded.
+            was created before this one was sharded; or, on every rank, a rank has deferred an error (`defer_error`).
         OffloadError: the model or the optimizer is offloaded.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -191,13 +213,23 @@ def optimizer_step(
         )
     if own.micro_batches % accumulation_steps:
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
-    stepped, norm = take_step(optimizer, model, scheduler, max_norm, own.scale, sync_buffers=sync_buffers)
-    own.micro_batches = 0
-    own.steps += stepped
-    if not stepped:
+    taken = _take_step(
+        optimizer, model, scheduler, max_norm=max_norm, scale=own.scale, sync_buffers=sync_buffers, sums=own.sums
+    )
+    own.micro_batches, own.sums = 0, MicroBatchSums()
+    own.steps += taken.stepped
+    if not taken.stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
-        log(message, name, own.steps + 1, norm, level=logging.WARNING)
-    return StepResult(step=own.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
+        log(message, name, own.steps + 1, taken.norm, level=logging.WARNING)
+    return StepResult(
+        step=own.steps,
+        stepped=taken.stepped,
+        skipped=not taken.stepped,
+        grad_norm=taken.norm,
+        lr=taken.lr,
+        loss=taken.loss,
+        tokens=taken.tokens,
+    )
 
 
 def _check_loss(loss: object) -> None:
@@ -222,17 +254,16 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
+def _loss_factor(accumulation_steps: int, items: float | None) -> float:
     """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
-    if num_items_in_batch is None:
+    if items is None:
         return 1 / accumulation_steps
-    num_items_in_batch = float(num_items_in_batch)
-    if not num_items_in_batch > 0:
+    if not 0 < items < math.inf:
         raise StepError(
-            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items in all "
-            "micro-batches of all ranks in this step, more than 0. Sum it over the ranks first."
+            f"cannot scale the loss: num_items_in_batch is {items:g}, expected the number of items in all "
+            "micro-batches of all ranks in this step, more than 0 and finite. Sum it over the ranks first."
         )
-    return world_size() / num_items_in_batch
+    return world_size() / items
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
@@ -276,28 +307,26 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
         check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
-    return _clip(parameters, max_norm)[0]
-
-
-def _clip(
-    parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0, *, flag: bool = False
-) -> tuple[float, bool]:
-    """Divide all gradients by the loss scale and clip them; collective.
-
-    Returns:
-        The norm before clipping, and whether ``flag`` is true on any rank.
-    """
     parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = _gradients(parameters)
     with on_ranks_of(parameters):
-        squares, is_any = _sum_of_squares(grads, flag=flag)
-    norm = math.sqrt(squares) / scale
+        squares, _ = _sum_over_ranks(grads)
+    return _scale(grads, math.sqrt(squares), max_norm)
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _scale(grads: list[torch.Tensor], norm: float, max_norm: float, scale: float = 1.0) -> float:
+    """Divide gradients of this norm by the loss scale, and clip them; return the norm before clipping."""
+    norm /= scale
     clips = max_norm > 0 and norm > max_norm
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
         # Local tensors avoid the dispatch through DTensor.
         torch._foreach_mul_([local_of(grad) for grad in grads], factor)
-    return norm, is_any
+    return norm
 
 
 def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
@@ -337,18 +366,56 @@ def take_step(
     Raises:
         OffloadError: the model or the optimizer is offloaded.
         ShardError: the model was cast after it was sharded.
+        StepError: on every rank, a rank has deferred an error (`defer_error`).
     """
+    sums = MicroBatchSums()
+    taken = _take_step(
+        optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, sums=sums
+    )
+    return taken.stepped, taken.norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """What one step did; the fields are those of `StepResult`."""
+
+    stepped: bool
+    norm: float
+    lr: float
+    loss: float
+    tokens: int | None
+
+
+def _take_step(
+    optimizer: Optimizer,
+    model: nn.Module,
+    scheduler: LRScheduler | None,
+    *,
+    max_norm: float,
+    scale: LossScale | None,
+    sync_buffers: SyncBuffers,
+    sums: MicroBatchSums,
+) -> _Taken:
     root = unwrap_model(model)
     check_resident(root, "step")
     check_resident(optimizer, "step")
     check_dtypes(root)
     reshard(root)
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = _gradients(parameters)
     is_changed = sync_buffers != "off" and have_buffers_changed(root)
-    norm, is_any_changed = _clip(parameters, max_norm, scale.value if scale else 1.0, flag=is_changed)
-    if is_any_changed:
+    with on_ranks_of(parameters):
+        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
+            grads, is_changed, has_deferred_error(), *sums.values()
+        )
+        if deferred:
+            raise_deferred_error()
+        loss, tokens = sums.totals(of_micro_batches, world_size())
+    norm = _scale(grads, math.sqrt(squares), max_norm, scale.value if scale else 1.0)
+    if changed:
         with on_ranks_of(root):
             sync(root, sync_buffers)
+    lr = float(optimizer.param_groups[0]["lr"])
     finite = math.isfinite(norm)
     if scale is not None:
         scale.update(finite=finite)
@@ -362,7 +429,7 @@ def take_step(
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return finite, norm
+    return _Taken(stepped=finite, norm=norm, lr=lr, loss=loss, tokens=tokens)
 
 
 _IS_STEPPING = Slot[bool]("stepping in take_step")
@@ -383,8 +450,8 @@ def _raise_on_direct_step(optimizer: Optimizer, *_: object) -> None:
 
 
 @torch.no_grad()
-def _sum_of_squares(grads: list[torch.Tensor], *, flag: bool) -> tuple[float, bool]:
-    """Return the sum of squares of all gradients, and whether ``flag`` is true on any rank.
+def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) -> tuple[float, list[float]]:
+    """Return the sum of squares of all gradients, and the sum of each value over all ranks.
 
     Collective, with one all-reduce and one host synchronisation.
     """
@@ -394,16 +461,19 @@ def _sum_of_squares(grads: list[torch.Tensor], *, flag: bool) -> tuple[float, bo
         grouped[local.device, local.dtype, _copies(grad)].append(local)
     on_accelerator = any(grad.device.type != "cpu" for grad in grads)
     device = current_device() if on_accelerator else control_device()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    if flag:
-        total[1] = 1.0
+    numbers = [0.0, *(0.0 if isinstance(value, torch.Tensor) else float(value) for value in values)]
+    # A copy that blocks would synchronise with an accelerator; one to the CPU must block before its result is used.
+    total = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    for place, value in enumerate(values, start=1):
+        if isinstance(value, torch.Tensor):
+            total[place] += value.to(device, torch.float64, non_blocking=device.type != "cpu")
     for (_, dtype, copies), locals_ in grouped.items():
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
-        total[0] += (squares / copies).to(total.device, non_blocking=True)
+        total[0] += (squares / copies).to(device, non_blocking=True)
     dist.all_reduce(total, group=group_in_use())
-    squares, flags = total.tolist()
-    return squares, flags > 0
+    of_gradients, *sums = total.tolist()
+    return of_gradients, sums
 
 
 def _copies(grad: torch.Tensor) -> int:

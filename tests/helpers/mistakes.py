@@ -23,6 +23,7 @@ from fsdp2_strategy import (
     DamageError,
     FSDPV2Strategy,
     MeshError,
+    Metrics,
     OffloadError,
     OptimizerError,
     ResumableLoader,
@@ -506,6 +507,75 @@ def a_save_after_close(folder):
     model, *_ = prepared(strategy)
     strategy.close()
     strategy.save_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "num_tokens is a tensor of the shape [2, 32], expected the number of tokens of this rank's micro-batch",
+    StepError,
+    "The tokens were passed instead of their number.",
+    "Pass `num_tokens=ids.numel()`, or the sum of the attention mask.",
+)
+def tokens_instead_of_their_number(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    strategy.backward(model(input_ids=ids, labels=ids).loss, model, optimizer, num_tokens=ids)
+
+
+@mistake(
+    "cannot track with 'tensorbord': expected one of jsonl, tensorboard, wandb, or a Tracker object. Did you mean",
+    ConfigError,
+    "The name of the tracker has a typo.",
+    "Use one of the names in the message.",
+)
+def a_tracker_that_does_not_exist(folder):
+    Metrics("tensorbord", run_id="run", run_dir=folder)
+
+
+@mistake(
+    "cannot start trackers: failed on rank 0: FileExistsError",
+    ConfigError,
+    "`run_dir` is a file, or rank 0 cannot write there.",
+    "Use a directory that rank 0 can create and write.",
+)
+def metrics_in_a_file(folder):
+    file = folder / "file"
+    file.touch()
+    Metrics("jsonl", run_id="run", run_dir=file)
+
+
+@mistake(
+    "cannot log 'loss': the record has a number of this name",
+    ArgumentError,
+    "The loss of a rank was logged next to the loss over all ranks.",
+    "Omit it: the record contains the loss of the step. Use another name for another loss.",
+)
+def a_second_loss_in_a_record(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+    strategy.backward(loss, model, optimizer)
+    with Metrics("jsonl", run_id="run", run_dir=folder) as metrics:
+        metrics.log(strategy.optimizer_step(optimizer, model, scheduler), loss=loss)
+
+
+@mistake(
+    "cannot take an optimizer step: failed on rank 0: cannot write the metrics of step 1",
+    StepError,
+    "Rank 0 could not write a record of `Metrics`: its directory was deleted, or the file system is full.",
+    "Correct the cause that the message names; start the run again, which resumes from its last checkpoint.",
+)
+def a_directory_of_metrics_that_is_lost(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    with Metrics("jsonl", run_id="run", run_dir=folder / "run") as metrics:
+        if dist.get_rank() == 0:
+            (folder / "run" / "run-metrics.jsonl").unlink()
+            (folder / "run").rmdir()
+            (folder / "run").touch()
+        for step in range(2):
+            strategy.backward(loss_of("llama", model, batch_of("llama", step, 0)), model, optimizer)
+            metrics.log(strategy.optimizer_step(optimizer, model, scheduler))
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
