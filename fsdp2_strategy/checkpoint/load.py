@@ -176,7 +176,8 @@ def load_checkpoint(
             return _load(request, path)
         except DamageError as error:
             if older is None and others:
-                raise _with_advice(error, path.parent, others) from error.__cause__
+                advised = _with_advice(error, path.parent, others)
+                raise advised.with_traceback(error.__traceback__) from None
             if older is None:
                 raise
             log("cannot load %s: loading %s instead. %s", path, older, error, level=logging.WARNING)

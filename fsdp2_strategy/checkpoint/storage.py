@@ -418,9 +418,9 @@ def convert_dcp_errors(kind: type[CheckpointError] = CheckpointError) -> Iterato
     except CheckpointException as report:
         texts = {rank: error_text(cause) for rank, (cause, _) in sorted(report.failures.items())}
         if len(set(texts.values())) == 1 and len(texts) == world_size():
-            raise kind(texts[0]) from report
+            raise kind(texts[0]) from None
         failed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-        raise kind(f"cannot read or write the checkpoint: {failed}") from report
+        raise kind(f"cannot read or write the checkpoint: {failed}") from None
 
 
 def check_shapes(

@@ -15,7 +15,7 @@ import xxhash
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.distributed.progress import Progress
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 
@@ -99,4 +99,5 @@ def _tensor_names(entries: list[Entry], block: Block) -> str:
     names = [e.name for e in entries if e.offset < block.end and block.begin < e.offset + e.nbytes]
     if not names:
         return "a header" if entries else "a file"
-    return f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
+    more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

@@ -342,7 +342,7 @@ def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
             raise ConfigError(
                 f"cannot configure: {field} contains {expression!r}, expected valid regular expressions. Python "
                 f"reports '{error}'. Escape characters that are meant literally with a backslash."
-            ) from error
+            ) from None
 
 
 def _names(field: str, value: object) -> tuple[str, ...]:

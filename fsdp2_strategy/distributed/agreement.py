@@ -59,11 +59,13 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     texts: list[str | None] = [None] * world_size()
     dist.all_gather_object(texts, None if cause is None else error_text(cause), group=group_in_use())
     (first, text), *later = [(number, text) for number, text in enumerate(texts) if text is not None]
-    others = f" (and on ranks {', '.join(str(number) for number, _ in later)})" if later else ""
+    others = ", ".join(str(number) for number, _ in later)
+    others = f" (and on rank{'s' if len(later) > 1 else ''} {others})" if later else ""
     same_everywhere = len(set(texts)) == 1
     agreed = error(text if same_everywhere else f"cannot {action}: failed on rank {first}{others}: {text}")
     agreed.is_agreed = True
-    raise agreed from cause
+    # One traceback, which ends where this rank's own error was raised; its text is in the message.
+    raise agreed.with_traceback(None if cause is None else cause.__traceback__) from None
 
 
 def defer_error(error: FSDP2StrategyError) -> None:

@@ -29,7 +29,7 @@ import xxhash
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, set_device
 from fsdp2_strategy.distributed.progress import Progress
-from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.hf.checksums import Block, Checksums, check
 from fsdp2_strategy.hf.regions import Box, Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, read_into
@@ -333,7 +333,7 @@ class Reader:
             self._read_bytes(read.entry.path, begin, memory_of(target), digest)
         if block is not None and digest is not None:
             names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
-            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
             check(read.entry.path, block, digest.hexdigest(), f"{names[0]}{more}")
 
     def _read_bytes(self, path: Path, begin: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:

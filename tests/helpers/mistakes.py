@@ -405,7 +405,7 @@ def no_optimizer(folder):
 
 
 @mistake(
-    "parameters that are not in LlamaForCausalLM, expected only parameters of this model",
+    "parameters not in LlamaForCausalLM, expected only parameters of this model",
     StepError,
     "The optimizer belongs to another model, or was created before `prepare_model`.",
     "Create it for this model, after `prepare_model`.",
