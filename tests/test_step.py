@@ -183,7 +183,7 @@ def test_an_optimizer_that_does_not_step_this_model_is_refused():
     other = strategy.prepare_model(build("mlp"), is_training=True)
     for optimizer in (early, strategy.create_optimizer(other, lr=0.1)):
         strategy.backward(loss_of("mlp", model, batch_of("mlp", 0, 0)), model, optimizer)
-        with pytest.raises(StepError, match=r"the optimizer has 8 parameters that are not in Mlp"):
+        with pytest.raises(StepError, match=r"the optimizer has 8 parameters not in Mlp"):
             strategy.optimizer_step(optimizer, model, None)
     with pytest.raises(StepError, match=r"cannot step 'critic': no backward pass"):
         strategy.optimizer_step(strategy._state_of(other).optimizer, other, None, "critic")
