@@ -208,7 +208,7 @@ def test_accumulation_communicates_what_its_mode_says(mode, expected):
     del model.layers[2]
     model.embed.weight.requires_grad_(False)
     strategy.prepare_model(model, is_training=True, shard_size=2)
-    with CountCollectives() as collectives:
+    with CountCollectives() as collectives, strategy.accumulate(3):
         for i in range(3):
             strategy.backward(loss_of("plain_transformer", model, batch_of("plain_transformer", i, 0)), model)
     assert (collectives.counts["reduce_scatter_base"], collectives.counts["allreduce"]) == expected
@@ -296,7 +296,7 @@ def test_loss_and_tokens_travel_with_the_gradient_norm():
     optimizer = strategy.create_optimizer(model, lr=0.1)
     counts = []
     for num_tokens in (None, 5, torch.tensor(5)):
-        with CountCollectives() as collectives:
+        with CountCollectives() as collectives, strategy.accumulate(2):
             for i in range(2):
                 strategy.backward(loss_of("llama", model, batch_of("llama", i, 0)), model, num_tokens=num_tokens)
         counts.append(collectives.counts["allreduce"])

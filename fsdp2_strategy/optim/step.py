@@ -5,7 +5,9 @@ Input: a loss, a sharded model and its optimizer. Output: gradients, then a `Ste
 [Note: gradient scale] FSDP2 averages gradients over the ranks. `backward` divides the loss by the number of
 micro-batches, so the gradient is the mean over ranks and micro-batches, with equal weights. With
 ``num_items_in_batch`` = N, the loss is a sum over items, and the gradient must be that of the global sum divided by N.
-So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks.
+So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks. If N is not
+known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
+gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.config.strategy_config import GradSync, SyncBuffers
+from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
 from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
@@ -40,6 +42,7 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.optim.accumulation import LossScale, accumulation_of
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
@@ -67,99 +70,70 @@ class StepResult:
     ``num_tokens``. None as for ``grad_norm``, or if neither was passed, or if only some ranks passed ``num_tokens``."""
 
 
-@dataclass
-class LossScale:
-    """Dynamic loss scale, which keeps float16 gradients from underflowing.
-
-    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after a step without.
-    """
-
-    value: float = 2.0**16
-    interval: int = 2000
-    good_steps: int = 0
-    """Successive finite steps since the scale last changed."""
-
-    def update(self, *, finite: bool) -> None:
-        """Adapt the scale to one step; not collective: the gradient norm, and so the scale, is equal on all ranks."""
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.value = max(self.value / 2, 1.0)
-        elif self.good_steps == self.interval:
-            self.value, self.good_steps = self.value * 2, 0
-
-
-@dataclass
-class Accumulation:
-    """The gradient accumulation state of a model."""
-
-    micro_batches: int = 0
-    """Backward passes since the last optimizer step."""
-    steps: int = 0
-    """Optimizer steps taken."""
-    scale: LossScale | None = None
-    """Loss scale of float16 training; None for other dtypes."""
-    checked_optimizer: ref[Optimizer] | None = None
-    """The optimizer that last passed `_check_parameters`."""
-    last_sync: bool | None = None
-    """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
-    sums: MicroBatchSums = field(default_factory=MicroBatchSums)
-    """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
-
-
-_ACCUMULATION = Slot[Accumulation]("accumulation")
-
-
-def accumulation_of(model: nn.Module) -> Accumulation:
-    """Return the accumulation state of a model or wrapper, created on first use; not collective."""
-    return model_state(unwrap_model(model)).setdefault(_ACCUMULATION, Accumulation())
-
-
-def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
-    """Reset the accumulation state of a model or wrapper, with a loss scale for float16 training; not collective."""
-    return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
-
-
 @collective
 def backward(
     loss: torch.Tensor,
     model: nn.Module,
     *,
     accumulation_steps: int = 1,
+    accumulation: AccumulationRule = "auto",
+    loss_reduction: LossReduction = "mean",
     grad_sync: GradSync = "every",
     num_items_in_batch: float | torch.Tensor | None = None,
+    num_items: int | torch.Tensor | None = None,
     num_tokens: int | torch.Tensor | None = None,
 ) -> None:
     """Scale the loss of one micro-batch and run its backward pass; collective.
 
     Args:
-        loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
+        loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch`` or ``num_items``, the sum over its
+            items.
         model: the model that computed the loss, or its wrapper.
-        accumulation_steps: micro-batches per step; without ``num_items_in_batch`` the loss is divided by it.
+        accumulation_steps: micro-batches per step; without numbers of items, the loss is divided by it.
+        accumulation: where a micro-batch ends; see `StrategyConfig` and [Note: micro-batches] in `optim.accumulation`.
+        loss_reduction: "sum" does not divide the loss by ``accumulation_steps``.
         grad_sync: communication in the backward passes before the last of a step; see `StrategyConfig`.
         num_items_in_batch: number of items (for example tokens) in all micro-batches of all ranks in this step; the
             gradient is that of (sum of all losses) / num_items_in_batch. Pass it in every micro-batch of a step: one
             without it has its loss divided by ``accumulation_steps``.
+        num_items: number of items in this rank's micro-batch, if the number of all items is not known yet: the gradient
+            is that of (sum of all losses) / (sum of all num_items), and the second sum is known at the step. Pass it in
+            every backward pass of a step, on every rank.
         num_tokens: number of tokens in this rank's micro-batch, for `StepResult.tokens` only. Every rank must pass it
             in at least one micro-batch of a step (0 if it has no tokens); a micro-batch without it adds none.
 
     Raises:
-        StepError: ``num_items_in_batch`` is not positive and finite; ``num_tokens`` is not an integer of at least 0 or
-            a tensor of one; or the loss is not a tensor with one element and an autograd graph.
+        StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
+            of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
+            ``num_items``; or the loss is not a tensor with one element and an autograd graph.
     """
     _check_loss(loss)
     num_tokens = checked_tokens(num_tokens)
+    num_items = checked_tokens(num_items, "num_items")
     own = accumulation_of(model)
-    items = None if num_items_in_batch is None else float(num_items_in_batch)
-    factor = _loss_factor(accumulation_steps, items)
-    if not own.micro_batches:
+    own.check_declared()
+    if not own.is_pending:
         own.sums = MicroBatchSums()
-    is_last = (own.micro_batches + 1) % accumulation_steps == 0
+    elif own.sums.has_items != (num_items is not None):
+        raise StepError(
+            "cannot run backward: num_items was passed in some backward passes of this step, and not in others, "
+            "expected in all or none. Pass it in every one, 0 for a loss without items."
+        )
+    items = None if num_items_in_batch is None else float(num_items_in_batch)
+    if items is not None and num_items is not None:
+        raise StepError(
+            "cannot run backward: num_items_in_batch and num_items were passed, expected one of them. Pass num_items "
+            "if the number of items in the whole step is not known yet."
+        )
+    is_divided = num_items is None and loss_reduction == "mean"
+    factor = _loss_factor(own.size(accumulation, accumulation_steps) if is_divided else None, items)
+    is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
     (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
-    own.sums.add(loss, factor, num_tokens, items)
-    own.micro_batches += 1
+    own.sums.add(loss, factor, num_tokens, items, num_items)
+    own.add_backward(accumulation)
 
 
 @collective
@@ -169,6 +143,7 @@ def optimizer_step(
     scheduler: LRScheduler | None = None,
     *,
     accumulation_steps: int = 1,
+    accumulation: AccumulationRule = "auto",
     max_norm: float = 0.0,
     name: str = "model",
     sync_buffers: SyncBuffers = "broadcast",
@@ -183,6 +158,7 @@ def optimizer_step(
         model: the model, or its wrapper.
         scheduler: learning-rate schedule, stepped with the optimizer.
         accumulation_steps: micro-batches per step.
+        accumulation: as for `backward`.
         max_norm: global norm that gradients are clipped to; 0 disables clipping.
         name: name of the model in log and error messages.
         sync_buffers: how buffers that have changed are made equal on all ranks; see [Note: changing buffers] in
@@ -193,8 +169,10 @@ def optimizer_step(
         on every rank.
 
     Raises:
-        StepError: `backward` was not called since the last step, or the optimizer belongs to another model or
-            was created before this one was sharded; or, on every rank, a rank has deferred an error (`defer_error`).
+        StepError: `backward` was not called since the last call; or it is unknown whether the backward passes since
+            then are micro-batches; or the optimizer belongs to another model or was created before this one was
+            sharded; or, on every rank: a rank has deferred an error (`defer_error`), or ``num_items`` was passed on
+            some ranks only, or their sum is 0.
         OffloadError: the model or the optimizer is offloaded.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -206,17 +184,12 @@ def optimizer_step(
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
         _check_parameters(optimizer, unwrap_model(model))
         own.checked_optimizer = ref(optimizer)
-    if not own.micro_batches:
-        raise StepError(
-            f"cannot step {name!r}: no backward pass since its last step, expected at least one. Call "
-            "strategy.backward(loss, model, optimizer) instead of loss.backward()."
-        )
-    if own.micro_batches % accumulation_steps:
+    if not own.end_micro_batch(accumulation, accumulation_steps, name):
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
     taken = _take_step(
         optimizer, model, scheduler, max_norm=max_norm, scale=own.scale, sync_buffers=sync_buffers, sums=own.sums
     )
-    own.micro_batches, own.sums = 0, MicroBatchSums()
+    own.reset()
     own.steps += taken.stepped
     if not taken.stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
@@ -254,10 +227,15 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _loss_factor(accumulation_steps: int, items: float | None) -> float:
-    """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
+def _loss_factor(size: int | None, items: float | None) -> float:
+    """Return the factor for the loss of a micro-batch; see [Note: gradient scale].
+
+    Args:
+        size: number of micro-batches by which the loss is divided; None for 1.
+        items: ``num_items_in_batch``.
+    """
     if items is None:
-        return 1 / accumulation_steps
+        return 1 / (size or 1)
     if not 0 < items < math.inf:
         raise StepError(
             f"cannot scale the loss: num_items_in_batch is {items:g}, expected the number of items in all "
@@ -319,7 +297,7 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _scale(grads: list[torch.Tensor], norm: float, max_norm: float, scale: float = 1.0) -> float:
-    """Divide gradients of this norm by the loss scale, and clip them; return the norm before clipping."""
+    """Divide gradients of this norm by ``scale``, and clip them; return the norm before clipping."""
     norm /= scale
     clips = max_norm > 0 and norm > max_norm
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
@@ -410,8 +388,8 @@ def _take_step(
         )
         if deferred:
             raise_deferred_error()
-        loss, tokens = sums.totals(of_micro_batches, world_size())
-    norm = _scale(grads, math.sqrt(squares), max_norm, scale.value if scale else 1.0)
+        loss, tokens, divisor = sums.totals(of_micro_batches, world_size())
+    norm = _scale(grads, math.sqrt(squares), max_norm, (scale.value if scale else 1.0) * divisor)
     if changed:
         with on_ranks_of(root):
             sync(root, sync_buffers)

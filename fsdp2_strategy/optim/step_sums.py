@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.errors import StepError, counted
 
 
 @dataclass
@@ -31,18 +31,28 @@ class MicroBatchSums:
     """Sum of the ``num_tokens`` that were given; None if none were."""
     items: float | None = None
     """The last ``num_items_in_batch``; None if there was none."""
+    own_items: int | torch.Tensor | None = None
+    """Sum of the ``num_items`` that were given; None if none were."""
+
+    @property
+    def has_items(self) -> bool:
+        """Whether ``num_items`` was given."""
+        return self.own_items is not None
 
     @torch.no_grad()
     def add(
-        self, loss: torch.Tensor, factor: float, num_tokens: int | torch.Tensor | None, items: float | None
+        self,
+        loss: torch.Tensor,
+        factor: float,
+        num_tokens: int | torch.Tensor | None,
+        items: float | None,
+        num_items: int | torch.Tensor | None,
     ) -> None:
         """Add one micro-batch; not collective, and does not synchronise with the device."""
         loss = loss.detach().reshape(()).double() * factor
         self.loss = loss if self.loss is None else self.loss + loss
-        if isinstance(num_tokens, torch.Tensor):
-            num_tokens = num_tokens.detach().reshape(()).to(torch.int64, copy=True)  # the caller may reuse it
-        if num_tokens is not None:
-            self.tokens = num_tokens if self.tokens is None else self.tokens + num_tokens
+        self.tokens = _plus(self.tokens, num_tokens)
+        self.own_items = _plus(self.own_items, num_items)
         self.items = self.items if items is None else items
 
     def values(self) -> list[float | torch.Tensor]:
@@ -53,19 +63,52 @@ class MicroBatchSums:
             self.tokens is not None,
             self.items or 0.0,
             self.items is not None,
+            0 if self.own_items is None else self.own_items,
+            self.own_items is not None,
         ]
 
     @staticmethod
-    def totals(sums: Sequence[float], ranks: int) -> tuple[float, int | None]:
-        """Return loss and tokens of the step, from the sums of `values` over ``ranks`` ranks."""
-        loss, tokens, ranks_with_tokens, items, ranks_with_items = sums
+    def totals(sums: Sequence[float], ranks: int) -> tuple[float, int | None, float]:
+        """Return loss and tokens of the step, from the sums of `values` over ``ranks`` ranks.
+
+        Also return the number by which the gradients must be divided; see [Note: gradient scale] in `optim.step`.
+
+        Raises:
+            StepError: ``num_items`` was given on some ranks only, or the sum is 0.
+        """
+        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items = sums
+        divisor = 1.0
+        if ranks_with_own_items:
+            if ranks_with_own_items != ranks or not own_items > 0:
+                raise StepError(
+                    f"cannot step: num_items was passed on {ranks_with_own_items:.0f} of {counted(ranks, 'rank')}, and "
+                    f"its sum is {own_items:.0f}, expected all ranks and more than 0. Pass it on every rank, 0 where a "
+                    "micro-batch has no items."
+                )
+            divisor = own_items / ranks
+        loss /= ranks * divisor
         if ranks_with_tokens:
-            return loss / ranks, round(tokens) if ranks_with_tokens == ranks else None
-        return loss / ranks, round(items / ranks_with_items) if ranks_with_items else None
+            return loss, round(tokens) if ranks_with_tokens == ranks else None, divisor
+        if ranks_with_own_items:
+            return loss, round(own_items), divisor
+        return loss, round(items / ranks_with_items) if ranks_with_items else None, divisor
 
 
-def checked_tokens(num_tokens: Any) -> int | torch.Tensor | None:
+def _plus(total: int | torch.Tensor | None, count: int | torch.Tensor | None) -> int | torch.Tensor | None:
+    """Add a count to a sum; None means that nothing was counted."""
+    if isinstance(count, torch.Tensor):
+        count = count.detach().reshape(()).to(torch.int64, copy=True)  # the caller may reuse it
+    if count is None:
+        return total
+    return count if total is None else total + count
+
+
+def checked_tokens(num_tokens: Any, name: str = "num_tokens") -> int | torch.Tensor | None:
     """Return a number of tokens as an int, or a tensor unchanged: reading its value would synchronise with the device.
+
+    Args:
+        num_tokens: the number.
+        name: name of the argument, for the message.
 
     Raises:
         StepError: it is not an integer of at least 0 or a tensor of one element.
@@ -84,6 +127,6 @@ def checked_tokens(num_tokens: Any) -> int | torch.Tensor | None:
             pass
         shown = repr(num_tokens)
     raise StepError(
-        f"cannot count the tokens: num_tokens is {shown}, expected the number of tokens of this rank's micro-batch, an "
+        f"cannot count the tokens: {name} is {shown}, expected the number of tokens of this rank's micro-batch, an "
         "integer of at least 0 or a tensor of one element. Pass attention_mask.sum(), for example."
     )

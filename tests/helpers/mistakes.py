@@ -405,6 +405,20 @@ def no_optimizer(folder):
 
 
 @mistake(
+    "these may be 2 micro-batches, or 2 losses of one, expected to know which",
+    StepError,
+    "The loop calls `backward` for each micro-batch, and `optimizer_step` once; or it has several losses.",
+    'Put the loop into `with strategy.accumulate(n):`, or set `accumulation="optimizer_step"` for several losses.',
+)
+def a_loop_with_one_optimizer_step(folder):
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model, optimizer, _ = prepared(strategy)
+    for step in range(2):
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, 0)), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
     "parameters not in LlamaForCausalLM, expected only parameters of this model",
     StepError,
     "The optimizer belongs to another model, or was created before `prepare_model`.",
