@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TextIO, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +59,7 @@ from fsdp2_strategy.optim.step import (
     forbid_direct_steps,
     optimizer_step,
 )
+from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -249,26 +250,57 @@ class TrainingStrategy:
             model,
             build_mesh(shard_size),
             is_training=is_training,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            keep_fp32=config.keep_fp32,
-            masters_in_optimizer=config.use_mp_opt,
-            reduce_in_full_precision=config.reduce_in_full_precision,
-            class_names=config.block_class_names,
-            min_unit_params=config.min_unit_params,
-            ignored_modules=config.ignored_modules,
+            **self._plan_settings(),
             reshard_after_forward=reshard,
-            cpu_offload=config.cpu_offload,
             prefetch_depth=config.prefetch_depth,
             activation_checkpointing=config.activation_checkpointing,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
-            mixed_mm_data=config.mixed_mm_data,
             debug_divergence_seconds=config.debug_divergence_seconds,
         )
         if has_uninitialised_tensors(model):
             load_pretrained(model)
         return model
+
+    def explain(
+        self,
+        model: nn.Module,
+        is_training: bool = True,
+        shard_size: ShardSize = _UNSET,
+        *,
+        run: Callable[[nn.Module], object] | None = None,
+        file: TextIO | None = None,
+    ) -> str:
+        """Print how `prepare_model` would shard a model with this strategy's settings; not collective.
+
+        Call this method before `prepare_model`, with the same arguments. Text, arguments and errors are those of the
+        free function `explain`.
+        """
+        return explain(
+            model,
+            is_training=is_training,
+            shard_size=self.config.shard_size if shard_size is _UNSET else shard_size,
+            world_size=self.world_size,
+            **self._plan_settings(),
+            run=run,
+            file=file,
+        )
+
+    def _plan_settings(self) -> dict[str, Any]:
+        """Return the settings that decide how a model is sharded: arguments of both `shard_model` and `explain`."""
+        config = self.config
+        return {
+            "bf16": config.bf16,
+            "fp16": config.fp16,
+            "keep_fp32": config.keep_fp32,
+            "masters_in_optimizer": config.use_mp_opt,
+            "reduce_in_full_precision": config.reduce_in_full_precision,
+            "block_class_names": config.block_class_names,
+            "min_unit_params": config.min_unit_params,
+            "ignored_modules": config.ignored_modules,
+            "mixed_mm_data": config.mixed_mm_data,
+            "cpu_offload": config.cpu_offload,
+        }
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that is sharded as the root, for a model or its wrapper; see `model.wrappers`."""
@@ -579,7 +611,9 @@ class TrainingStrategy:
         return str(loaded.path), loaded.client_state
 
     @collective
-    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
+    def save_model(
+        self, model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any
+    ) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers.models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy import MeshError, ShardError, explain, find_blocks
+from fsdp2_strategy import (
+    ArgumentError,
+    FSDPV2Strategy,
+    MeshError,
+    ShardError,
+    StrategyConfig,
+    explain,
+    find_blocks,
+    shard_model,
+)
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision
 
@@ -194,6 +207,55 @@ def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
     assert "the root is the only unit" in only_root
     model.model.layers[:16].requires_grad_(False)
     assert "model.layers.0 … 15 (16 equal)" in explain(model, file=io.StringIO())
+
+
+PLANS = {
+    "bf16": {},
+    "fp32": {"bf16": False},
+    "fp16": {"fp16": True},
+    "masters": {"use_mp_opt": True},
+    "by name": {"block_class_names": ("LlamaAttention", "LlamaMLP"), "keep_fp32": ("norm",)},
+    "ignored": {"ignored_modules": ("model.layers.0.mlp",), "shard_size": 1},
+    "by size": {"min_unit_params": 3000, "cpu_offload": True},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_strategy_explains_what_prepare_model_then_does(name, is_training):
+    strategy = FSDPV2Strategy(config=StrategyConfig(**PLANS[name]))
+    model = build("llama")
+    text = strategy.explain(model, is_training, file=io.StringIO())
+    strategy.prepare_model(model, is_training=is_training)
+    with pytest.raises(ShardError, match="is already sharded, expected a model before prepare_model"):
+        strategy.explain(model, is_training)
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    rows = text.split("parameters   gathered\n")[1].split("\n\n")[0].splitlines()
+    counts = [int(m[1]) if (m := re.search(r"\((\d+) equal\)", row)) else 1 for row in rows if " ignored " not in row]
+    assert sum(counts) == len(units), text
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    number, unit = re.search(r"each rank  ([\d.]+) (k?B) parameters", text).groups()
+    most = torch.tensor(float(sum(p.numel() * p.element_size() for p in held)))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    assert float(number) * (1000 if unit == "kB" else 1) == pytest.approx(most.item(), rel=0.01)
+    assert ("in host memory" in text) == bool(PLANS[name].get("cpu_offload"))
+    if name == "masters" and is_training:
+        optimizer = strategy.create_optimizer(model, lr=0.1)
+        strategy.backward(model(input_ids=torch.arange(6)[None]).logits.float().mean(), model, optimizer)
+        grads = sum(p.grad.to_local().numel() * p.grad.element_size() for p in model.parameters())
+        assert f"{grads / 1000:.3g} kB gradients" in text
+        assert f"{3 * grads / 1000:.3g} kB optimizer" in text
+    strategy.close()
+
+
+def test_the_earlier_name_of_block_class_names_is_accepted():
+    for function in (explain, find_blocks, shard_model):
+        with pytest.raises(ArgumentError, match="'class_names' and 'block_class_names' are the same argument"):
+            function(build("llama"), class_names=["LlamaMLP"], block_class_names=["LlamaMLP"])
+    with pytest.warns(DeprecationWarning, match="explain: 'class_names' is now 'block_class_names'"):
+        text = explain(build("llama"), class_names=["LlamaMLP"], file=io.StringIO())
+    assert text == explain(build("llama"), block_class_names=["LlamaMLP"], file=io.StringIO())
 
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():

@@ -46,7 +46,7 @@ def exported_equals_saved(name, folder):
     load_weights(model)
     world_size = dist.get_world_size()
     out = folder / f"exported{world_size}"
-    save_model(model, None, out, max_shard_size="40KB")
+    save_model(model, output_dir=out, max_shard_size="40KB")
     assert_same_tensors(out, folder / "saved")
     if dist.get_rank() == 0:
         opened, plain = cls.from_pretrained(out), cls.from_pretrained(folder / "saved")

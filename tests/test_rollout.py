@@ -338,6 +338,32 @@ def test_the_engine_computes_in_the_dtype_of_the_strategy():
         assert {p.dtype for p in engine.model.parameters()} == {dtype} and engine.model.config.dtype == dtype
 
 
+def test_an_engine_takes_the_dtype_that_is_sent():
+    actor = build("llama")
+    engine = TransformersEngine(actor)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        engine.update_weights(stream_weights(actor, dtype=dtype))
+        assert engine.weight_checksums() == weight_checksums(stream_weights(actor, dtype=dtype))
+        assert engine.model.config.dtype == dtype
+    fixed = TransformersEngine(actor, dtype=torch.bfloat16)
+    fixed.update_weights(stream_weights(actor, dtype=torch.float32))
+    assert {p.dtype for p in fixed.model.parameters()} == {torch.bfloat16}
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
+    strategy.setup_inference_engine(None, fixed, strategy.prepare_model(actor, is_training=True))
+    with pytest.raises(RolloutError, match=r"differ from those that were sent \(torch.float32\)"):
+        strategy.update_engine_weights(actor, verify=True)
+    strategy.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "t5"])
+def test_parameters_that_stay_in_fp32_and_merged_experts_keep_every_bit(name):
+    actor = build(name)
+    for first in (torch.float16, torch.bfloat16, torch.float32):
+        engine = TransformersEngine(actor)
+        engine.update_weights(stream_weights(actor, dtype=first))
+        assert engine.weight_checksums() == weight_checksums(stream_weights(actor, dtype=first))
+
+
 class Recorder:
     """An engine that keeps what it gets, and may fail."""
 

@@ -21,7 +21,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import CheckpointError, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, did_you_mean
 from fsdp2_strategy.hf.output_files import (
     File,
     check_free_space,
@@ -63,8 +63,8 @@ _KNOWN += ["repo_id", "commit_message", "token", "private", "create_pr", "revisi
 @on_model_ranks
 def save_model(
     model: nn.Module,
-    tokenizer: Any,
-    output_dir: str | Path,
+    tokenizer: Any = None,
+    output_dir: str | Path | None = None,
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
@@ -81,7 +81,8 @@ def save_model(
     Args:
         model: sharded or not, or a wrapper.
         tokenizer: tokenizer or processor to save with the model, or None.
-        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
+        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced. This
+            argument is required.
         dtype: dtype of floating-point parameters in the files. By default that of the shards: for
             trained parameters fp32 (twice the space of bf16), unless ``use_mp_opt`` is true.
         max_shard_size: maximum size of a transformers model's files: bytes, or a number with a decimal ("5GB") or
@@ -98,6 +99,11 @@ def save_model(
             until all new weights are on disk. If replacing it fails, the folder never loads as a mix of old and new
             weights.
     """
+    if output_dir is None:
+        given = "a path as tokenizer" if isinstance(tokenizer, str | Path) else "no output_dir"
+        raise ArgumentError(
+            f"cannot save the model: save_model got {given}, expected the folder to write. Pass output_dir=…"
+        )
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import RolloutError, did_you_mean, some
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
-from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes
+from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes, planned_dtypes
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry
@@ -67,13 +67,17 @@ class TransformersEngine:
     Args:
         model: the model, sharded or not, or its wrapper; may be on the meta device. Its modules are copied without
             adapters, because updates contain merged weights. Later changes to its modules do not affect the copy.
-        dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards.
+        dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards. "sent": the dtype of
+            the weights that an update sends, so that the engine computes with the values of the trainer; until the
+            first update bfloat16. Parameters that transformers keeps in fp32 stay in fp32.
 
     Raises:
         RolloutError: transformers cannot generate with the model, or the stream of its weights lacks a parameter.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16) -> None:
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | Literal["sent"] | None = "sent") -> None:
+        takes_sent_dtype = dtype == "sent"
+        dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
         root: Any = without_adapters(unwrap_model(model)).model
         if not is_transformers_model(root) or not root.can_generate():
             raise RolloutError(
@@ -95,7 +99,7 @@ class TransformersEngine:
         if any(buffer.is_meta for buffer in root.buffers()):
             _compute_buffers(copied)
         self.model = copied
-        self._loader = _WeightLoader(self.model)
+        self._loader = _WeightLoader(self.model, takes_sent_dtype=takes_sent_dtype)
         self.is_asleep = False
         self._has_weights = False
 
@@ -169,11 +173,15 @@ def _copy_configs(model: nn.Module) -> None:
 
 
 class _WeightLoader:
-    """Load weights under Hugging Face names into an unsharded model, with the same conversions as from files."""
+    """Load weights under Hugging Face names into an unsharded model, with the same conversions as from files.
 
-    def __init__(self, model: nn.Module) -> None:
+    With ``takes_sent_dtype``, the model is cast to the dtype of the weights that arrive.
+    """
+
+    def __init__(self, model: Any, *, takes_sent_dtype: bool) -> None:
         copied: Any = meta_skeleton(model)
         self._model = model
+        self._takes_sent_dtype = takes_sent_dtype
         regions = regions_to_write(copied, tensors_to_write(model, copied))
         nowhere = Path()
         self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
@@ -199,7 +207,7 @@ class _WeightLoader:
     def load(self, weights: Weights) -> None:
         """Write all weights into the model; raise if a weight is missing, unknown, repeated or has another shape."""
         # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
-        state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
+        state = self._state()
         missing = dict.fromkeys(self._expected)
         pending = list(self._computed)
         kept: dict[str, torch.Tensor] = {}  # received inputs of pending computations
@@ -207,6 +215,9 @@ class _WeightLoader:
             self._check(name, given, missing)
             del missing[name]
             tensor = given.contiguous()
+            if self._takes_sent_dtype and self._is_of_another_dtype(name, tensor, state):
+                self._cast(tensor.dtype)
+                state = self._state()
             for own_name, piece in self._direct[name]:
                 _write(state[own_name], piece, tensor)
             if any(name in needed for *_, needed in pending):
@@ -220,6 +231,29 @@ class _WeightLoader:
                 f"cannot update weights: {some(list(missing))} were not received, expected all {len(self._expected)} "
                 "weights. Stream the whole model."
             )
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
+
+    def _is_of_another_dtype(self, name: str, tensor: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether a weight has another dtype than the model, and not because transformers keeps it in fp32."""
+        own = [own_name for own_name, _ in self._direct[name]]
+        own += [own_name for own_name, _, needed in self._computed if name in needed]
+        different = [n for n in own if state[n].is_floating_point() and state[n].dtype != tensor.dtype]
+        if not different or not tensor.is_floating_point():
+            return False
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        kept = planned_dtypes(different, dtype_plan(self._model, self._model.config.dtype))
+        return any(n in parameters and n not in kept for n in different)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        """Cast the model's floating-point parameters, except those that transformers keeps in fp32."""
+        parameters = dict(self._model.named_parameters())
+        kept = planned_dtypes(parameters, dtype_plan(self._model, dtype))
+        for name, parameter in parameters.items():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(kept.get(name, dtype))
+        self._model.config.dtype = dtype
 
     def _check(self, name: str, tensor: torch.Tensor, missing: Mapping[str, None]) -> None:
         if name not in missing:
@@ -361,6 +395,7 @@ class CountedStream:
         self._stream = iter(stream)
         self._hashed = hashed
         self._checksums: dict[str, str] = {}
+        self._dtypes: set[torch.dtype] = set()
         self._taken = 0
         self._left = 0
         self._failure: Exception | None = None
@@ -375,6 +410,7 @@ class CountedStream:
                 self._failure = failure
                 raise
             if self._hashed:
+                self._dtypes.add(tensor.dtype)
                 self._checksums |= weight_checksums([(name, tensor)])
             self._taken += 1
             yield name, tensor
@@ -408,5 +444,6 @@ class CountedStream:
         if wrong := [name for name, checksum in self._checksums.items() if held.get(name) != checksum]:
             raise RolloutError(
                 f"cannot use the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
-                "that were sent, expected equal ones. Update again, and check how the engine loads weights."
+                f"that were sent ({', '.join(sorted(map(str, self._dtypes)))}), expected equal ones. Update again, and "
+                "check how the engine loads weights, and whether it holds them in the dtypes that were sent."
             )

@@ -15,19 +15,23 @@ from typing import TextIO
 import torch
 from torch import nn
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import some
+from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
+from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.names import clean, persistent_buffers
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 
 
+@renamed_argument("class_names", "block_class_names")
 def explain(
     model: nn.Module,
     *,
@@ -35,27 +39,31 @@ def explain(
     shard_size: ShardSize = -1,
     world_size: int | None = None,
     bf16: bool = True,
+    fp16: bool = False,
     keep_fp32: Sequence[str] = (),
+    masters_in_optimizer: bool = False,
     reduce_in_full_precision: bool = True,
-    class_names: Sequence[str] = (),
+    block_class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
+    cpu_offload: bool = False,
     run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
 ) -> str:
     """Print how a model would be sharded and how many bytes each rank would hold; not collective.
 
     The model may be on the meta device. Byte counts are those of the rank that holds the most. The optimizer is counted
-    as Adam: two moments in the dtype in which a parameter is stored.
+    as Adam: two moments in the dtype in which a parameter is stored; or, with ``masters_in_optimizer``, fp32 master
+    weights of half-precision parameters and two fp32 moments. `TrainingStrategy.explain` passes a strategy's settings.
 
     Args:
         model: any module; it is only read.
         is_training: count fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
         shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
-        bf16, keep_fp32, reduce_in_full_precision, class_names, min_unit_params, ignored_modules, mixed_mm_data: as for
-            `shard_model`.
+        bf16, fp16, keep_fp32, masters_in_optimizer, reduce_in_full_precision, block_class_names, min_unit_params,
+            ignored_modules, mixed_mm_data, cpu_offload: as for `shard_model`.
         run: function that calls the model as training does, with a batch on the model's device (``lambda model:
             model(batch)``). The text then names the units whose forward is bypassed, and the buffers that change. The
             function runs without gradients; torch's RNG state and all buffers are restored afterwards.
@@ -65,19 +73,26 @@ def explain(
         The text, on every rank.
 
     Raises:
-        ShardError: see `plan_units`.
+        ShardError: the model is already sharded; or see `plan_units`.
         MeshError: ``shard_size`` does not divide the world size.
     """
+    if is_sharded(unwrap_model(model)):
+        raise ShardError(
+            f"cannot explain {class_name(model)}: it is already sharded, expected a model before prepare_model. The "
+            "log of prepare_model says how it was sharded."
+        )
     precision = Precision(
         bf16=bf16,
+        fp16=fp16,
         is_training=is_training,
         keep_fp32=tuple(keep_fp32),
+        masters_in_optimizer=masters_in_optimizer,
         reduce_in_full_precision=reduce_in_full_precision,
     )
     plan = plan_units(
         model,
         precision,
-        class_names,
+        block_class_names,
         min_unit_params=min_unit_params,
         ignored_modules=ignored_modules,
         mixed_mm_data=mixed_mm_data,
@@ -92,7 +107,9 @@ def explain(
     world_size = world_size or process_group.world_size()
     if shard_size == "auto":
         shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
-    text = _report(plan, check_shard_size(shard_size, world_size), world_size)
+    text = _report(
+        plan, check_shard_size(shard_size, world_size), world_size, where=", in host memory" if cpu_offload else ""
+    )
     if is_training and changing:
         text += f"\nchanging   {some(changing, 'buffer')}: made equal on all ranks at each step, see sync_buffers"
     if process_group.is_rank_0():
@@ -100,12 +117,13 @@ def explain(
     return text
 
 
-def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
+def _report(plan: ShardPlan, shard_size: int, world_size: int, where: str) -> str:
     half = _short(plan.precision.half) if plan.precision.half else None
     reduction = "fp32" if plan.precision.reduce_in_full_precision else half
     precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
     if plan.precision.is_training:
-        what = f"training: fp32 master weights of trainable parameters, {precision}"
+        keeper = " in the optimizer" if plan.precision.masters_in_optimizer else ""
+        what = f"training: fp32 master weights of trainable parameters{keeper}, {precision}"
     else:
         what = f"inference: {half or 'unchanged'} weights, no master weights"
     lines = [
@@ -131,18 +149,18 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
             held_bytes.update(_held_bytes(plan, unit, 1 if is_replicated else shard_size))
     for name, parameter in plan.replicated.items():
         lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
-    lines += ["", *_totals(plan, held_bytes)]
+    lines += ["", *_totals(plan, held_bytes, where)]
     return "\n".join(lines)
 
 
-def _totals(plan: ShardPlan, held_bytes: Counter[str]) -> Iterator[str]:
+def _totals(plan: ShardPlan, held_bytes: Counter[str], where: str) -> Iterator[str]:
     trainable = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
     buffers = list(plan.model.buffers())
     dtypes = ", ".join(sorted({_short(b.dtype) for b in buffers})) or "none"
     parts = ", ".join(f"{_human(held_bytes[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
     yield f"parameters {parameter_count(plan.model):,}, of which {trainable:,} trainable"
     yield f"buffers    {_human(sum(b.numel() * b.element_size() for b in buffers))} on each rank ({dtypes}), dtype kept"
-    yield f"each rank  {parts}"
+    yield f"each rank  {parts}{where}"
     for names in plan.ties:
         yield f"tied       {' = '.join(names)}"
     in_root = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
@@ -161,8 +179,9 @@ def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
         size = count * plan.stored_dtype(unit, parameter).itemsize
         held["parameters"] += size
         if plan.precision.is_training and parameter.requires_grad:
-            held["gradients"] += size
-            held["optimizer"] += 2 * size
+            has_master = plan.precision.masters_in_optimizer and parameter.is_floating_point() and size < 4 * count
+            held["gradients"] += 4 * count if has_master else size
+            held["optimizer"] += 3 * 4 * count if has_master else 2 * size
     return held
 
 

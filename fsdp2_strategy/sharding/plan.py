@@ -159,7 +159,7 @@ class ShardPlan:
 def plan_units(
     model: nn.Module,
     precision: Precision,
-    class_names: Sequence[str] = (),
+    block_class_names: Sequence[str] = (),
     *,
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
@@ -174,7 +174,7 @@ def plan_units(
     """
     model = unwrap_model(model)
     ignored = find_ignored(model, ignored_modules)
-    blocks = choose_blocks(model, class_names, min_unit_params, ignored)
+    blocks = choose_blocks(model, block_class_names, min_unit_params, ignored)
     tree = ModuleTree(model, ignored)
     if not tree.parameters:
         where, fix = "", "Pass a model with parameters."

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
@@ -50,6 +51,7 @@ _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
+@renamed_argument("class_names", "block_class_names")
 @collective
 def shard_model(
     model: nn.Module,
@@ -61,7 +63,7 @@ def shard_model(
     keep_fp32: Sequence[str] = (),
     masters_in_optimizer: bool = False,
     reduce_in_full_precision: bool = True,
-    class_names: Sequence[str] = (),
+    block_class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
     reshard_after_forward: bool | int = True,
@@ -97,7 +99,7 @@ def shard_model(
         masters_in_optimizer: shards have the compute dtype and gradients are fp32; the optimizer keeps the fp32 master
             weights (`FSDPadaptOptimizer`).
         reduce_in_full_precision: sum gradients over the ranks in fp32; if False, in the compute dtype.
-        class_names: class names of the blocks; if empty, `find_blocks` chooses them.
+        block_class_names: class names of the blocks; if empty, `find_blocks` chooses them.
         min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
             their parameters as plain, full tensors. The gradient of each of these parameters is averaged in its own
@@ -148,7 +150,7 @@ def shard_model(
             plan = plan_units(
                 root,
                 precision,
-                class_names,
+                block_class_names,
                 min_unit_params=min_unit_params,
                 ignored_modules=ignored_modules,
                 mixed_mm_data=mixed_mm_data,

@@ -627,6 +627,17 @@ def a_tokenizer_as_model(folder):
 
 
 @mistake(
+    "cannot save the model: save_model got a path as tokenizer, expected the folder to write. Pass output_dir",
+    ArgumentError,
+    "The folder was passed in the place of the tokenizer.",
+    "Call `save_model(model, output_dir=folder)`, or pass a tokenizer.",
+)
+def a_folder_in_the_place_of_the_tokenizer(folder):
+    strategy, model, *_ = saved(folder)
+    strategy.save_model(model, str(folder / "out"))
+
+
+@mistake(
     "unknown argument 'dtyp'",
     CheckpointError,
     "The name of an argument is mistyped.",
