@@ -256,6 +256,14 @@ def test_the_earlier_name_of_block_class_names_is_accepted():
     with pytest.warns(DeprecationWarning, match="explain: 'class_names' is now 'block_class_names'"):
         text = explain(build("llama"), class_names=["LlamaMLP"], file=io.StringIO())
     assert text == explain(build("llama"), block_class_names=["LlamaMLP"], file=io.StringIO())
+    with pytest.warns(DeprecationWarning, match="plan_units: .* the next release removes the old name") as warned:
+        plan = plan_units(build("llama"), Precision(bf16=True, is_training=True), class_names=["LlamaMLP"])
+    assert warned[0].filename == __file__ and "from the class names LlamaMLP" in plan.source
+
+
+def test_both_names_of_block_class_names_are_an_error_also_if_one_is_positional():
+    with pytest.raises(ArgumentError, match="'class_names' and 'block_class_names' are the same argument"):
+        find_blocks(build("llama"), ["LlamaMLP"], class_names=["LlamaMLP"])
 
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
 from fsdp2_strategy.model.names import clean, matches
@@ -156,6 +157,7 @@ class ShardPlan:
         return [self.precision, self.mixed_mm_data, units, facts(self.replicated)]
 
 
+@renamed_argument("class_names", "block_class_names")
 def plan_units(
     model: nn.Module,
     precision: Precision,
