@@ -52,6 +52,7 @@ from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
 from fsdp2_strategy.optim.step import StepResult, backward, clip_grad_norm, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
 
@@ -236,19 +237,12 @@ class TrainingStrategy:
         if not _should_shard(model):
             return model
         config = self.config
-        shard_size = config.shard_size if shard_size is _UNSET else shard_size
-        reshard = config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward
-        if shard_size == "auto":
-            count = sum(p.numel() for p in model.parameters())
-            shard_size = auto_shard_size(count, is_training=is_training, world_size=self.world_size)
+        settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
         shard_model(
             model,
-            build_mesh(shard_size),
-            is_training=is_training,
-            **self._plan_settings(),
-            reshard_after_forward=reshard,
+            build_mesh(settings.pop("shard_size")),
+            **settings,
             prefetch_depth=config.prefetch_depth,
-            activation_checkpointing=config.activation_checkpointing,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
             debug_divergence_seconds=config.debug_divergence_seconds,
@@ -260,31 +254,65 @@ class TrainingStrategy:
     def explain(
         self,
         model: nn.Module,
-        is_training: bool = True,
+        is_training: bool = False,
         shard_size: ShardSize = _UNSET,
+        reshard_after_forward: bool | int = _UNSET,
         *,
         run: Callable[[nn.Module], object] | None = None,
         file: TextIO | None = None,
     ) -> str:
-        """Print how `prepare_model` would shard a model with this strategy's settings; not collective.
+        """Print how `prepare_model` would shard a model with the same arguments; not collective.
 
-        Call this method before `prepare_model`, with the same arguments. Text, arguments and errors are those of the
-        free function `explain`.
+        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth`` and
+        ``debug_divergence_seconds`` of the configuration do not change what the text contains.
+
+        Args:
+            model: any module, or a wrapper around one; it is only read, and may be on the meta device.
+            is_training, shard_size, reshard_after_forward: as for `prepare_model`, with the same defaults.
+            run, file: see the free function `explain`.
+
+        Returns:
+            The text, on every rank.
+
+        Raises:
+            ShardError, MeshError: see the free function `explain`.
         """
-        return explain(
-            model,
-            is_training=is_training,
-            shard_size=self.config.shard_size if shard_size is _UNSET else shard_size,
-            world_size=self.world_size,
-            **self._plan_settings(),
-            run=run,
-            file=file,
-        )
+        self._check_open()
+        _check_is_model(model)
+        return self._explain(model, self.config, is_training, shard_size, reshard_after_forward, run=run, file=file)
 
-    def _plan_settings(self) -> dict[str, Any]:
-        """Return the settings that decide how a model is sharded: arguments of both `shard_model` and `explain`."""
-        config = self.config
+    def _explain(
+        self,
+        model: nn.Module,
+        config: StrategyConfig,
+        is_training: bool,
+        shard_size: ShardSize,
+        reshard_after_forward: bool | int,
+        **output: Any,
+    ) -> str:
+        """Call the free function `explain` with the settings of ``config``."""
+        settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
+        return explain(model, world_size=self.world_size, **settings, **output)
+
+    def _plan_settings(
+        self,
+        model: nn.Module,
+        config: StrategyConfig,
+        is_training: bool,
+        shard_size: ShardSize,
+        reshard_after_forward: bool | int,
+    ) -> dict[str, Any]:
+        """Return the settings that decide how a model is sharded: arguments of `shard_model` and of `explain`.
+
+        In place of the mesh of `shard_model`, they contain the ``shard_size`` of the mesh, which is never "auto".
+        """
+        if shard_size is _UNSET:
+            shard_size = config.shard_size
+        if shard_size == "auto":
+            shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=self.world_size)
         return {
+            "is_training": is_training,
+            "shard_size": shard_size,
             "bf16": config.bf16,
             "fp16": config.fp16,
             "keep_fp32": config.keep_fp32,
@@ -294,7 +322,11 @@ class TrainingStrategy:
             "min_unit_params": config.min_unit_params,
             "ignored_modules": config.ignored_modules,
             "mixed_mm_data": config.mixed_mm_data,
+            "reshard_after_forward": (
+                config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward
+            ),
             "cpu_offload": config.cpu_offload,
+            "activation_checkpointing": config.activation_checkpointing,
         }
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

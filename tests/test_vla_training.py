@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from helpers.reference import CountCollectives, full_parameters
 from helpers.training import assert_same, full_state
 from helpers.worlds import some
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 from tqdm import tqdm
 from train_vla import open_demonstrations, write_demonstrations
@@ -308,6 +310,25 @@ def test_a_run_ends_at_max_steps_with_a_checkpoint_and_has_nothing_left_then(tmp
     recorder = Recorder()
     assert again.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, recorder, 1))
     assert not recorder.records
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "full-shard", "shard_size": 1}])
+def test_a_strategy_explains_what_its_setup_then_does(options, tmp_path):
+    strategy = strategy_of(Policy(), **options)
+    text = strategy.explain(auto_wrap_policy_modules={Block}, checkpointing_policy_modules=[Block], file=io.StringIO())
+    config = strategy.config
+    strategy.run_setup(tmp_path, SAMPLES, {Block}, [Block])
+    assert config.block_class_names == () and strategy.config.block_class_names == ("Block",)
+    blocks = [m for m in strategy.vla.modules() if isinstance(m, Block)]
+    units = [m for m in strategy.vla.modules() if isinstance(m, FSDPModule)]
+    assert all(isinstance(block, FSDPModule) for block in blocks)
+    assert "blocks     from the class names Block" in text and f"recomputed {len(blocks)} modules" in text
+    rows = text.split("parameters   gathered\n")[1].split("\n\n")[0].splitlines()
+    assert sum(int(m[1]) if (m := re.search(r"\((\d+) equal\)", row)) else 1 for row in rows) == len(units)
+    assert f"each parameter split over {1 if options else 2}" in text
+    assert ("stay gathered from forward to backward: the root unit" if options else ": all units") in text
+    strategy.close()
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2_strategy import FSDPV2Strategy, Metrics, StrategyConfig, explain
+from fsdp2_strategy import FSDPV2Strategy, Metrics, StrategyConfig
 from fsdp2_strategy.data import ResumableLoader
 
 
@@ -66,7 +66,7 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
         with strategy.init_model_context(meta_init=True):  # no rank allocates the full model
             model = transformers.LlamaForCausalLM(config).train()
         if not (run_dir / "losses.jsonl").exists():
-            explain(model, bf16=strategy.config.bf16)
+            strategy.explain(model, is_training=True)
         model = strategy.prepare_model(model, is_training=True)
         optimizer = strategy.create_optimizer(model, lr=options["lr"], weight_decay=options["weight_decay"])
         scheduler = strategy.create_scheduler(

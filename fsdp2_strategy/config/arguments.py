@@ -50,21 +50,25 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def renamed_argument(old: str, new: str) -> Callable[[F], F]:
-    """Return a decorator: the function accepts the earlier name of a keyword argument, with a DeprecationWarning.
+    """Return a decorator: the function accepts the earlier name of an argument for one release.
 
-    The function raises ArgumentError if both names are given.
+    The function then issues a DeprecationWarning. It raises ArgumentError if both names are given, or the earlier name
+    and a positional argument in its place.
     """
 
     def decorate(function: F) -> F:
+        position = list(inspect.signature(function).parameters).index(new)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if old in kwargs:
-                if new in kwargs:
+                if new in kwargs or len(args) > position:
                     raise ArgumentError(
                         f"cannot call {function.__name__}: {old!r} and {new!r} are the same argument, expected one of "
                         f"them. Pass {new!r}."
                     )
-                warnings.warn(f"{function.__name__}: {old!r} is now {new!r}", DeprecationWarning, stacklevel=2)
+                message = f"{function.__name__}: {old!r} is now {new!r}; the next release removes the old name"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 

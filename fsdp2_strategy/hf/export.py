@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +95,15 @@ def save_model(
             safe_serialization=True have no effect. Other arguments are an error.
 
     Raises:
+        ArgumentError: on every rank: ``output_dir`` is missing or not a path, or the model is not an nn.Module.
         CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
             adapters cannot be merged, or from_pretrained would not restore the weights. An earlier export stays intact
             until all new weights are on disk. If replacing it fails, the folder never loads as a mix of old and new
             weights.
     """
-    if output_dir is None:
-        given = "a path as tokenizer" if isinstance(tokenizer, str | Path) else "no output_dir"
-        raise ArgumentError(
-            f"cannot save the model: save_model got {given}, expected the folder to write. Pass output_dir=…"
-        )
+    with all_or_none("export", ArgumentError):
+        _check_output_dir(tokenizer, output_dir)
+    assert output_dir is not None
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
         return
@@ -185,6 +185,7 @@ def save_adapters(
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
+        check_tokenizer(root, tokenizer)
         name = class_name(root)
         folder = Path(output_dir)
         _check_arguments(kwargs)
@@ -243,6 +244,30 @@ def _write(
             write_all(gathered_write_requests(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
         force_to_disk([file.path for file in files])
+
+
+def _check_output_dir(tokenizer: object, output_dir: object) -> None:
+    """Check that the folder of `save_model` is given, and is a path.
+
+    Raises:
+        ArgumentError: it is not. A path in the place of the tokenizer is left to `check_tokenizer`.
+    """
+    is_path_as_tokenizer = isinstance(tokenizer, str | PathLike)
+    if output_dir is None and is_path_as_tokenizer:
+        raise ArgumentError(
+            f"cannot save the model: the path {str(tokenizer)!r} is given as tokenizer and output_dir is missing, "
+            f"expected the path as output_dir. Call save_model(model, output_dir={str(tokenizer)!r})."
+        )
+    if output_dir is None:
+        raise ArgumentError(
+            "cannot save the model: output_dir is missing, expected the folder to write. Call save_model(model, "
+            "output_dir='out'), or save_model(model, tokenizer, 'out')."
+        )
+    if not isinstance(output_dir, str | PathLike) and not is_path_as_tokenizer:
+        raise ArgumentError(
+            f"cannot save the model: output_dir is a {type(output_dir).__name__}, expected a path. Call "
+            "save_model(model, tokenizer, 'out'), in this order."
+        )
 
 
 def _check_arguments(kwargs: Mapping[str, Any]) -> None:

@@ -30,15 +30,15 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
-from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
+from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
-from fsdp2_strategy.sharding.plan import ShardPlan, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.rank_divergence import detect_divergence
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
-from fsdp2_strategy.sharding.units import prefetch, shard_units
+from fsdp2_strategy.sharding.units import check_reshard, prefetch, shard_units
 from fsdp2_strategy.sharding.vision_encoders import (
     add_zero_gradients,
     attach_graph,
@@ -138,7 +138,7 @@ def shard_model(
     mesh = mesh or build_mesh()
     with on_ranks_of(mesh):
         with all_or_none(f"shard {type(root).__name__}", ShardError):
-            reshard = _checked_reshard(reshard_after_forward, mesh)
+            reshard = check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
             precision = Precision(
                 bf16=bf16,
                 fp16=fp16,
@@ -155,7 +155,7 @@ def shard_model(
                 ignored_modules=ignored_modules,
                 mixed_mm_data=mixed_mm_data,
             )
-            recomputed = _modules_to_recompute(plan, activation_checkpointing) if is_training else {}
+            recomputed = modules_to_recompute(plan, activation_checkpointing)
         name = type(root).__name__
         options = (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds)
         check_same_everywhere(name, (plan.signature(), options), plan.parameters())
@@ -259,42 +259,12 @@ def _shape(mesh: DeviceMesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
 
 
-def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> bool | int:
-    shard_size = mesh.size(mesh.ndim - 1)
-    if isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
-        raise ShardError(
-            f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
-            f"the shard size {shard_size}. Use the number of ranks of a node, or true."
-        )
-    # With groups of one rank, parameters stay gathered (False); groups of the shard size are the default (True).
-    return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
-
-
 @torch.no_grad()
 def _cast(plan: ShardPlan) -> None:
     """Cast each parameter to the dtype of its shard in place, so that tied parameters stay tied."""
     for unit in plan.units:
         for parameter in unit.parameters.values():
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
-
-
-def _modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:
-    """Return the modules whose activations are recomputed: those of the given classes, or all blocks."""
-    if not isinstance(selected, bool):
-        return modules_of_class(plan.model, selected)
-    if not selected:
-        return {}
-    blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
-    if not blocks:
-        raise ShardError(
-            f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
-            "Pass class names as activation_checkpointing."
-        )
-    # Nested blocks are recomputed with the block around them.
-    inner = {module for block in blocks for module in block.modules() if module is not block}
-    return {name: module for module, name in blocks.items() if module not in inner}
 
 
 def _modules_to_compile(plan: ShardPlan) -> list[nn.Module]:

@@ -691,7 +691,7 @@ def a_tag_that_is_another_directory(folder):
     "cannot save the tokenizer: it is a str, expected an object with save_pretrained",
     CheckpointError,
     "`save_model` got a path in place of the tokenizer.",
-    "Call `save_model(model, tokenizer, output_dir)`, with `None` for no tokenizer.",
+    "Call `save_model(model, tokenizer, output_dir)`; without a tokenizer, `save_model(model, output_dir=folder)`.",
 )
 def a_path_as_tokenizer(folder):
     strategy = strategy_for()
@@ -712,14 +712,27 @@ def a_tokenizer_as_model(folder):
 
 
 @mistake(
-    "cannot save the model: save_model got a path as tokenizer, expected the folder to write. Pass output_dir",
+    "is given as tokenizer and output_dir is missing",
     ArgumentError,
     "The folder was passed in the place of the tokenizer.",
-    "Call `save_model(model, output_dir=folder)`, or pass a tokenizer.",
+    "Call `save_model(model, output_dir=folder)`, or `save_model(model, tokenizer, folder)`.",
 )
 def a_folder_in_the_place_of_the_tokenizer(folder):
-    strategy, model, *_ = saved(folder)
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
     strategy.save_model(model, str(folder / "out"))
+
+
+@mistake(
+    "failed on rank 1: cannot save the model: output_dir is missing",
+    ArgumentError,
+    "Only rank 0 knows the folder, for example because only its configuration names one.",
+    "Pass the same arguments on every rank.",
+)
+def a_folder_that_only_rank_0_knows(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_model(model, output_dir=folder / "out" if strategy.is_rank_0() else None)
 
 
 @mistake(
