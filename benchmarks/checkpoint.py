@@ -56,7 +56,7 @@ class SmallMatrices(nn.Module):
 def build(size: str, *, smoke: bool) -> nn.Module:
     if size == "small":
         small = SmallMatrices(4, 5, 8) if smoke else SmallMatrices(100, 50, 64)
-        return shard_model(small, bf16=False, class_names=["Sequential"])
+        return shard_model(small, bf16=False, block_class_names=["Sequential"])
     config = harness.llama_config(size, smoke=smoke)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(config.dtype)

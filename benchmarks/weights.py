@@ -143,7 +143,7 @@ def bare_write(model: torch.nn.Module, folder: Path) -> None:
 
 
 def our_export(model: torch.nn.Module, folder: Path) -> None:
-    save_model(model, None, folder, max_shard_size="100GB")
+    save_model(model, output_dir=folder, max_shard_size="100GB")
 
 
 def gather_and_save(model: torch.nn.Module, folder: Path) -> None:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.model.offload import offload as offload
     from fsdp2_strategy.model.offload import reload as reload
     from fsdp2_strategy.model.wrappers import unwrap_model as unwrap_model
+    from fsdp2_strategy.optim.accumulation import accumulation_of as accumulation_of
     from fsdp2_strategy.optim.ema import EMA as EMA
     from fsdp2_strategy.optim.groups import build_optimizer as build_optimizer
     from fsdp2_strategy.optim.groups import rebind_optimizer as rebind_optimizer
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
         get_constant_schedule_with_freeze_warmup as get_constant_schedule_with_freeze_warmup,
     )
     from fsdp2_strategy.optim.step import StepResult as StepResult
-    from fsdp2_strategy.optim.step import accumulation_of as accumulation_of
     from fsdp2_strategy.optim.step import backward as backward
     from fsdp2_strategy.optim.step import clip_grad_norm as clip_grad_norm
     from fsdp2_strategy.optim.step import optimizer_step as optimizer_step
@@ -99,11 +99,13 @@ if TYPE_CHECKING:
     from fsdp2_strategy.strategy import FSDPV2Strategy as FSDPV2Strategy
     from fsdp2_strategy.strategy import ModelOptimPair as ModelOptimPair
     from fsdp2_strategy.strategy import ModelOrModelOptimPair as ModelOrModelOptimPair
+    from fsdp2_strategy.tracking.metrics import Metrics as Metrics
+    from fsdp2_strategy.tracking.trackers import JSONLinesTracker as JSONLinesTracker
+    from fsdp2_strategy.tracking.trackers import TensorBoardTracker as TensorBoardTracker
+    from fsdp2_strategy.tracking.trackers import Tracker as Tracker
+    from fsdp2_strategy.tracking.trackers import WeightsBiasesTracker as WeightsBiasesTracker
     from fsdp2_strategy.training import TrainingStrategy as TrainingStrategy
-    from fsdp2_strategy.vla.metrics import JSONLinesTracker as JSONLinesTracker
-    from fsdp2_strategy.vla.metrics import Tracker as Tracker
     from fsdp2_strategy.vla.metrics import VLAMetrics as VLAMetrics
-    from fsdp2_strategy.vla.metrics import WeightsBiasesTracker as WeightsBiasesTracker
     from fsdp2_strategy.vla.parameter_groups import GROUPS as GROUPS
     from fsdp2_strategy.vla.parameter_groups import split_modality_collator as split_modality_collator
     from fsdp2_strategy.vla.parameter_groups import vla_parameter_groups as vla_parameter_groups

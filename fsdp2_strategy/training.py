@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TextIO, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,24 +41,19 @@ from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
+from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.materialize import has_uninitialised_tensors
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import free_host_buffers
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, begin_accumulation
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
-from fsdp2_strategy.optim.step import (
-    Accumulation,
-    LossScale,
-    StepResult,
-    backward,
-    begin_accumulation,
-    clip_grad_norm,
-    forbid_direct_steps,
-    optimizer_step,
-)
+from fsdp2_strategy.optim.step import StepResult, backward, clip_grad_norm, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.sharding.blocks import parameter_count
+from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
 
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -127,6 +122,8 @@ class TrainingStrategy:
         self.config = base.replace(**given)
         self.args = args
         self._is_closed = False
+        self._declared: int | None = None
+        """Micro-batches of each step in the block of `accumulate` that is running."""
         self._owns_process_group = ranks.start_process_group(self.config.timeout_minutes)
         self._trainers = ranks.TrainingRanks(process_group)
         self.world_size = self._trainers.count
@@ -242,35 +239,97 @@ class TrainingStrategy:
         if not _should_shard(model):
             return model
         config = self.config
-        shard_size = config.shard_size if shard_size is _UNSET else shard_size
-        reshard = config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward
-        if shard_size == "auto":
-            count = sum(p.numel() for p in model.parameters())
-            shard_size = auto_shard_size(count, is_training=is_training, world_size=self.world_size)
+        settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
         shard_model(
             model,
-            build_mesh(shard_size),
-            is_training=is_training,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            keep_fp32=config.keep_fp32,
-            masters_in_optimizer=config.use_mp_opt,
-            reduce_in_full_precision=config.reduce_in_full_precision,
-            class_names=config.block_class_names,
-            min_unit_params=config.min_unit_params,
-            ignored_modules=config.ignored_modules,
-            reshard_after_forward=reshard,
-            cpu_offload=config.cpu_offload,
+            build_mesh(settings.pop("shard_size")),
+            **settings,
             prefetch_depth=config.prefetch_depth,
-            activation_checkpointing=config.activation_checkpointing,
             compile_blocks=config.compile_blocks,
             forward_methods=config.forward_methods,
-            mixed_mm_data=config.mixed_mm_data,
             debug_divergence_seconds=config.debug_divergence_seconds,
         )
         if has_uninitialised_tensors(model):
             load_pretrained(model)
         return model
+
+    def explain(
+        self,
+        model: nn.Module,
+        is_training: bool = False,
+        shard_size: ShardSize = _UNSET,
+        reshard_after_forward: bool | int = _UNSET,
+        *,
+        run: Callable[[nn.Module], object] | None = None,
+        file: TextIO | None = None,
+    ) -> str:
+        """Print how `prepare_model` would shard a model with the same arguments; not collective.
+
+        Call this method before `prepare_model`. ``compile_blocks``, ``forward_methods``, ``prefetch_depth`` and
+        ``debug_divergence_seconds`` of the configuration do not change what the text contains.
+
+        Args:
+            model: any module, or a wrapper around one; it is only read, and may be on the meta device.
+            is_training, shard_size, reshard_after_forward: as for `prepare_model`, with the same defaults.
+            run, file: see the free function `explain`.
+
+        Returns:
+            The text, on every rank.
+
+        Raises:
+            ShardError, MeshError: see the free function `explain`.
+        """
+        self._check_open()
+        _check_is_model(model)
+        return self._explain(model, self.config, is_training, shard_size, reshard_after_forward, run=run, file=file)
+
+    def _explain(
+        self,
+        model: nn.Module,
+        config: StrategyConfig,
+        is_training: bool,
+        shard_size: ShardSize,
+        reshard_after_forward: bool | int,
+        **output: Any,
+    ) -> str:
+        """Call the free function `explain` with the settings of ``config``."""
+        settings = self._plan_settings(model, config, is_training, shard_size, reshard_after_forward)
+        return explain(model, world_size=self.world_size, **settings, **output)
+
+    def _plan_settings(
+        self,
+        model: nn.Module,
+        config: StrategyConfig,
+        is_training: bool,
+        shard_size: ShardSize,
+        reshard_after_forward: bool | int,
+    ) -> dict[str, Any]:
+        """Return the settings that decide how a model is sharded: arguments of `shard_model` and of `explain`.
+
+        In place of the mesh of `shard_model`, they contain the ``shard_size`` of the mesh, which is never "auto".
+        """
+        if shard_size is _UNSET:
+            shard_size = config.shard_size
+        if shard_size == "auto":
+            shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=self.world_size)
+        return {
+            "is_training": is_training,
+            "shard_size": shard_size,
+            "bf16": config.bf16,
+            "fp16": config.fp16,
+            "keep_fp32": config.keep_fp32,
+            "masters_in_optimizer": config.use_mp_opt,
+            "reduce_in_full_precision": config.reduce_in_full_precision,
+            "block_class_names": config.block_class_names,
+            "min_unit_params": config.min_unit_params,
+            "ignored_modules": config.ignored_modules,
+            "mixed_mm_data": config.mixed_mm_data,
+            "reshard_after_forward": (
+                config.reshard_after_forward if reshard_after_forward is _UNSET else reshard_after_forward
+            ),
+            "cpu_offload": config.cpu_offload,
+            "activation_checkpointing": config.activation_checkpointing,
+        }
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that is sharded as the root, for a model or its wrapper; see `model.wrappers`."""
@@ -333,23 +392,90 @@ class TrainingStrategy:
         optimizer: Optimizer | None = None,
         *,
         num_items_in_batch: float | torch.Tensor | None = None,
+        num_items: int | torch.Tensor | None = None,
+        num_tokens: int | torch.Tensor | None = None,
     ) -> None:
         """Run the backward pass of one micro-batch; collective.
 
         This method multiplies the loss by 1 / ``accumulated_gradient``, or by (number of ranks) /
         ``num_items_in_batch`` if given; and, with fp16, by the loss scale. The caller must not scale it.
 
-        ``loss``, ``model``, ``num_items_in_batch`` and errors are those of `optim.step.backward`. ``optimizer`` is
-        ignored; trainers pass it.
+        ``loss``, ``model``, ``num_items_in_batch``, ``num_tokens`` and errors are those of `optim.step.backward`.
+        ``optimizer`` is ignored; trainers pass it.
         """
-        self._state_of(model)
+        self._declare(self._state_of(model).accumulation)
         backward(
             loss,
             model,
             accumulation_steps=self.accumulated_gradient,
+            accumulation=self.config.accumulation,
+            loss_reduction=self.config.loss_reduction,
             grad_sync=self.config.effective_grad_sync,
             num_items_in_batch=num_items_in_batch,
+            num_items=num_items,
+            num_tokens=num_tokens,
         )
+
+    @contextmanager
+    def accumulate(self, micro_batches: int) -> Iterator[None]:
+        """Declare that each optimizer step in this block has so many micro-batches; not collective.
+
+        Each call of ``backward`` in the block is a micro-batch, unless the configuration has
+        ``accumulation="optimizer_step"``. The number may differ from step to step, and from `accumulated_gradient`; the
+        losses are divided by it. ``optimizer_step`` steps when all micro-batches are run, in the block or after it. If
+        the block raises, the gradients of an incomplete step are cleared.
+
+        Args:
+            micro_batches: number of micro-batches of a step, the same on every rank.
+
+        Raises:
+            StepError: the number is not a positive integer; a step is incomplete at the begin or the end of the block;
+                or the block is in another one.
+
+        Example::
+
+            with strategy.accumulate(len(batches)):
+                for batch in batches:
+                    strategy.backward(model(**batch).loss, model, optimizer)
+                strategy.optimizer_step(optimizer, model, scheduler)
+        """
+        if not isinstance(micro_batches, int) or micro_batches < 1 or self._declared is not None:
+            problem = "it is in a block of accumulate" if self._declared is not None else f"it is {micro_batches!r}"
+            raise StepError(
+                f"cannot accumulate: {problem}, expected the number of micro-batches of a step, at least 1, and one "
+                "block at a time."
+            )
+        self._declared = micro_batches
+        is_complete = False
+        try:
+            yield
+            is_complete = not any(own.is_incomplete for own in self._accumulations() if own.declared is not None)
+        finally:
+            self._declared = None
+            if not is_complete:
+                for root, state in self._states.items():
+                    if state.accumulation.declared is not None:
+                        clear_gradients(root)
+                        state.accumulation.reset()
+        if not is_complete:
+            raise StepError(
+                f"cannot accumulate: a model has not run all {micro_batches} micro-batches at the end of the block, "
+                "expected complete steps. Declare the number of micro-batches that the loop runs."
+            )
+
+    def _accumulations(self) -> Iterator[Accumulation]:
+        return (state.accumulation for state in self._states.values())
+
+    def _declare(self, accumulation: Accumulation) -> None:
+        """Tell a model how many micro-batches its next step has, if it runs in a block of `accumulate`."""
+        if self._declared is None or accumulation.declared is not None:
+            return
+        if accumulation.is_pending:
+            raise StepError(
+                "cannot accumulate: the block begins in the middle of a step, expected it to begin before the step's "
+                "first backward pass. Put all micro-batches of the step into the block."
+            )
+        accumulation.declared = self._declared
 
     @collective
     def optimizer_step(
@@ -374,6 +500,7 @@ class TrainingStrategy:
             model,
             scheduler,
             accumulation_steps=self.accumulated_gradient,
+            accumulation=self.config.accumulation,
             max_norm=self.config.max_norm,
             name=name,
             sync_buffers=self.config.sync_buffers,
@@ -391,7 +518,13 @@ class TrainingStrategy:
             max_norm: maximum global norm, to which larger gradients are scaled down; by default that of the
                 configuration; 0 disables clipping.
         """
-        scale = own.scale.value if (own := self._state_of(model).accumulation).scale else 1.0
+        own = self._state_of(model).accumulation
+        if own.sums.has_items:
+            raise StepError(
+                "cannot clip: the gradients are not divided by the number of items yet, expected a step without "
+                "num_items. Leave clipping to optimizer_step, which divides and clips."
+            )
+        scale = own.scale.value if own.scale else 1.0
         return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
 
     @collective
@@ -453,7 +586,8 @@ class TrainingStrategy:
                 that were last used with this model.
         """
         state = self._state_of(model)
-        if pending := state.accumulation.micro_batches % self.accumulated_gradient:
+        if state.accumulation.is_pending:
+            pending = max(state.accumulation.micro_batches, 1)
             message = "saving in the middle of a step: the gradients of %s are not saved"
             log(message, counted(pending, "micro-batch", "es"), level=logging.WARNING)
         if scheduler is None:
@@ -568,7 +702,8 @@ class TrainingStrategy:
         if loaded is None:
             return None, {}
         own = state.accumulation
-        own.micro_batches, own.steps, own.checked_optimizer = 0, loaded.step, None
+        own.reset()
+        own.steps, own.checked_optimizer = loaded.step, None
         state.loaded_steps = loaded.step
         if state.created_scheduler is not None:
             created = state.created_scheduler[0]
@@ -581,7 +716,9 @@ class TrainingStrategy:
         return str(loaded.path), loaded.client_state
 
     @collective
-    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
+    def save_model(
+        self, model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any
+    ) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` can load; collective; see `hf.export.save_model`."""
         save_model(model, tokenizer, output_dir, **kwargs)
 

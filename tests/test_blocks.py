@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import io
+import itertools
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers.models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy import MeshError, ShardError, explain, find_blocks
+from fsdp2_strategy import (
+    ArgumentError,
+    FSDPV2Strategy,
+    MeshError,
+    ShardError,
+    StepError,
+    StrategyConfig,
+    explain,
+    find_blocks,
+    shard_model,
+)
+from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision
+from fsdp2_strategy.sharding.shard import is_for_training
 
 
 def units(model, **options):
@@ -194,6 +211,136 @@ def test_explain_prints_units_bytes_ties_and_doubts_without_allocating(capsys):
     assert "the root is the only unit" in only_root
     model.model.layers[:16].requires_grad_(False)
     assert "model.layers.0 … 15 (16 equal)" in explain(model, file=io.StringIO())
+
+
+PLANS = {
+    "bf16": {},
+    "fp32": {"bf16": False},
+    "fp16": {"fp16": True},
+    "masters": {"use_mp_opt": True},
+    "by name": {"block_class_names": ("LlamaAttention", "LlamaMLP"), "keep_fp32": ("norm",)},
+    "ignored": {"ignored_modules": ("model.layers.0.mlp",), "shard_size": 1},
+    "by size": {"min_unit_params": 3000, "cpu_offload": True},
+    "gathered": {"reshard_after_forward": False, "shard_size": "auto"},
+    "recomputed": {"activation_checkpointing": True, "reduce_in_full_precision": False},
+}
+
+
+def bytes_in(text, what):
+    number, unit = re.search(rf"([\d.]+) (k?B) {what}", text).groups()
+    return float(number) * (1000 if unit == "kB" else 1)
+
+
+def most(size):
+    largest = torch.tensor(float(size))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return pytest.approx(largest.item(), rel=0.01)
+
+
+def local_bytes(tensors):
+    held = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in held)
+
+
+def gathered_bytes(model):
+    """Return the bytes of parameters that units hold in another form than as shards."""
+    gathered = {}
+    for group in parameter_groups(model):
+        for sharded in group.fsdp_params:
+            own = getattr(sharded._module_info.module, sharded._module_info.param_name)
+            if own is not sharded.sharded_param:
+                storage = (own.to_local() if isinstance(own, DTensor) else own).untyped_storage()
+                gathered[storage.data_ptr()] = storage.nbytes()
+    return sum(gathered.values())
+
+
+def names_of_wrappers(function):
+    """Return the names under which a function and the functions around it were defined."""
+    inner = [names_of_wrappers(function.__wrapped__)] if hasattr(function, "__wrapped__") else []
+    return {getattr(getattr(function, "__code__", None), "co_name", ""), *itertools.chain.from_iterable(inner)}
+
+
+def assert_explained(text, strategy, model, *, is_training):
+    """Compare a text of `explain` with the model that `prepare_model` has sharded: units, and bytes on the ranks."""
+    rows = text.split("parameters   gathered\n")[1].split("\n\n")[0].splitlines()
+    counts = [int(m[1]) if (m := re.search(r"\((\d+) equal\)", row)) else 1 for row in rows if " ignored " not in row]
+    assert sum(counts) == len([m for m in model.modules() if isinstance(m, FSDPModule)]), text
+    meshes = {p.device_mesh.size(p.device_mesh.ndim - 1) for p in model.parameters() if isinstance(p, DTensor)}
+    assert meshes == {int(re.search(r"each parameter split over (\d+)", text)[1])}
+    assert bytes_in(text, "parameters") == most(local_bytes(model.parameters()))
+    assert ("in host memory" in text) == strategy.config.cpu_offload
+    recomputed = [m for m in model.modules() if "recomputed" in names_of_wrappers(m.forward)]
+    names = re.search(r"recomputed ([\d,]+) module", text)
+    assert len(recomputed) == (int(names[1]) if names else 0)
+    loss = model(input_ids=torch.arange(6)[None]).logits.float().mean()
+    assert bytes_in(text, "on each rank stay gathered") == most(gathered_bytes(model))
+    if not is_training:
+        return
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    strategy.backward(loss, model, optimizer)
+    assert bytes_in(text, "gradients") == most(local_bytes(p.grad for p in model.parameters() if p.grad is not None))
+    assert strategy.optimizer_step(optimizer, model).stepped
+    held = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert bytes_in(text, "optimizer") == most(local_bytes(held))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_strategy_explains_what_prepare_model_then_does(name, is_training):
+    strategy = FSDPV2Strategy(config=StrategyConfig(**PLANS[name]))
+    model = build("llama")
+    text = strategy.explain(model, is_training, file=io.StringIO())
+    strategy.prepare_model(model, is_training)
+    with pytest.raises(ShardError, match="is already sharded, expected a model before prepare_model"):
+        strategy.explain(model, is_training)
+    assert_explained(text, strategy, model, is_training=is_training)
+    strategy.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("arguments", [(True, -1, 2), (True, 2, False), (False, 4, 2), (False,), ()])
+def test_explain_takes_the_arguments_of_prepare_model(arguments):
+    strategy = FSDPV2Strategy(config=StrategyConfig(shard_size=2, use_mp_opt=True))
+    model = build("llama")
+    text = strategy.explain(model, *arguments, file=io.StringIO())
+    strategy.prepare_model(model, *arguments)
+    assert_explained(text, strategy, model, is_training=is_for_training(model))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_explain_refuses_what_prepare_model_refuses():
+    strategy = FSDPV2Strategy(config=StrategyConfig(activation_checkpointing=["LlamaDecoderLayr"]))
+    for call in (strategy.explain, strategy.prepare_model):
+        with pytest.raises(ShardError, match="Did you mean 'LlamaDecoderLayer'"):
+            call(build("llama"), True)
+        with pytest.raises(ShardError, match="reshard_after_forward is 3, expected true, false or a divisor"):
+            call(build("llama"), reshard_after_forward=3)
+        with pytest.raises(MeshError, match="shard_size is 3"):
+            call(build("llama"), shard_size=3)
+        with pytest.raises(ShardError, match=r"it is 'llama', expected an nn\.Module"):
+            call("llama")
+    strategy.close()
+    with pytest.raises(StepError, match="it is closed"):
+        strategy.explain(build("llama"))
+
+
+def test_the_earlier_name_of_block_class_names_is_accepted():
+    for function in (explain, find_blocks, shard_model):
+        with pytest.raises(ArgumentError, match="'class_names' and 'block_class_names' are the same argument"):
+            function(build("llama"), class_names=["LlamaMLP"], block_class_names=["LlamaMLP"])
+    with pytest.warns(DeprecationWarning, match="explain: 'class_names' is now 'block_class_names'"):
+        text = explain(build("llama"), class_names=["LlamaMLP"], file=io.StringIO())
+    assert text == explain(build("llama"), block_class_names=["LlamaMLP"], file=io.StringIO())
+    with pytest.warns(DeprecationWarning, match="plan_units: .* the next release removes the old name") as warned:
+        plan = plan_units(build("llama"), Precision(bf16=True, is_training=True), class_names=["LlamaMLP"])
+    assert warned[0].filename == __file__ and "from the class names LlamaMLP" in plan.source
+
+
+def test_both_names_of_block_class_names_are_an_error_also_if_one_is_positional():
+    with pytest.raises(ArgumentError, match="'class_names' and 'block_class_names' are the same argument"):
+        find_blocks(build("llama"), ["LlamaMLP"], class_names=["LlamaMLP"])
 
 
 def test_explain_refuses_a_shard_size_that_does_not_divide():

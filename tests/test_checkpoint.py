@@ -285,7 +285,8 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path):
     other.last = nn.Linear(5, 2)
     strategy.prepare_model(other, is_training=True)
     before = full_parameters(other)
-    with pytest.raises(CheckpointError, match=r"last\.weight: its shape is \[1, 5\] in the files, expected \[2, 5\]"):
+    shapes = r"2 tensors .* have another shape: last\.weight is \[1, 5\] there, expected \[2, 5\]; .*\. Build the model"
+    with pytest.raises(CheckpointError, match=shapes):
         strategy.load_ckpt(other, tmp_path, load_module_only=True)
     assert_same(full_parameters(other), before)
 
@@ -573,9 +574,7 @@ def test_an_optimizer_that_is_not_the_saved_one_is_refused(tmp_path):
     strategy.create_optimizer(model, lr=0.1)
     strategy.save_ckpt(model, tmp_path)
     other, *_ = prepared(strategy)
-    with pytest.raises(
-        CheckpointError, match=r"lacks 20 parameters that this optimizer steps, for example model\.embed"
-    ):
+    with pytest.raises(CheckpointError, match=r"lacks 20 parameters \(model\.embed.*\) that this optimizer steps"):
         strategy.load_ckpt(other, tmp_path, load_lr_scheduler_states=False)
     strategy.create_optimizer(other, lr=0.1, optimizer_cls=torch.optim.SGD)
     with pytest.raises(CheckpointError, match="the state of AdamW, expected that of SGD"):

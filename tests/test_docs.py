@@ -31,6 +31,7 @@ def snippets(page):
     [
         "quickstart.md",
         "weights.md",
+        "metrics.md",
         "data.md",
         "vla.md",
         "lerobot.md",

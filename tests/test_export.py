@@ -27,8 +27,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Interleave, PermuteForRope, Transpose, WeightConverter
 
 from fsdp2_strategy import (
+    ArgumentError,
     CheckpointError,
     FSDPV2Strategy,
+    StrategyConfig,
     build_mesh,
     init_on_meta,
     load_weights,
@@ -46,7 +48,7 @@ def exported_equals_saved(name, folder):
     load_weights(model)
     world_size = dist.get_world_size()
     out = folder / f"exported{world_size}"
-    save_model(model, None, out, max_shard_size="40KB")
+    save_model(model, output_dir=out, max_shard_size="40KB")
     assert_same_tensors(out, folder / "saved")
     if dist.get_rank() == 0:
         opened, plain = cls.from_pretrained(out), cls.from_pretrained(folder / "saved")
@@ -403,6 +405,33 @@ def test_a_folder_that_each_host_has_for_itself_is_an_error_on_all_ranks(tmp_pat
         patched.chdir(own)
         save_model(model, None, "out")
     assert not list((own / "out").glob("*.safetensors"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"merge_adapters": False}])
+def test_the_folder_is_required_and_the_tokenizer_is_not(options, tmp_path):
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
+    model = strategy.prepare_model(build("llama"))
+    for save in (strategy.save_model, save_model):
+        with pytest.raises(
+            ArgumentError, match=r"output_dir is missing, .* Call save_model\(model, output_dir='out'\)"
+        ):
+            save(model, **options)
+        with pytest.raises(
+            ArgumentError, match=r"the path '.*/out' is .* Call save_model\(model, output_dir='.*/out'\)"
+        ):
+            save(model, tmp_path / "out", **options)
+        with pytest.raises(ArgumentError, match=r"output_dir is a dict, expected a path"):
+            save(model, output_dir={}, **options)
+        with pytest.raises(CheckpointError, match="cannot save the tokenizer: it is a str"):
+            save(model, "out", object(), **options)
+        # Only one rank makes the mistake: the other one must not wait for it.
+        with pytest.raises(ArgumentError, match=r"failed on rank 1: .*output_dir is missing"):
+            save(model, None, tmp_path if dist.get_rank() == 0 else None, **options)
+    strategy.save_model(model, output_dir=tmp_path / "named")
+    strategy.save_model(model, None, tmp_path / "positional")
+    assert_same_tensors(tmp_path / "named", tmp_path / "positional")
+    strategy.close()
 
 
 @pytest.mark.ranks(2)

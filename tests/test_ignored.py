@@ -241,7 +241,7 @@ def test_what_was_frozen_and_ignored_has_no_master_to_train():
     model.model.layers[0].mlp.requires_grad_(False)
     strategy.prepare_model(model, is_training=True)
     model.requires_grad_(True)
-    with pytest.raises(ValueError, match="stored in half precision and the others in fp32"):
+    with pytest.raises(ValueError, match="stored in half precision, expected fp32 for all"):
         strategy.create_optimizer(model, lr=0.1)
 
 
@@ -256,7 +256,7 @@ def test_a_wrong_pattern_and_different_weights_are_refused_on_every_rank():
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += second
     with pytest.raises(
-        ShardError, match=r"parameters differ between the ranks, model\.layers\.0\.mlp\.up_proj\.weight first"
+        ShardError, match=r"\(model\.layers\.0\.mlp\.up_proj\.weight.*\) of \d+ differ between the ranks"
     ):
         shard_model(model, ignored_modules=MLPS)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2_strategy
-from fsdp2_strategy import checkpoint, config, data, errors, rollout, vla
+from fsdp2_strategy import checkpoint, config, data, errors, rollout, tracking, vla
 from fsdp2_strategy.import_paths import MOVED
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def test_every_error_is_importable_from_the_root_and_listed():
         assert getattr(fsdp2_strategy, each.__name__) is each and each.__name__ in fsdp2_strategy.__all__
 
 
-@pytest.mark.parametrize("package", [checkpoint, config, data, rollout, vla], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("package", [checkpoint, config, data, rollout, tracking, vla], ids=lambda p: p.__name__)
 def test_what_a_package_offers_the_root_offers(package):
     for name in package.__all__:
         assert getattr(fsdp2_strategy, name) is getattr(package, name) and name in fsdp2_strategy.__all__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -85,6 +86,54 @@ def test_a_program_that_never_closes_ends_cleanly_after_its_save(tmp_path):
     assert [checkpoint.tag for checkpoint in list_checkpoints(folder)] == ["global_step1"]
 
 
+FAILING = """
+import pathlib, sys
+import torch.distributed as dist
+from torch import nn
+from fsdp2_strategy import FSDPV2Strategy
+folder = pathlib.Path(sys.argv[2])
+class Tokenizer:
+    def save_pretrained(self, _):
+        raise ValueError("a bug in a tokenizer")
+with FSDPV2Strategy(bf16=False) as strategy:
+    model = strategy.prepare_model(nn.Linear(8, 8), is_training=True)
+    strategy.create_optimizer(model, lr=0.1)
+    strategy.save_ckpt(model, folder)
+    if sys.argv[1] == "tokenizer":
+        strategy.save_model(model, Tokenizer(), folder / "out")
+    if strategy.is_rank_0():
+        file = folder / "global_step0" / "model" / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    strategy.load_ckpt(model, folder)
+"""
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "corrupt"])
+def test_each_rank_prints_one_traceback_which_ends_where_its_error_was_raised(what, tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text(FAILING)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, str(script), what, str(tmp_path / "ckpts")]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": rank}, stderr=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    printed = [process.communicate(timeout=120)[1] for process in ranks]
+    for text in printed:
+        assert text.count("Traceback (most recent call last)") == 1, text
+        assert "exception was the direct cause" not in text
+    if what == "tokenizer":
+        assert 'raise ValueError("a bug in a tokenizer")' in printed[0]
+        assert all("failed on rank 0: ValueError: a bug in a tokenizer" in text for text in printed)
+    else:
+        assert all("have the checksum" in text for text in printed)
+
+
 @pytest.mark.full
 def test_a_strategy_ends_what_it_began_and_nothing_else():
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -134,6 +183,9 @@ def test_an_error_is_not_hidden_by_ranks_that_are_lost(monkeypatch):
             raise ValueError("bad luck")
         with pytest.raises(RuntimeError, match="Connection closed"), all_or_none("test", CheckpointError):
             pass
+        patch.setattr(agreement, "any_rank", lambda own: own)  # a time-out of something else is agreed on
+        with pytest.raises(CheckpointError, match="DataLoader timed out"), all_or_none("test", CheckpointError):
+            raise RuntimeError("DataLoader timed out after 5 seconds")
         patch.setattr(agreement, "any_rank", lambda _: pytest.fail("the ranks cannot agree any more"))
         with pytest.raises(RuntimeError, match="Timed out"), all_or_none("test", CheckpointError):
             raise RuntimeError("[gloo/unbound_buffer.cc:129] Timed out waiting 5000ms for recv operation to complete")
@@ -145,7 +197,7 @@ def test_an_error_on_one_rank_is_raised_on_all_in_milliseconds():
         with all_or_none("test", CheckpointError):
             if dist.get_rank() == 2:
                 raise ValueError("bad luck")
-    with pytest.raises(CheckpointError, match=r"^cannot test: failed on rank 0 \(and on ranks 1\): ValueError: 0$"):
+    with pytest.raises(CheckpointError, match=r"^cannot test: failed on rank 0 \(and on rank 1\): ValueError: 0$"):
         with all_or_none("test", CheckpointError):
             if dist.get_rank() < 2:
                 raise ValueError(dist.get_rank())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from fsdp2_strategy import StrategyConfig
+from fsdp2_strategy.distributed import progress
 
 SCRIPT = """
 import logging
@@ -46,3 +48,26 @@ def test_the_level_is_what_the_program_says(before, arguments, shows):
 def test_changes_are_the_settings_that_differ_from_their_defaults():
     assert StrategyConfig().changes() == ""
     assert StrategyConfig(max_norm=1.0, bf16=False).changes() == "max_norm = 1.0, bf16 = False"
+
+
+def test_off_a_terminal_progress_is_a_line_in_the_log_now_and_then(monkeypatch, caplog):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with caplog.at_level(logging.INFO, logger="fsdp2_strategy"), progress.Progress("loading x", 8_000_000_000) as shown:
+        for _ in range(8):
+            now[0] += 8.0
+            shown.update(1_000_000_000)
+    assert caplog.messages == ["loading x: 4.0 GB (50%), 0.12 GB/s", "loading x: 8.0 GB (100%), 0.12 GB/s"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="fsdp2_strategy"):
+        counted = progress.Progress("training", None, unit="step", done=10)
+        hidden = progress.Progress("hidden", 10, is_shown=False)
+        monkeypatch.setattr(progress, "_is_terminal", lambda: True)
+        on_terminal = progress.Progress("bar", 10)
+        now[0] += 50.0
+        counted.describe("epoch 2")
+        for each in (counted, hidden, on_terminal):
+            each.update(5)
+            each.close()
+    assert caplog.messages == ["epoch 2: 15 steps, 0.10 steps/s"]
+    assert progress.SECONDS_BETWEEN_LINES == 30

@@ -65,7 +65,7 @@ def test_groups_of_the_user_keep_their_name_and_settings():
     [
         ([{"params": ["missing"]}], "contains no trainable parameter"),
         ([{"params": ["ln"]}, {"params": ["ln.weight"], "name": "b"}], r"ln\.weight is in the groups 0 and 'b'"),
-        ([{"params": [nn.Parameter(torch.zeros(1))]}], "1 parameters of another model"),
+        ([{"params": [nn.Parameter(torch.zeros(1))]}], "1 parameter of another model"),
     ],
 )
 def test_groups_that_make_no_sense_are_refused(groups, message):

@@ -308,14 +308,14 @@ class Scoring(TransformersEngine):
         return super().generate(what, *args, **kwargs)
 
 
-def engine_from_configuration(name):
+def engine_from_configuration(name, **options):
     """Make an engine as a process does that has no trainer's model."""
-    return Scoring(AutoModelForCausalLM.from_config(build(name).config))
+    return Scoring(AutoModelForCausalLM.from_config(build(name).config), **options)
 
 
-def serve_for_ever(address, name):
+def serve_for_ever(address, name, options):
     torch.set_num_threads(1)
-    engine = engine_from_configuration(name)
+    engine = engine_from_configuration(name, **options)
     while True:
         serve(engine, address, timeout_seconds=20)
 
@@ -325,8 +325,8 @@ def server():
     """Start processes that serve; end them."""
     started = []
 
-    def start(address, name="llama_tied"):
-        started.append(processes.Process(target=serve_for_ever, args=(address, name), daemon=True))
+    def start(address, name="llama_tied", **options):
+        started.append(processes.Process(target=serve_for_ever, args=(address, name, options), daemon=True))
         started[-1].start()
 
     yield start
@@ -410,6 +410,67 @@ def test_a_process_that_shares_no_group_serves_trainers_one_after_the_other(serv
     server(address, name)
     for _ in range(2):
         run_on(2, train_beside, address=address, name=name)
+
+
+def serve_actors_of_each_dtype(address, name, fixed):
+    """Update a remote engine, from strategies that compute in different dtypes; compare its scores with the actor's."""
+    ids = batch_of(name, 9, 0)["input_ids"]
+    for config in ({"bf16": False}, {"fp16": True}, {"bf16": True}, {"bf16": False}):
+        strategy = FSDPV2Strategy(args={"remote_engine_address": address} | config)
+        actor = strategy.prepare_model(build(name), is_training=True)
+        engine = strategy.setup_inference_engine(None, "remote", actor)
+        if fixed and not config.get("bf16"):
+            sent = "float16" if config.get("fp16") else "float32"
+            with pytest.raises(
+                RolloutError, match=rf"of \d+ in bfloat16, expected {sent}, .* Build the engine in {sent} "
+            ):
+                strategy.update_engine_weights(actor, verify=True)
+        else:
+            strategy.update_engine_weights(actor, verify=True)
+            with torch.no_grad():
+                scores = actor.eval()(input_ids=ids).logits.float().log_softmax(-1)
+            assert engine is None or torch.equal(engine.generate("scores", ids), scores)
+        strategy.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}])
+def test_a_remote_engine_computes_with_the_actors_numbers_or_the_error_names_both_dtypes(options, server, run_on):
+    address, name = free_address(), "llama_tied"
+    server(address, name, **options)
+    run_on(2, serve_actors_of_each_dtype, address=address, name=name, fixed=bool(options))
+
+
+class Silent:
+    """An engine that reports checksums, but not its dtypes."""
+
+    def __init__(self):
+        self.held = {}
+
+    def update_weights(self, weights):
+        self.held = {name: tensor.to(torch.float16) for name, tensor in weights}
+
+    def weight_checksums(self):
+        return weight_checksums(self.held.items())
+
+    def sleep(self): ...
+
+    def wake_up(self): ...
+
+    def generate(self): ...
+
+
+def test_a_remote_engine_that_does_not_report_its_dtypes_is_verified():
+    address = free_address()
+    thread = threading.Thread(target=serve, args=(Silent(), address))
+    thread.start()
+    strategy = FSDPV2Strategy(args={"remote_engine_address": address})
+    actor = strategy.prepare_model(build("llama"), is_training=True)
+    engine = strategy.setup_inference_engine(None, "remote", actor)
+    assert engine.weight_dtypes() is None
+    with pytest.raises(RolloutError, match=r"21 names .* differ from those that were sent \(bfloat16\)"):
+        strategy.update_engine_weights(actor, verify=True)
+    strategy.close()
+    thread.join()
 
 
 def train_beside_one_that_dies(address, name):

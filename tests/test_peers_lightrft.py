@@ -32,7 +32,6 @@ pytestmark = pytest.mark.xdist_group("lightrft")  # the runs are shared
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_lightrft.md"
 FIELDS = {field.name for field in dataclasses.fields(StrategyConfig)}
-needs_accumulation = pytest.mark.skipif("accumulation" not in FIELDS, reason="accumulation= is not there yet")
 
 PPO = {"advantage_estimator": "gae", "text_only": False, "use_kl_loss": False, "kl_estimator": "k1"}
 PPO |= {"save_value_network": True}
@@ -140,7 +139,6 @@ def ppo_of_lightrft(folders):
 
 
 @pytest.mark.full
-@needs_accumulation
 def test_ppo_with_a_critic_has_each_loss_of_lightrft_bitwise(folders, ppo_of_lightrft):
     folder = folders("vision")
     args = run.arguments(folder, **PPO, critic_pretrain=folder / "model", max_norm=1e9)
@@ -172,7 +170,6 @@ def test_grpo_with_the_settings_of_the_script_has_the_steps_and_first_losses_of_
 
 
 @pytest.mark.full
-@needs_accumulation
 def test_two_backward_passes_in_a_micro_batch_are_counted_as_lightrft_counts_them(folders):
     """The PTX loss: see helpers/lightrft/patches.py for why the script needs another data set, and rounded tables."""
     records = {}

@@ -37,7 +37,8 @@ def launch(run_dir, config, *options, prefix=(), nproc=2):
 def logged(run_dir):
     log = run_dir / "losses.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{name: entry[name] for name in ("step", "loss", "grad_norm", "lr", "tokens", "epoch")} for entry in entries]
 
 
 def wait_for_lines(run_dir, count, *runs):

@@ -338,6 +338,66 @@ def test_the_engine_computes_in_the_dtype_of_the_strategy():
         assert {p.dtype for p in engine.model.parameters()} == {dtype} and engine.model.config.dtype == dtype
 
 
+def test_an_engine_takes_the_dtype_that_is_sent():
+    actor = build("llama")
+    engine = TransformersEngine(actor)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        engine.update_weights(stream_weights(actor, dtype=dtype))
+        assert engine.weight_checksums() == weight_checksums(stream_weights(actor, dtype=dtype))
+        assert engine.model.config.dtype == dtype
+    fixed = TransformersEngine(actor, dtype=torch.bfloat16)
+    fixed.update_weights(stream_weights(actor, dtype=torch.float32))
+    assert {p.dtype for p in fixed.model.parameters()} == {torch.bfloat16}
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
+    strategy.setup_inference_engine(None, fixed, strategy.prepare_model(actor, is_training=True))
+    with pytest.raises(
+        RolloutError, match=r"it holds 21 weights .* of 21 in bfloat16, expected float32, in which they"
+    ):
+        strategy.update_engine_weights(actor, verify=True)
+    strategy.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe"])
+def test_an_engine_keeps_every_bit_of_a_stream_of_several_dtypes(name):
+    for narrow in ("weight", "embed_tokens", "lm_head", "mlp", "layers.0"):
+        actor = build(name)
+        for own_name, parameter in actor.named_parameters():
+            parameter.data = parameter.data.to(torch.bfloat16 if narrow in own_name else torch.float32)
+        engine = TransformersEngine(actor)
+        for dtype in (None, torch.float16, None):
+            engine.update_weights(stream_weights(actor, dtype=dtype))
+            assert engine.weight_checksums() == weight_checksums(stream_weights(actor, dtype=dtype)), narrow
+        dtypes = {own_name: parameter.dtype for own_name, parameter in engine.model.named_parameters()}
+        assert dtypes == {own_name: parameter.dtype for own_name, parameter in actor.named_parameters()}
+        assert engine.model.get_input_embeddings().weight.dtype == actor.get_input_embeddings().weight.dtype
+
+
+@pytest.mark.ranks(2)
+def test_frozen_weights_in_half_precision_are_sent_in_the_dtype_that_the_actor_computes_in():
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False))
+    actor = build("llama")
+    actor.lm_head.to(torch.bfloat16).requires_grad_(False)
+    strategy.prepare_model(actor, is_training=True)
+    assert actor.lm_head.weight.dtype == torch.bfloat16
+    ids = batch_of("llama", 9, 0)["input_ids"]
+    for engine_type in ("transformers", TransformersEngine(build("llama"))):
+        engine = strategy.setup_inference_engine(None, engine_type, actor)
+        strategy.update_engine_weights(actor, verify=True)
+        assert set(engine.weight_dtypes().values()) == {"float32"}
+        with torch.no_grad():
+            assert torch.equal(engine.model(input_ids=ids).logits, actor.eval()(input_ids=ids).logits)
+    strategy.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "t5"])
+def test_parameters_that_stay_in_fp32_and_merged_experts_keep_every_bit(name):
+    actor = build(name)
+    for first in (torch.float16, torch.bfloat16, torch.float32):
+        engine = TransformersEngine(actor)
+        engine.update_weights(stream_weights(actor, dtype=first))
+        assert engine.weight_checksums() == weight_checksums(stream_weights(actor, dtype=first))
+
+
 class Recorder:
     """An engine that keeps what it gets, and may fail."""
 

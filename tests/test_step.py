@@ -17,10 +17,12 @@ from fsdp2_strategy import (
     StepError,
     StepResult,
     StrategyConfig,
+    accumulation_of,
     build_mesh,
     clip_grad_norm,
     shard_model,
 )
+from fsdp2_strategy.distributed.agreement import defer_error
 
 
 def strategy_for(**config):
@@ -36,7 +38,8 @@ def test_a_norm_of_zero_clips_nothing_and_is_still_reported():
     grads, before = full_grads(model), full_parameters(model)
     result = strategy.optimizer_step(optimizer, model, None)
     norm = math.sqrt(sum(g.double().square().sum().item() for g in grads.values()))
-    assert result == StepResult(step=1, stepped=True, skipped=False, grad_norm=pytest.approx(norm, rel=1e-6))
+    norm, lr, loss = pytest.approx(norm, rel=1e-6), 0.1, result.loss
+    assert result == StepResult(step=1, stepped=True, skipped=False, grad_norm=norm, lr=lr, loss=loss, tokens=None)
     after = full_parameters(model)
     assert_close(after, {n: before[n] - 0.1 * grads[n] for n in before}, 1e-6, "parameter")
 
@@ -122,8 +125,9 @@ def test_num_items_weighs_unequal_micro_batches_by_their_items():
         total = items if a else torch.tensor(items)  # a tensor will do as well
         strategy.backward(summed(model, batches[a][rank]), model, num_items_in_batch=total)
     assert_close(full_grads(model), reference.grads, 1e-6, "gradient")
-    with pytest.raises(StepError, match="num_items_in_batch is 0"):
-        strategy.backward(summed(model, batches[0][rank]), model, num_items_in_batch=0)
+    for wrong in (0, math.inf, math.nan):
+        with pytest.raises(StepError, match=f"num_items_in_batch is {wrong}, expected"):
+            strategy.backward(summed(model, batches[0][rank]), model, num_items_in_batch=wrong)
 
 
 @pytest.mark.ranks(2)
@@ -179,7 +183,7 @@ def test_an_optimizer_that_does_not_step_this_model_is_refused():
     other = strategy.prepare_model(build("mlp"), is_training=True)
     for optimizer in (early, strategy.create_optimizer(other, lr=0.1)):
         strategy.backward(loss_of("mlp", model, batch_of("mlp", 0, 0)), model, optimizer)
-        with pytest.raises(StepError, match=r"the optimizer has 8 parameters that are not in Mlp"):
+        with pytest.raises(StepError, match=r"the optimizer has 8 parameters not in Mlp"):
             strategy.optimizer_step(optimizer, model, None)
     with pytest.raises(StepError, match=r"cannot step 'critic': no backward pass"):
         strategy.optimizer_step(strategy._state_of(other).optimizer, other, None, "critic")
@@ -204,7 +208,7 @@ def test_accumulation_communicates_what_its_mode_says(mode, expected):
     del model.layers[2]
     model.embed.weight.requires_grad_(False)
     strategy.prepare_model(model, is_training=True, shard_size=2)
-    with CountCollectives() as collectives:
+    with CountCollectives() as collectives, strategy.accumulate(3):
         for i in range(3):
             strategy.backward(loss_of("plain_transformer", model, batch_of("plain_transformer", i, 0)), model)
     assert (collectives.counts["reduce_scatter_base"], collectives.counts["allreduce"]) == expected
@@ -221,3 +225,190 @@ def test_a_model_that_is_gone_is_forgotten():
     del model
     gc.collect()
     assert len(strategy._states) == 0
+
+
+# --- loss, learning rate and tokens of a step ----------------------------------------------------------------------
+
+
+def losses_of(model, sums):
+    """Return losses of these values, which the parameters do not change; a value that is not finite has no gradient."""
+    return [number * (1.0 + 0.0 * loss_of("mlp", model, batch_of("mlp", 0, 0))) for number in sums]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_reports_the_loss_and_tokens_of_the_whole_batch(ranks, run_on):
+    run_on(ranks, steps_report_the_loss_and_tokens_of_the_whole_batch)
+
+
+def steps_report_the_loss_and_tokens_of_the_whole_batch():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    lengths = [[4, 9, 6], [12, 5, 7]]  # tokens of micro-batch a on rank r
+    batches = [
+        [tokens(torch.Generator().manual_seed(10 * a + r), 1, lengths[a][r]) for r in range(world)] for a in range(2)
+    ]
+    targets = [[ids.numel() - 1 for ids in row] for row in batches]
+    items = sum(map(sum, targets))
+    model = build("llama").double()
+
+    def summed(ids):
+        return F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+    with torch.no_grad():
+        sums = [[summed(ids).item() for ids in row] for row in batches]
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    strategy.prepare_model(model, is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=1e-9)
+    scheduler = strategy.create_scheduler(optimizer, "linear", num_training_steps=10)
+
+    def step(kind):
+        for a in range(2):
+            loss, count = summed(batches[a][rank]), targets[a][rank]
+            if kind == "items":
+                strategy.backward(loss, model, num_items_in_batch=items)
+            elif kind == "both":  # tokens of the prompt as well
+                strategy.backward(loss, model, num_items_in_batch=items, num_tokens=torch.tensor(count + 1))
+            else:
+                strategy.backward(loss / count, model, num_tokens=None if kind == "mean" else count)
+            result = strategy.optimizer_step(optimizer, model, scheduler)
+            if a == 0:
+                assert (result.lr, result.loss, result.tokens) == (None, None, None)
+        return result
+
+    weighted = sum(map(sum, sums)) / items
+    means = [s / n for row, counts in zip(sums, targets, strict=True) for s, n in zip(row, counts, strict=True)]
+    expected = {
+        "items": (weighted, items),
+        "both": (weighted, items + 2 * world),
+        "tokens": (sum(means) / len(means), items),
+        "mean": (sum(means) / len(means), None),
+    }
+    for number, (kind, (loss, count)) in enumerate(expected.items()):
+        result = step(kind)
+        assert result.loss == pytest.approx(loss, rel=1e-7) and result.tokens == count, kind
+        assert result.lr == pytest.approx(1e-9 * (10 - number) / 10)
+        assert same_on_all_ranks(result)
+
+
+@pytest.mark.ranks(2)
+def test_loss_and_tokens_travel_with_the_gradient_norm():
+    strategy = strategy_for(max_norm=0.1, gradient_accumulation_steps=2)
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    counts = []
+    for num_tokens in (None, 5, torch.tensor(5)):
+        with CountCollectives() as collectives, strategy.accumulate(2):
+            for i in range(2):
+                strategy.backward(loss_of("llama", model, batch_of("llama", i, 0)), model, num_tokens=num_tokens)
+        counts.append(collectives.counts["allreduce"])
+        with CountCollectives() as collectives:
+            result = strategy.optimizer_step(optimizer, model, None)
+        assert collectives.counts == {"allreduce": 1}
+        assert result.tokens == (None if num_tokens is None else 20)
+    assert counts == [0, 0, 0]
+
+
+@pytest.mark.ranks(2)
+def test_a_skipped_step_reports_its_loss_and_the_next_one_only_its_own():
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.25)
+
+    def step(*numbers):
+        for loss in losses_of(model, numbers):
+            strategy.backward(loss * (1.0 + dist.get_rank()), model, num_tokens=3)
+            result = strategy.optimizer_step(optimizer, model, None)
+        return result
+
+    assert step(1.0, 2.0).loss == 2.25
+    result = step(math.inf, 2.0)
+    assert (result.skipped, result.loss, result.lr, result.tokens) == (True, math.inf, 0.25, 12)
+    result = step(2.0, math.nan)
+    assert result.skipped and math.isnan(result.loss)
+    assert (step(3.0, 5.0).loss, step(1.0, 1.0).tokens) == (6.0, 12)
+
+
+@pytest.mark.ranks(2)
+def test_the_reported_loss_is_without_the_loss_scale():
+    strategy = strategy_for(fp16=True)
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    strategy.backward(losses_of(model, [1.5 + dist.get_rank()])[0].float(), model)
+    assert strategy._state_of(model).accumulation.scale.value == 2**16
+    assert strategy.optimizer_step(optimizer, model).loss == 2.0
+
+
+@pytest.mark.ranks(2)
+def test_an_accumulation_that_is_interrupted_leaves_nothing_in_the_next_step(tmp_path):
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.25)
+
+    def micro_step(number):
+        strategy.backward(losses_of(model, [number])[0], model, num_tokens=3)
+        return strategy.optimizer_step(optimizer, model)
+
+    def step():
+        micro_step(1.0)
+        return micro_step(2.0)
+
+    step()
+    path = [str(tmp_path)]
+    dist.broadcast_object_list(path)
+    strategy.save_ckpt(model, path[0])
+    micro_step(8.0)
+    strategy.load_ckpt(model, path[0])
+    assert (step().loss, step().tokens) == (1.5, 12)
+    micro_step(8.0)
+    accumulation_of(model).micro_batches = 0
+    assert (step().loss, step().tokens) == (1.5, 12)
+    micro_step(8.0)
+    with pytest.raises(RuntimeError, match="fails"):
+        loss = losses_of(model, [16.0])[0]
+        loss.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("fails")))
+        strategy.backward(loss, model, num_tokens=3)
+    assert micro_step(2.0).loss == 5.0  # the failed backward pass does not count
+
+
+@pytest.mark.ranks(2)
+def test_tokens_that_only_some_ranks_count_are_unknown():
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.25)
+
+    def step(*arguments):
+        for loss, given in zip(losses_of(model, [1.0, 1.0]), arguments, strict=True):
+            strategy.backward(loss, model, **given)
+            result = strategy.optimizer_step(optimizer, model)
+        return result
+
+    is_first = dist.get_rank() == 0
+    assert step({"num_tokens": 3}, {"num_tokens": 4} if is_first else {}).tokens == 10
+    assert step({"num_tokens": 3} if is_first else {}, {}).tokens is None
+    result = step({"num_items_in_batch": 4}, {})
+    assert (result.loss, result.tokens) == (1.0, 4)  # 1 x 2 ranks / 4, and 1 / 2 micro-batches
+    count = torch.tensor(3)
+    for loss in losses_of(model, [1.0, 1.0]):
+        strategy.backward(loss, model, num_tokens=count)
+        count.fill_(4)  # a counter that the caller uses again
+        result = strategy.optimizer_step(optimizer, model)
+    assert result.tokens == 14
+    [loss] = losses_of(model, [1.0])
+    for wrong, shown in ((-1, "-1"), (2.0, "2.0"), (torch.ones(2), r"a tensor of the shape \[2\]")):
+        with pytest.raises(StepError, match=f"num_tokens is {shown}, expected"):
+            strategy.backward(loss, model, num_tokens=wrong)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_that_one_rank_defers_is_raised_on_all_in_the_next_step():
+    strategy = strategy_for()
+    model = strategy.prepare_model(build("mlp"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.25)
+    before = full_parameters(model)
+    strategy.backward(loss_of("mlp", model, batch_of("mlp", 0, 0)), model)
+    if dist.get_rank() == 1:
+        defer_error(StepError("cannot count: 3 is 4"))
+    with pytest.raises(StepError, match="cannot take an optimizer step: failed on rank 1: cannot count: 3 is 4"):
+        strategy.optimizer_step(optimizer, model)
+    after = full_parameters(model)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert strategy.optimizer_step(optimizer, model).step == 1  # the gradients are still there

@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from helpers.reference import CountCollectives, full_parameters
 from helpers.training import assert_same, full_state
 from helpers.worlds import some
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 from tqdm import tqdm
 from train_vla import open_demonstrations, write_demonstrations
@@ -28,6 +30,7 @@ from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardEr
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.optim.step import take_step
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
@@ -269,9 +272,11 @@ def test_the_bar_counts_optimizer_steps_from_where_the_run_goes_on(tmp_path):
             bars.append((self, options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp2_strategy.vla.strategy.tqdm", Bar)
+        patch.setattr("fsdp2_strategy.distributed.progress.tqdm", Bar)
+        patch.setattr("fsdp2_strategy.distributed.progress._is_terminal", lambda: True)
         for stop_after in (3, None):
             run(tmp_path, "resumable", stop_after=stop_after, per_device_batch_size=2)
+    bars = [(bar, options) for bar, options in bars if options["unit"] == "step"]
     assert [(options["total"], options["initial"]) for _, options in bars] == [(7, 0), (7, 2)]
     assert all(options["disable"] == (dist.get_rank() > 0) for _, options in bars)
     assert dist.get_rank() or [bar.n for bar, _ in bars] == [3, 7]
@@ -305,6 +310,25 @@ def test_a_run_ends_at_max_steps_with_a_checkpoint_and_has_nothing_left_then(tmp
     recorder = Recorder()
     assert again.run_training(ResumableLoader(Samples(), 8), metrics_for(tmp_path, recorder, 1))
     assert not recorder.records
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "full-shard", "shard_size": 1}])
+def test_a_strategy_explains_what_its_setup_then_does(options, tmp_path):
+    strategy = strategy_of(Policy(), **options)
+    text = strategy.explain(auto_wrap_policy_modules={Block}, checkpointing_policy_modules=[Block], file=io.StringIO())
+    config = strategy.config
+    strategy.run_setup(tmp_path, SAMPLES, {Block}, [Block])
+    assert config.block_class_names == () and strategy.config.block_class_names == ("Block",)
+    blocks = [m for m in strategy.vla.modules() if isinstance(m, Block)]
+    units = [m for m in strategy.vla.modules() if isinstance(m, FSDPModule)]
+    assert all(isinstance(block, FSDPModule) for block in blocks)
+    assert "blocks     from the class names Block" in text and f"recomputed {len(blocks)} modules" in text
+    rows = text.split("parameters   gathered\n")[1].split("\n\n")[0].splitlines()
+    assert sum(int(m[1]) if (m := re.search(r"\((\d+) equal\)", row)) else 1 for row in rows) == len(units)
+    assert f"each parameter split over {1 if options else 2}" in text
+    assert ("stay gathered from forward to backward: the root unit" if options else ": all units") in text
+    strategy.close()
 
 
 @pytest.mark.ranks(2)
@@ -860,6 +884,29 @@ def test_the_gradients_are_clipped_and_the_optimizer_goes_on_beside_other_weight
     assert again.global_step(again.vla) == 1 and again.optimizer.state
 
 
+@pytest.mark.ranks(2)
+def test_a_save_keeps_the_loss_of_pending_micro_batches_and_dropping_them_drops_it(tmp_path):
+    strategy = set_up(tmp_path)
+
+    def micro_step(number):
+        loss = strategy.vla(**strategy.forward_inputs(batch))["loss"]
+        strategy.backward(number * (1.0 + 0.0 * loss), strategy.vla, num_tokens=5)
+        return strategy.optimizer_step(strategy.optimizer, strategy.vla, strategy.lr_scheduler)
+
+    batch = next(iter(resumable()))
+    rate = strategy.optimizer.param_groups[0]["lr"]
+    micro_step(1.0)
+    strategy.save_checkpoint(tmp_path, 0, 0)
+    assert strategy.pending_micro_batches == 1
+    result = micro_step(4.0)
+    assert (result.loss, result.tokens, result.lr) == (2.5, 20, rate)
+    micro_step(8.0)
+    strategy.pending_micro_batches = 0  # as the loop does at the end of its epochs
+    clear_gradients(strategy.vla)
+    micro_step(1.0)
+    assert micro_step(2.0).loss == 1.5
+
+
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 KEYS = {"Step", "Epoch", "Loss", "Loss (Raw)", "Backbone Learning Rate", "Action Model Learning Rate", "Step Time"}
@@ -922,7 +969,7 @@ def test_weights_and_biases_gets_the_same_records_offline(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_tracker_that_fails_on_rank_0_fails_on_every_rank(tmp_path):
-    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, wandb.*mean 'jsonl'"):
+    with pytest.raises(ConfigError, match=r"'jsonls': expected one of jsonl, tensorboard, wandb.*mean 'jsonl'"):
         VLAMetrics(("jsonls",), "a-run", tmp_path, {})
     if dist.get_rank() == 0:
         (tmp_path / "file").touch()

@@ -358,13 +358,13 @@ def test_what_is_gathered_within_a_bypassed_unit_is_freed_with_it():
 
 def test_explain_names_units_whose_forward_is_bypassed():
     model = build()
-    text = explain(model, class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
+    text = explain(model, block_class_names=["Block"], run=lambda m: m(batch_of(0, 0)), file=io.StringIO())
     assert "warning    the forward of 6 units (left.0, right.0, left.1, …) is bypassed" in text
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    text = explain(model, class_names=["Block"], run=lambda m: m.one_stack(batch_of(0, 0)), file=io.StringIO())
+    text = explain(model, block_class_names=["Block"], run=lambda m: m.one_stack(batch_of(0, 0)), file=io.StringIO())
     assert "bypassed" not in text
-    assert "bypassed" not in explain(model, class_names=["Block"], file=io.StringIO())
-    text = explain(build(PairedParts), class_names=["Parts"], file=io.StringIO())
+    assert "bypassed" not in explain(model, block_class_names=["Block"], file=io.StringIO())
+    text = explain(build(PairedParts), block_class_names=["Parts"], file=io.StringIO())
     assert "the forward of 6 units (left.0, left.1, left.2, …) is bypassed" in text
 
 
@@ -411,7 +411,7 @@ def test_a_policy_is_known_within_a_wrapper_that_hands_on_its_attributes():
 
 def test_explain_leaves_no_hook_on_a_unit_without_modules_within():
     model = Paired()
-    explain(model, class_names=["Linear"], run=lambda m: m(torch.ones(1, WIDTH)), file=io.StringIO())
+    explain(model, block_class_names=["Linear"], run=lambda m: m(torch.ones(1, WIDTH)), file=io.StringIO())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

@@ -37,6 +37,7 @@ from fsdp2_strategy import (
     save_model,
     shard_model,
 )
+from fsdp2_strategy.distributed import progress
 from fsdp2_strategy.errors import FSDP2StrategyError
 from fsdp2_strategy.hf import load, verified_read
 from fsdp2_strategy.hf.meta.recorded_init import recorded_tensor
@@ -327,7 +328,9 @@ def test_a_missing_task_head_is_initialised_and_a_missing_layer_is_an_error(fold
     assert 0 < full(model.score.weight).std() < 0.1
     with strategy.init_model_context(meta_init=True):
         model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=3)
-    with pytest.raises(CheckpointError, match=r"lack 9 of its tensors, model\.layers\.2"):
+    with pytest.raises(
+        CheckpointError, match=r"lack 9 tensors \(model\.layers\.2.*build the model outside of init_on_meta"
+    ):
         strategy.prepare_model(model)
 
 
@@ -934,12 +937,12 @@ def recorded_tensors_of(model):
 def test_a_progress_bar_counts_the_bytes(folder, monkeypatch):
     bars = []
 
-    class Bar(verified_read.tqdm):
+    class Bar(progress.tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
             bars.append(self)
 
-    monkeypatch.setattr(verified_read, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     model = shard_model(build("llama"), bf16=False)
     load_weights(model, folder)
     needed = sum(p.to_local().nbytes for p in model.parameters())
@@ -963,7 +966,7 @@ def test_names_must_agree_unless_told_otherwise(folder):
         rewrite(folder, lambda s: s.update(extra=s.pop("model.norm.weight")))
     dist.barrier()
     shard_model(model, bf16=False)
-    with pytest.raises(CheckpointError, match=r"lack 1 of its tensors, model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"lack 1 tensor \(model\.norm\.weight\).* load with strict=False"):
         load_weights(model)
     assert next(model.parameters()).is_meta, "nothing was touched"
     report = load_weights(model, strict=False)
@@ -974,7 +977,7 @@ def test_names_must_agree_unless_told_otherwise(folder):
     if dist.get_rank() == 0:
         rewrite(folder, lambda s: s.update({"model.norm.weight": s["extra"].clone()}))
     dist.barrier()
-    with pytest.raises(CheckpointError, match="does not have, extra first"):
+    with pytest.raises(CheckpointError, match=r"contain 1 tensor \(extra\), expected only"):
         load_weights(model)
 
 
@@ -1022,7 +1025,7 @@ def no_index(folder):
 FAULTS = {
     "truncate": "bytes long",
     "remove": r"model-00003-of-\d+\.safetensors: No such file",
-    "reshape": r"in the files, expected",
+    "reshape": r"of the files has another shape: ",
     "rename_dtype": "'F31'",
     "lie": r"lacks .* the index lists",
     "lie_about_files": "model-00009-of-00009.safetensors",
@@ -1091,7 +1094,7 @@ def test_quantised_folders_and_resized_models_are_errors(folder):
         resized = AutoModelForCausalLM.from_pretrained(folder)
         resized.resize_token_embeddings(100, mean_resizing=False)
     shard_model(resized, bf16=False)
-    with pytest.raises(CheckpointError, match="resized after from_pretrained"):
+    with pytest.raises(CheckpointError, match=r"resized after from_pretrained.*resize_token_embeddings"):
         load_weights(resized)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}

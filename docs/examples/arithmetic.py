@@ -109,7 +109,7 @@ def warm_start(strategy: FSDPV2Strategy, folder: Path, steps: int) -> None:
     optimizer = strategy.create_optimizer(model, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.01)
     scheduler = strategy.create_scheduler(optimizer, "cosine", num_training_steps=steps, warmup_ratio=0.05)
     train_on_answers(strategy, model, optimizer, scheduler, steps, accuracy=0.35)
-    strategy.save_model(model, None, folder)
+    strategy.save_model(model, output_dir=folder)
 
 
 def train_on_answers(

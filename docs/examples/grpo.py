@@ -100,7 +100,7 @@ def train(args: argparse.Namespace) -> int:
                     print(json.dumps(entry), file=log)
             if preempted:
                 return 128 + signal.SIGTERM
-        strategy.save_model(actor, None, args.run_dir / "export")
+        strategy.save_model(actor, output_dir=args.run_dir / "export")
     return 0
 
 

@@ -82,7 +82,7 @@ def train(args: argparse.Namespace) -> None:
             if strategy.is_rank_0():
                 with (args.run_dir / "log.jsonl").open("a") as log:
                     print(json.dumps({"step": step + 1, **means, **metrics, "seconds": clock.seconds}), file=log)
-        strategy.save_model(actor, None, args.run_dir / "export")
+        strategy.save_model(actor, output_dir=args.run_dir / "export")
 
 
 def train_reward_model(strategy: FSDPV2Strategy, args: argparse.Namespace, model: nn.Module) -> None:

@@ -291,7 +291,7 @@ def train(strategy: FSDPV2Strategy, args: argparse.Namespace, plan: Plan, journa
     finish(strategy, loader, meter)
     if preempted and strategy.global_step(policy) < args.steps:
         return 128 + signal.SIGTERM
-    strategy.save_model(policy, None, args.output_dir / "policy")
+    strategy.save_model(policy, output_dir=args.output_dir / "policy")
     return 0
 
 

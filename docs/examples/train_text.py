@@ -9,7 +9,6 @@ The same command runs on GPUs. ``--text`` takes a file or a folder; the default 
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import sysconfig
@@ -23,7 +22,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2_strategy import FSDPV2Strategy, StrategyConfig, explain
+from fsdp2_strategy import FSDPV2Strategy, Metrics, StrategyConfig
 from fsdp2_strategy.data import ResumableLoader
 
 
@@ -67,7 +66,7 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
         with strategy.init_model_context(meta_init=True):  # no rank allocates the full model
             model = transformers.LlamaForCausalLM(config).train()
         if not (run_dir / "losses.jsonl").exists():
-            explain(model, bf16=strategy.config.bf16)
+            strategy.explain(model, is_training=True)
         model = strategy.prepare_model(model, is_training=True)
         optimizer = strategy.create_optimizer(model, lr=options["lr"], weight_decay=options["weight_decay"])
         scheduler = strategy.create_scheduler(
@@ -82,23 +81,17 @@ def train(settings: dict, text: Path, run_dir: Path) -> int:
 
         start = strategy.global_step(model)
         bar = tqdm(total=options["steps"], initial=start, unit="step", disable=not strategy.is_rank_0(), mininterval=1)
-        with (run_dir / "losses.jsonl").open("a") as log:
+        with Metrics("jsonl", run_id="losses", run_dir=run_dir, hparams=strategy.config) as metrics:
             for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # all epochs
                 if strategy.global_step(model) >= options["steps"]:
                     break
-                losses = []
                 for ids in batch.to(strategy.device).split(strategy.config.micro_train_batch_size):
                     loss = model(input_ids=ids, labels=ids).loss
-                    strategy.backward(loss, model, optimizer)
-                    losses.append(loss.detach())
+                    strategy.backward(loss, model, optimizer, num_tokens=ids.numel())
                     result = strategy.optimizer_step(optimizer, model, scheduler)
-                mean = strategy.all_reduce(torch.stack(losses).mean()).item()
-                if strategy.is_rank_0():
-                    print(
-                        json.dumps({"step": result.step, "loss": mean, "norm": result.grad_norm}), file=log, flush=True
-                    )
+                metrics.log(result, epoch=loader.epoch)
                 bar.update(result.stepped)
-                bar.set_postfix(loss=f"{mean:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
+                bar.set_postfix(loss=f"{result.loss:.3f}", norm=f"{result.grad_norm:.2f}", epoch=loader.epoch)
                 preempted = strategy.preempted()
                 if preempted or result.step % options["save_every"] == 0:
                     strategy.save_ckpt(

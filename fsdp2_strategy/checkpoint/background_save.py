@@ -112,7 +112,8 @@ class _Save:
             CheckpointError: the save failed, for example because another rank ended.
         """
         if isinstance(self._error, Exception) and not isinstance(self._error, FSDP2StrategyError):
-            raise CheckpointError(f"cannot save {self._name}: {self._error}") from self._error
+            failed = CheckpointError(f"cannot save {self._name}: {self._error}")
+            raise failed.with_traceback(self._error.__traceback__) from None
         if self._error is not None:
             raise self._error
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.checkpoint.gathered_policy import gathered_policy, save_with_own_method
+from fsdp2_strategy.checkpoint.load_options import NOT_STRICT
 from fsdp2_strategy.checkpoint.paths import MODEL, TRAINABLE, WRAPPER, CheckpointPaths
 from fsdp2_strategy.checkpoint.storage import Component, LoadTargets, stored_in, targets_by_name
 from fsdp2_strategy.distributed.agreement import all_or_none
@@ -31,6 +32,7 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
+from fsdp2_strategy.hf.mismatches import CHECKPOINT
 from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
 from fsdp2_strategy.hf.peft.merge import has_adapters, names_without_adapters, without_adapter_modules
@@ -230,7 +232,7 @@ def match_model(
         raise CheckpointError(
             f"cannot load {class_name(root)}: the checkpoint lacks {some(report.missing)} and holds "
             f"{some(report.unexpected)} that the model does not have, expected the same names. Build the same model, "
-            "or pass load_module_strict=False."
+            f"or pass {NOT_STRICT}."
         )
     differences = {
         "not in the checkpoint": report.missing,
@@ -268,7 +270,7 @@ def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, L
     if is_wrapped and wrapper.is_dir():
         rest = open_folder(root, wrapper, has_model_names=True)
         known = {m: (rest, name) for name, m in root.named_modules()} | known
-    targets, report = match_tensors(root, known, "anything")
+    targets, report = match_tensors(root, known, "anything", CHECKPOINT)
     never_saved = set(names_not_saved(inner))
     missing = [t.name for t in targets if not (t.is_non_persistent or t.regions or t.name_in_origin in never_saved)]
     unexpected = list(report.unexpected)

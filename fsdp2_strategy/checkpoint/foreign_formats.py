@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.checkpoint.storage import check_shapes, convert_dcp_errors
 from fsdp2_strategy.checkpoint.training_state import (
     LoadedCheckpoint,
@@ -192,11 +193,11 @@ def load_foreign(
         if load_model:
             stored_model, tensors, report = _match_model(root, foreign, strict=strict)
         if optimizer is not None:
-            stored = require_saved(foreign.optimizer, "optimizer", "load_optimizer_states=False", path)
+            stored = require_saved(foreign.optimizer, "optimizer", NO_OPTIMIZER, path)
             stored_state, state, flat = _match_optimizer(root, stored, optimizer, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
         if scheduler is not None and foreign.recorded_step is None:
-            require_saved(schedule, "scheduler", "load_lr_scheduler_states=False", path)
+            require_saved(schedule, "scheduler", NO_SCHEDULER, path)
         client_state = foreign.client_state()
     touched: list[nn.Module | Optimizer] = [*([root] if load_model else []), *([optimizer] if optimizer else [])]
     with unusable_unless_done(touched), all_or_none(f"load {path}", CheckpointError), torch.no_grad():
@@ -266,7 +267,7 @@ def _match_model(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"cannot load {foreign.path}: it lacks {some(missing)} and holds {some(unexpected)} that the model does "
-            "not have, expected the same names. Build the same model, or pass load_module_strict=False."
+            f"not have, expected the same names. Build the same model, or pass {NOT_STRICT}."
         )
     shared = {name: tensor for name, tensor in tensors.items() if name in stored.described}
     check_shapes("model", shared, stored.described)
@@ -296,7 +297,7 @@ def _match_optimizer(
         raise CheckpointError(
             f"cannot load the optimizer: its parameter groups in {path} lack {some(lacking)}, expected all parameters "
             "of this optimizer. Build the optimizer over the same trainable parameters, or pass "
-            "load_module_strict=False to start these parameters without state."
+            f"{NOT_STRICT} to start these parameters without state."
         )
     if lacking:
         log("%s has no optimizer state for %s: these start without state", path, some(lacking), level=logging.WARNING)

@@ -6,8 +6,9 @@ state. Each phase succeeds or raises on all ranks; see [Note: agreed errors] in 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from fsdp2_strategy.checkpoint.layout import (
     problem_of,
     without_manifest,
 )
+from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER
 from fsdp2_strategy.checkpoint.lock import is_held_elsewhere
 from fsdp2_strategy.checkpoint.paths import DATA, EMA, OPTIMIZER, RNG, TRAINER_STATE, CheckpointPaths
 from fsdp2_strategy.checkpoint.random_state import derive_rng, load_rng
@@ -147,6 +149,7 @@ def load_checkpoint(
     with all_or_none(f"find a checkpoint in {load_dir}", CheckpointError):
         found = _find(load_dir, tag, fallback=fallback, trust=trust) if is_rank_0() else ([], None)
     paths, foreign = from_rank_0(found)
+    others = from_rank_0(_other_tags(paths) if is_rank_0() else [])
     if foreign is not None:
         if dataloader is not None and not isinstance(dataloader, Later):
             require_saved(None, "data position", "dataloader=None", load_dir)
@@ -172,6 +175,9 @@ def load_checkpoint(
         try:
             return _load(request, path)
         except DamageError as error:
+            if older is None and others:
+                advised = _with_advice(error, path.parent, others)
+                raise advised.with_traceback(error.__traceback__) from None
             if older is None:
                 raise
             log("cannot load %s: loading %s instead. %s", path, older, error, level=logging.WARNING)
@@ -349,7 +355,7 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
         of_model, report = match_model(root, paths, left_out, strict=request.strict)
         targets += of_model
     if (optimizer := request.optimizer) is not None:
-        require_saved(state["optimizer"], "optimizer", "load_optimizer_states=False", paths.root)
+        require_saved(state["optimizer"], "optimizer", NO_OPTIMIZER, paths.root)
         check_optimizer(root, optimizer, state["optimizer"], strict=request.strict)
         settings = settings_by_group(root, optimizer, state["optimizer"])
         stored = stored_in(paths.state / OPTIMIZER)
@@ -360,7 +366,7 @@ def _plan(request: _LoadRequest, root: nn.Module, paths: CheckpointPaths, state:
         require_saved((paths.state / EMA).is_dir() or None, "averages (ema)", "ema=None", paths.root)
         targets += targets_by_name("averages (ema)", request.ema, stored_in(paths.state / EMA))
     if request.scheduler is not None:
-        require_saved(state["scheduler"], "scheduler", "load_lr_scheduler_states=False", paths.root)
+        require_saved(state["scheduler"], "scheduler", NO_SCHEDULER, paths.root)
     if request.loader is not None:
         any_batch_size = request.load_data_position == "samples"
         check_position(request.loader, state.get("data"), paths.root, any_batch_size=any_batch_size)
@@ -423,8 +429,27 @@ def _check_unreadable(load_dir: Path, *, has_others: bool, fallback: bool) -> No
     for path in without_manifest(load_dir):
         text = f"cannot load {path}: {problem_of(path)}."
         if not fallback and (not has_others or latest_tag(load_dir) == path.name):
-            raise DamageError(f"{text} Pass fallback=True to load an older checkpoint, or delete this one.")
+            other = "Pass fallback=True to load an older checkpoint" if has_others else "There is no older checkpoint"
+            raise DamageError(f"{text} {other}, or delete this one.")
         log("%s It is ignored.", text, level=logging.WARNING)
+
+
+def _other_tags(paths: Sequence[Path]) -> list[str]:
+    """Return the tags of the other checkpoints in the directory of the one to load; none if fallbacks are given."""
+    if len(paths) != 1:
+        return []
+    with contextlib.suppress(OSError):
+        return [each.tag for each in checkpoints_with_manifest(paths[0].parent) if each.path.name != paths[0].name]
+    return []
+
+
+def _with_advice(error: DamageError, directory: Path, others: Sequence[str]) -> DamageError:
+    """Return an error whose message also names the other checkpoints of the directory."""
+    advised = DamageError(
+        f"{error} Load {directory} with fallback=True, for an older checkpoint, or with tag= for one of {list(others)}."
+    )
+    advised.is_agreed = error.is_agreed
+    return advised
 
 
 def _check_nearby(load_dir: Path) -> None:
@@ -441,6 +466,8 @@ def _check_nearby(load_dir: Path) -> None:
         raise CheckpointError(f"no checkpoint to load: {describe_missing(load_dir)} Pass the directory that you mean.")
     parent = load_dir.absolute().parent
     if not load_dir.exists() and parent.is_dir():
-        siblings = [path.name for path in parent.iterdir() if path.is_dir() and checkpoints_with_manifest(path)]
+        siblings = []
+        with contextlib.suppress(OSError):  # directories that this process may not read
+            siblings = [path.name for path in parent.iterdir() if path.is_dir() and checkpoints_with_manifest(path)]
         if hint := did_you_mean(load_dir.name, siblings):
             log("%s does not exist.%s", load_dir, hint, level=logging.WARNING)

@@ -40,8 +40,9 @@ from torch.futures import Future
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none, error_text
 from fsdp2_strategy.distributed.process_group import group_in_use, rank, world_size
-from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.errors import CheckpointError, DamageError, some
 from fsdp2_strategy.hf.checksums import Block, Checksums, blocks_of
+from fsdp2_strategy.hf.mismatches import CHECKPOINT, describe_shapes
 from fsdp2_strategy.hf.output_files import File, check_shared_folder, create_files, file_bytes, files_for, index_of
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.safetensors_format import CONVERTED, Entry, read_header
@@ -417,9 +418,9 @@ def convert_dcp_errors(kind: type[CheckpointError] = CheckpointError) -> Iterato
     except CheckpointException as report:
         texts = {rank: error_text(cause) for rank, (cause, _) in sorted(report.failures.items())}
         if len(set(texts.values())) == 1 and len(texts) == world_size():
-            raise kind(texts[0]) from report
+            raise kind(texts[0]) from None
         failed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-        raise kind(f"cannot read or write the checkpoint: {failed}") from report
+        raise kind(f"cannot read or write the checkpoint: {failed}") from None
 
 
 def check_shapes(
@@ -430,11 +431,12 @@ def check_shapes(
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or has another shape there.
     """
-    for name, tensor in tensors.items():
-        shape = layout[name][0] if name in layout else None
-        if tuple(tensor.shape) != shape:
-            actual = "is missing" if shape is None else f"has shape {list(shape)}"
-            raise CheckpointError(
-                f"cannot load the {what}: {name} {actual} in the checkpoint, expected shape {list(tensor.shape)}. "
-                "Build the model from the configuration that it was saved with."
-            )
+    if missing := [name for name in tensors if name not in layout]:
+        raise CheckpointError(
+            f"cannot load the {what}: the checkpoint lacks {some(missing, 'tensor')}, expected all. Build the model "
+            "from the configuration that it was saved with."
+        )
+    different = {n: (layout[n][0], tuple(t.shape)) for n, t in tensors.items() if tuple(t.shape) != layout[n][0]}
+    if different:
+        shapes = describe_shapes(different, "the checkpoint")
+        raise CheckpointError(f"cannot load the {what}: {shapes}. {CHECKPOINT.for_shapes(different)}")

@@ -26,12 +26,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.checkpoint.load_options import NOT_STRICT
 from fsdp2_strategy.checkpoint.storage import LoadTargets
 from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use, world_size
-from fsdp2_strategy.errors import CheckpointError, DamageError, some
+from fsdp2_strategy.errors import CheckpointError, DamageError, counted, some
 from fsdp2_strategy.hf.load_plan import match_tensors
+from fsdp2_strategy.hf.mismatches import CHECKPOINT
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.replicated_reads import divide_reads
@@ -131,7 +133,7 @@ class LeftOut:
         if not found:
             return
         folders = ", ".join(self.folders.values())
-        log("%d frozen weights are read from %s", len(found), folders)
+        log("reading %s from %s", counted(len(found), "frozen weight"), folders)
         _read_weights(found)
         if differing := self._differing(root, path, strict=False):
             raise DamageError(
@@ -147,7 +149,7 @@ class LeftOut:
             if lost and strict:
                 raise CheckpointError(
                     f"cannot load {path}: the saved model had frozen weights that {class_name(root)} lacks: "
-                    f"{some(lost)}, expected the same model. Build the same model, or pass load_module_strict=False."
+                    f"{some(lost)}, expected the same model. Build the same model, or pass {NOT_STRICT}."
                 )
             present = {name: parameters[name] for name in self.weights if name in parameters}
             local = local_sums(present, self.elements)
@@ -211,7 +213,7 @@ def _locate(root: nn.Module, names: Sequence[str], folders: Mapping[str, str]) -
             model = root.get_submodule(module_name)
             origin = open_folder(model, folder)
             known = {module: (origin, name) for module, name in names_without_adapters(model).items()}
-            targets, _ = match_tensors(root, known, "anything")
+            targets, _ = match_tensors(root, known, "anything", CHECKPOINT)
             found += [(t.name, t.regions[0], t.tensor) for t in targets if t.name in within and t.regions]
     return found
 

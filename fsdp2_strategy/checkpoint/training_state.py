@@ -22,8 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from fsdp2_strategy.checkpoint.load_options import NO_OPTIMIZER, NO_SCHEDULER, NOT_STRICT
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.model.fsdp_state import is_sharded, reshard
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.shards import sharded_like
@@ -75,7 +76,7 @@ def require_saved(content: _T | None, what: str, option: str, path: Path) -> _T:
 
 
 _CREATED_BY = {"optimizer": "create_optimizer", "scheduler": "create_scheduler"}
-_SKIPPED_BY = {"optimizer": "load_optimizer_states=False", "scheduler": "load_lr_scheduler_states=False"}
+_SKIPPED_BY = {"optimizer": NO_OPTIMIZER, "scheduler": NO_SCHEDULER}
 
 
 def check_restored(
@@ -162,16 +163,16 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, hyper: Mapping[str, 
     if own != hyper["class"]:
         raise CheckpointError(
             f"cannot load the optimizer: the checkpoint holds the state of {hyper['class']}, expected that of {own}. "
-            "Use the same class, or pass load_optimizer_states=False."
+            f"Use the same class, or pass {NO_OPTIMIZER}."
         )
     names = _names_by_identity(model)
     known = hyper["of_parameter"]
     missing = [n for g in optimizer.param_groups for p in g["params"] if (n := _name_of(p, names)) not in known]
     if missing and strict:
         raise CheckpointError(
-            f"cannot load the optimizer: the checkpoint lacks {len(missing)} parameters that this optimizer steps, "
-            f"for example {missing[0]}, expected all of them. Build the optimizer over the same trainable parameters, "
-            "or pass load_module_strict=False to start these parameters without state."
+            f"cannot load the optimizer: the checkpoint lacks {some(missing, 'parameter')} that this optimizer "
+            "steps, expected all of them. Build the optimizer over the same trainable parameters, "
+            f"or pass {NOT_STRICT} to start these parameters without state."
         )
 
 
@@ -233,9 +234,9 @@ def allocate_optimizer_state(
         state[name][key] = flat[stored] = existing if matches else _allocate(parameter, group, key, shape, dtype)
     if unexpected and strict:
         raise CheckpointError(
-            f"cannot load the optimizer: the checkpoint holds state of {len(unexpected)} parameters that this "
-            f"optimizer does not have, for example {min(unexpected)}, expected only its own parameters. Build the "
-            "optimizer over the same trainable parameters, or pass load_module_strict=False to skip that state."
+            f"cannot load the optimizer: the checkpoint holds state of {some(sorted(unexpected), 'parameter')} that "
+            "this optimizer does not have, expected only its own parameters. Build the "
+            f"optimizer over the same trainable parameters, or pass {NOT_STRICT} to skip that state."
         )
     return state, flat
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from tqdm import tqdm
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.checkpoint.reader import open_checkpoint
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.errors import CheckpointError, counted
 from fsdp2_strategy.hf.checksums import Block
 from fsdp2_strategy.hf.safetensors_format import Entry, read_header, read_into
 
@@ -40,7 +40,7 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
 
     Args:
         path: the checkpoint's directory.
-        progress: show a progress bar, if standard error is a terminal.
+        progress: show a progress bar, or, if standard error is no terminal, write a line to the log every 30 s.
 
     Returns:
         A report of all problems. Corruption is reported and never raises.
@@ -67,15 +67,9 @@ def verify_checkpoint(path: str | Path, *, progress: bool = True) -> VerifyRepor
             if str(error) not in problems:  # a corrupt checksum manifest causes the same error for several files
                 problems.append(str(error))
     total = sum(block.end - block.begin for _, block in blocks)
-    disable = None if progress else True  # None: only on a terminal
-    with (
-        ThreadPoolExecutor(_THREADS) as pool,
-        tqdm(
-            total=total, desc=f"verifying {path.name}", unit="B", unit_scale=True, leave=False, disable=disable
-        ) as bar,
-    ):
+    with ThreadPoolExecutor(_THREADS) as pool, Progress(f"verifying {path.name}", total, is_shown=progress) as shown:
         for (file, block), problem in zip(blocks, pool.map(lambda args: _check_block(*args), blocks), strict=True):
-            bar.update(block.end - block.begin)
+            shown.update(block.end - block.begin)
             if problem:
                 problems.append(f"{_tensor_names(tensors.get(file, []), block)}: {problem}")
     return VerifyReport(problems)
@@ -105,4 +99,5 @@ def _tensor_names(entries: list[Entry], block: Block) -> str:
     names = [e.name for e in entries if e.offset < block.end and block.begin < e.offset + e.nbytes]
     if not names:
         return "a header" if entries else "a file"
-    return f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
+    more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

@@ -16,6 +16,7 @@ from fsdp2_strategy.checkpoint.reader import open_checkpoint
 from fsdp2_strategy.checkpoint.storage import stored_in
 from fsdp2_strategy.cli.found import newest_at
 from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.distributed.log import show_log
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.copy_folder import copy_folder
 
@@ -27,6 +28,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         CheckpointError: there is no checkpoint; the checkpoint has only trainable weights, has adapters, or is corrupt;
             or another system wrote it, and ``--trust`` is missing.
     """
+    show_log("WARNING" if output.is_quiet else None)  # for the progress
     dtype = getattr(torch, parsed.dtype) if parsed.dtype else None
     if is_checkpoint(parsed.path) or checkpoints_with_manifest(parsed.path):
         path = newest_at(parsed.path, parsed.tag)

@@ -10,6 +10,7 @@ import argparse
 from fsdp2_strategy.checkpoint.verify import verify_checkpoint
 from fsdp2_strategy.cli.found import checkpoints_at
 from fsdp2_strategy.cli.output import Output
+from fsdp2_strategy.distributed.log import show_log
 from fsdp2_strategy.errors import counted
 
 
@@ -22,6 +23,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointError: there is no checkpoint.
     """
+    show_log("WARNING" if output.is_quiet else None)  # for the progress
     status = 0
     for path, _, _ in checkpoints_at(parsed.path):
         report = verify_checkpoint(path, progress=output.shows_progress)

@@ -46,7 +46,7 @@ def fields_of(path: str | Path) -> dict[str, Any]:
         fields |= {"compile_blocks": {"NO": False, "INDUCTOR": True}.get(backend, backend.lower())}
         fields |= _sharding(used) | _units(used)
     except _InvalidError as error:
-        raise ConfigError(f"cannot configure from {path}: {error}") from error
+        raise ConfigError(f"cannot configure from {path}: {error}") from None
     _log_differences(path, used, ignored)
     return fields
 
@@ -86,7 +86,7 @@ def _read(name: str, value: object) -> Any:
         return key.read(value)
     except table.UnreadableError as error:
         fix = key.text if key.kind == "refused" else key.fix or "Correct the value, or remove the key."
-        raise _InvalidError(f"{name} is {value!r}, expected {error}. {fix}") from error
+        raise _InvalidError(f"{name} is {value!r}, expected {error}. {fix}") from None
 
 
 def _ignored(settings: Mapping[str, Any]) -> set[str]:

@@ -100,9 +100,9 @@ def read_mapping(path: str | Path) -> Mapping[str, Any]:
     try:
         content = parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration: {path}: {error.strerror}. Check the path.") from error
+        raise ConfigError(f"cannot read the configuration: {path}: {error.strerror}. Check the path.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid JSON, or not UTF-8
-        raise ConfigError(f"cannot read the configuration: {path} is not {kind}: {error}") from error
+        raise ConfigError(f"cannot read the configuration: {path} is not {kind}: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, Mapping):

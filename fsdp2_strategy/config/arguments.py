@@ -1,18 +1,21 @@
-"""Reject unknown keyword arguments of the strategies' methods, and suggest the name that was meant.
+"""Reject unknown keyword arguments of the strategies' methods; accept the earlier names of arguments for one release.
 
-Input: a strategy class. Output: the same class, whose public methods raise ArgumentError for an unknown keyword.
+Input: a strategy class, or a function. Output: the same class, whose public methods raise ArgumentError for an unknown
+keyword; the same function, which warns about an earlier name.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsdp2_strategy.errors import ArgumentError, did_you_mean
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_keywords(cls: type[T]) -> type[T]:
@@ -44,3 +47,31 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+def renamed_argument(old: str, new: str) -> Callable[[F], F]:
+    """Return a decorator: the function accepts the earlier name of an argument for one release.
+
+    The function then issues a DeprecationWarning. It raises ArgumentError if both names are given, or the earlier name
+    and a positional argument in its place.
+    """
+
+    def decorate(function: F) -> F:
+        position = list(inspect.signature(function).parameters).index(new)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if old in kwargs:
+                if new in kwargs or len(args) > position:
+                    raise ArgumentError(
+                        f"cannot call {function.__name__}: {old!r} and {new!r} are the same argument, expected one of "
+                        f"them. Pass {new!r}."
+                    )
+                message = f"{function.__name__}: {old!r} is now {new!r}; the next release removes the old name"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

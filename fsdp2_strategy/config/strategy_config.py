@@ -19,6 +19,14 @@ from fsdp2_strategy.errors import ConfigError, did_you_mean
 
 GradSync = Literal["defer_all_reduce", "last", "every"]
 SyncBuffers = Literal["broadcast", "mean", "off"]
+AccumulationRule = Literal["auto", "optimizer_step", "backward", "caller"]
+LossReduction = Literal["mean", "sum"]
+_CHOICES: dict[str, Any] = {
+    "accumulation": AccumulationRule,
+    "grad_sync": GradSync,
+    "loss_reduction": LossReduction,
+    "sync_buffers": SyncBuffers,
+}
 MixedData = Literal["root", "dummy", "replicate"]
 ShardSize = int | Literal["auto"]
 
@@ -45,6 +53,14 @@ class StrategyConfig:
 
     gradient_accumulation_steps: int | None = None
     """Micro-batches of one optimizer step; an alternative to ``train_batch_size``."""
+
+    accumulation: AccumulationRule = "auto"
+    """Where a micro-batch ends: at each call of ``optimizer_step`` ("optimizer_step"), or of ``backward`` ("backward").
+    "auto": at ``optimizer_step``, but an error if ``backward`` was called for each micro-batch of the step before it.
+    "caller": each call of ``optimizer_step`` is a step."""
+
+    loss_reduction: LossReduction = "mean"
+    """Combine the losses of a step's micro-batches by their mean or their sum. Over ranks, it is always the mean."""
 
     bf16: bool = True
     """Compute in bfloat16. Training keeps fp32 master weights; inference keeps only bf16 weights."""
@@ -156,11 +172,10 @@ class StrategyConfig:
         _check("shard_size", size, is_valid, "an integer of at least 1, -1 or auto")
         is_valid = isinstance(reshard, bool) or _is_int(reshard, 1)
         _check("reshard_after_forward", reshard, is_valid, "true, false or an integer of at least 1")
-        modes = get_args(GradSync)
-        fix = did_you_mean(str(self.grad_sync), modes).strip()
-        _check("grad_sync", self.grad_sync, self.grad_sync in modes, "one of " + ", ".join(modes), fix)
-        modes = get_args(SyncBuffers)
-        _check("sync_buffers", self.sync_buffers, self.sync_buffers in modes, "one of " + ", ".join(modes))
+        for name, kind in _CHOICES.items():
+            value, choices = getattr(self, name), get_args(kind)
+            fix = did_you_mean(str(value), choices).strip()
+            _check(name, value, value in choices, "one of " + ", ".join(choices), fix)
         policies = (None, *get_args(MixedData))
         expected = "one of root, dummy, replicate, or None"
         _check("mixed_mm_data", self.mixed_mm_data, self.mixed_mm_data in policies, expected)
@@ -342,7 +357,7 @@ def _check_expressions(field: str, expressions: tuple[str, ...]) -> None:
             raise ConfigError(
                 f"cannot configure: {field} contains {expression!r}, expected valid regular expressions. Python "
                 f"reports '{error}'. Escape characters that are meant literally with a backslash."
-            ) from error
+            ) from None
 
 
 def _names(field: str, value: object) -> tuple[str, ...]:

@@ -5,6 +5,10 @@ Input: an error or a value of each rank. Output: the same error, decision or val
 [Note: agreed errors] If one rank raised an error alone, the others would wait in their next collective until its
 time-out. So each phase of a collective call runs inside `all_or_none`, which ends with the all-reduce of one flag. If a
 rank has set the flag, the error texts are gathered and every rank raises.
+
+[Note: deferred errors] A call that is not collective, such as writing a metric on rank 0, cannot agree with the other
+ranks. It defers its error: the next optimizer step sends a flag with the sum of the gradient norm, which costs nothing.
+If a rank has set the flag, every rank raises before the gradients are scaled, so the step can be called again.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ import torch.distributed as dist
 
 from fsdp2_strategy.distributed.lost_ranks import is_lost_rank
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
-from fsdp2_strategy.errors import FSDP2StrategyError
+from fsdp2_strategy.errors import FSDP2StrategyError, StepError
 
 T = TypeVar("T")
+
+_deferred: list[FSDP2StrategyError] = []
 
 
 @contextmanager
@@ -53,11 +59,43 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
     texts: list[str | None] = [None] * world_size()
     dist.all_gather_object(texts, None if cause is None else error_text(cause), group=group_in_use())
     (first, text), *later = [(number, text) for number, text in enumerate(texts) if text is not None]
-    others = f" (and on ranks {', '.join(str(number) for number, _ in later)})" if later else ""
+    others = ", ".join(str(number) for number, _ in later)
+    others = f" (and on rank{'s' if len(later) > 1 else ''} {others})" if later else ""
     same_everywhere = len(set(texts)) == 1
     agreed = error(text if same_everywhere else f"cannot {action}: failed on rank {first}{others}: {text}")
     agreed.is_agreed = True
-    raise agreed from cause
+    # One traceback, which ends where this rank's own error was raised; its text is in the message.
+    raise agreed.with_traceback(None if cause is None else cause.__traceback__) from None
+
+
+def defer_error(error: FSDP2StrategyError) -> None:
+    """Make every rank raise this rank's error in its next optimizer step; not collective; [Note: deferred errors]."""
+    _deferred.append(error)
+
+
+def withdraw_error(error: FSDP2StrategyError) -> bool:
+    """Undo `defer_error`; return whether no step has raised the error yet; not collective."""
+    if is_deferred := error in _deferred:
+        _deferred.remove(error)
+    return is_deferred
+
+
+def has_deferred_error() -> bool:
+    """Return whether this rank has deferred an error that no step has raised yet; not collective."""
+    return bool(_deferred)
+
+
+def raise_deferred_error() -> None:
+    """Raise the deferred errors of all ranks as one error; collective.
+
+    Raises:
+        StepError: on every rank, if any rank has deferred an error.
+    """
+    own = _deferred.copy()
+    _deferred.clear()
+    with all_or_none("take an optimizer step", StepError):
+        if own:
+            raise own[0]
 
 
 def error_text(cause: BaseException) -> str:

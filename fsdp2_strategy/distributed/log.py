@@ -29,10 +29,10 @@ def show_log(level: int | str | None = None) -> None:
     if level is not None:
         try:
             logger.setLevel(level)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError):
             raise ConfigError(
                 f"cannot set the log level: it is {level!r}, expected a level of logging. Use 'INFO' or 'WARNING'."
-            ) from error
+            ) from None
     if not logging.root.handlers and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))

@@ -29,7 +29,7 @@ from fsdp2_strategy.distributed.torch_internals import default_store
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WAIT_SECONDS = 1.0
-_IS_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out")
+_OF_BACKEND = re.compile(r"[Gg]loo|NCCL")
 # The outermost call of this package that is running and that every rank must make.
 _call: ContextVar[str | None] = ContextVar("call", default=None)
 
@@ -62,8 +62,8 @@ def after_forward(name: str, *_: object) -> None:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Return whether an error is one that torch raises if another rank is lost or does not answer in time."""
-    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    return of_torch and _IS_LOST.search(str(error)) is not None
+    is_of_backend = type(error) is RuntimeError and _OF_BACKEND.search(str(error)) is not None
+    return is_of_backend or isinstance(error, dist.DistError)
 
 
 def add_note(error: BaseException, call: str) -> None:

@@ -108,7 +108,7 @@ def copy_folder(
         output: the new folder; it must be missing or empty.
         dtype: dtype of floating-point tensors in the copy; by default unchanged.
         checksums: checksums of the source's files; by default nothing is verified.
-        progress: show a progress bar, if standard error is a terminal.
+        progress: show the progress; see `Progress`.
 
     Raises:
         CheckpointError: the output is not empty, or a file cannot be read.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import CheckpointError, did_you_mean
+from fsdp2_strategy.errors import ArgumentError, CheckpointError, counted, did_you_mean
 from fsdp2_strategy.hf.output_files import (
     File,
     check_free_space,
@@ -63,8 +64,8 @@ _KNOWN += ["repo_id", "commit_message", "token", "private", "create_pr", "revisi
 @on_model_ranks
 def save_model(
     model: nn.Module,
-    tokenizer: Any,
-    output_dir: str | Path,
+    tokenizer: Any = None,
+    output_dir: str | Path | None = None,
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
@@ -81,7 +82,8 @@ def save_model(
     Args:
         model: sharded or not, or a wrapper.
         tokenizer: tokenizer or processor to save with the model, or None.
-        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced.
+        output_dir: the folder, on a file system that all ranks share; files of an earlier export are replaced. This
+            argument is required.
         dtype: dtype of floating-point parameters in the files. By default that of the shards: for
             trained parameters fp32 (twice the space of bf16), unless ``use_mp_opt`` is true.
         max_shard_size: maximum size of a transformers model's files: bytes, or a number with a decimal ("5GB") or
@@ -93,11 +95,15 @@ def save_model(
             safe_serialization=True have no effect. Other arguments are an error.
 
     Raises:
+        ArgumentError: on every rank: ``output_dir`` is missing or not a path, or the model is not an nn.Module.
         CheckpointError: on every rank: a file cannot be written, the model has no values, an argument is unknown,
             adapters cannot be merged, or from_pretrained would not restore the weights. An earlier export stays intact
             until all new weights are on disk. If replacing it fails, the folder never loads as a mix of old and new
             weights.
     """
+    with all_or_none("export", ArgumentError):
+        _check_output_dir(tokenizer, output_dir)
+    assert output_dir is not None
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
         return
@@ -133,7 +139,8 @@ def save_model(
             write_configuration(folder, skeleton, regions)
             _save_tokenizer_and_push(folder, skeleton, tokenizer, kwargs)
     size = sum(entry.nbytes for file in files for entry in file.entries.values())
-    log("exported %s to %s: %d tensors, %.2f GB in %d files", name, folder, len(regions), size / 1e9, len(files))
+    tensors_written, in_files = counted(len(regions), "tensor"), counted(len(files), "file")
+    log("exported %s to %s: %s, %.2f GB in %s", name, folder, tensors_written, size / 1e9, in_files)
 
 
 def _regions_that_load(
@@ -178,6 +185,7 @@ def save_adapters(
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
+        check_tokenizer(root, tokenizer)
         name = class_name(root)
         folder = Path(output_dir)
         _check_arguments(kwargs)
@@ -236,6 +244,30 @@ def _write(
             write_all(gathered_write_requests(regions[tensor_name], tensors, gathered, entries[tensor_name]))
     with all_or_none(f"export {name}", CheckpointError):
         force_to_disk([file.path for file in files])
+
+
+def _check_output_dir(tokenizer: object, output_dir: object) -> None:
+    """Check that the folder of `save_model` is given, and is a path.
+
+    Raises:
+        ArgumentError: it is not. A path in the place of the tokenizer is left to `check_tokenizer`.
+    """
+    is_path_as_tokenizer = isinstance(tokenizer, str | PathLike)
+    if output_dir is None and is_path_as_tokenizer:
+        raise ArgumentError(
+            f"cannot save the model: the path {str(tokenizer)!r} is given as tokenizer and output_dir is missing, "
+            f"expected the path as output_dir. Call save_model(model, output_dir={str(tokenizer)!r})."
+        )
+    if output_dir is None:
+        raise ArgumentError(
+            "cannot save the model: output_dir is missing, expected the folder to write. Call save_model(model, "
+            "output_dir='out'), or save_model(model, tokenizer, 'out')."
+        )
+    if not isinstance(output_dir, str | PathLike) and not is_path_as_tokenizer:
+        raise ArgumentError(
+            f"cannot save the model: output_dir is a {type(output_dir).__name__}, expected a path. Call "
+            "save_model(model, tokenizer, 'out'), in this order."
+        )
 
 
 def _check_arguments(kwargs: Mapping[str, Any]) -> None:

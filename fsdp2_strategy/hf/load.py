@@ -20,10 +20,11 @@ from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.errors import CheckpointError, counted, some
 from fsdp2_strategy.hf.load_plan import LoadReport, Target, check_ties, match_tensors, tensor_at
 from fsdp2_strategy.hf.meta.initialize import TensorWithoutValues, initialize, recording_digests
 from fsdp2_strategy.hf.meta.recorded_init import forget, is_recording, recorded_tensor
+from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, PREPARE_MODEL, Advice
 from fsdp2_strategy.hf.peft.merge import names_without_adapters
 from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.replicated_reads import divide_reads
@@ -62,7 +63,7 @@ def load_weights(model: nn.Module, path: str | Path | None = None, *, strict: bo
             dtype, a wrong index, tied names with different values, (strict) names that do not match, or no path. After
             the model has changed: a read fails, or a tensor that the files lack cannot be initialised.
     """
-    return _load(model, path, allowed_missing="nothing" if strict else "anything")
+    return _load(model, path, allowed_missing="nothing" if strict else "anything", advice=LOAD_WEIGHTS)
 
 
 def load_pretrained(model: nn.Module) -> LoadReport:
@@ -72,11 +73,11 @@ def load_pretrained(model: nn.Module) -> LoadReport:
     initialised and named in the log. If the files lack a layer of the base model, or a part of a layer, an error is
     raised.
     """
-    return _load(model, None, allowed_missing="heads")
+    return _load(model, None, allowed_missing="heads", advice=PREPARE_MODEL)
 
 
 @on_model_ranks
-def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) -> LoadReport:
+def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str, advice: Advice) -> LoadReport:
     root = unwrap_model(model)
     name = class_name(root)
     with all_or_none(f"load {name}", CheckpointError):
@@ -92,7 +93,7 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
                 f"cannot load {name}: no path was given, all its tensors have values, and no module was built "
                 "by from_pretrained under init_on_meta, expected a path. Pass the path of the weights."
             )
-        targets, report = match_tensors(root, known, allowed_missing)
+        targets, report = match_tensors(root, known, allowed_missing, advice)
         to_initialise = [_empty(t) for t in targets if not t.regions and is_uninitialised(t.tensor)]
         if path is None:
             _check_unchanged(targets)
@@ -138,7 +139,8 @@ def _load(model: nn.Module, path: str | Path | None, *, allowed_missing: str) ->
     refresh_masters_of(root)
     mark_usable(root)
     where = ", ".join(dict.fromkeys(origin.where for origin, _ in known.values())) or "no folder"
-    log("%s: %d tensors from %s, %d initialised", name, len(report.loaded), where, len(to_initialise))
+    initialised = some([t.name for t in to_initialise], "tensor")
+    log("%s: %s from %s, initialised %s", name, counted(len(report.loaded), "tensor"), where, initialised)
     return report
 
 

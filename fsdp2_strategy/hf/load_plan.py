@@ -16,8 +16,9 @@ from torch import nn
 
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.torch_internals import non_persistent_buffers
-from fsdp2_strategy.errors import CheckpointError
+from fsdp2_strategy.errors import CheckpointError, some
 from fsdp2_strategy.hf.conversions import Recipe, recipe_for
+from fsdp2_strategy.hf.mismatches import LOAD_WEIGHTS, Advice, Shapes, describe_shapes
 from fsdp2_strategy.hf.regions import Region, sources_of
 from fsdp2_strategy.hf.replicated_reads import read_request_for
 from fsdp2_strategy.hf.verified_read import Reader, ReadRequest
@@ -69,7 +70,10 @@ def tensor_at(registrations: Sequence[tuple[nn.Module, str]]) -> torch.Tensor:
 
 
 def match_tensors(
-    root: nn.Module, known: Mapping[nn.Module, tuple[WeightsSource, str]], allowed_missing: str
+    root: nn.Module,
+    known: Mapping[nn.Module, tuple[WeightsSource, str]],
+    allowed_missing: str,
+    advice: Advice = LOAD_WEIGHTS,
 ) -> tuple[list[Target], LoadReport]:
     """Find the values of every tensor in the files, and check names and shapes; read only headers.
 
@@ -78,6 +82,7 @@ def match_tensors(
         known: for each module whose values are in files, their origin, and the module's name in the origin's model.
         allowed_missing: which tensors the files may lack: ``"nothing"``, ``"anything"``, or ``"heads"``: tensors
             outside the layers of a base model. ``"nothing"`` also forbids tensors that the model does not have.
+        advice: the ends of error messages.
 
     Raises:
         CheckpointError: files are missing or invalid; names or shapes do not match.
@@ -88,8 +93,11 @@ def match_tensors(
             recipes[origin] = recipe_for(*read_headers(origin))
     targets = _targets(root, known, recipes)
     report = LoadReport(unexpected=[name for recipe in recipes.values() for name in recipe.unexpected])
+    if different := _other_shapes(targets):
+        raise CheckpointError(
+            f"cannot load {class_name(root)}: {describe_shapes(different, 'the files')}. {advice.for_shapes(different)}"
+        )
     for target in targets:
-        _check_shapes(target)
         if target.regions:
             report.loaded.append(target.name)
             stored = sources_of(target.regions[0])[0].dtype
@@ -97,7 +105,7 @@ def match_tensors(
                 report.cast[target.name] = (stored, target.tensor.dtype)
         elif not target.is_non_persistent:
             report.missing.append(target.name)
-    _check_names(root, targets, report, recipes, allowed_missing)
+    _check_names(root, targets, report, recipes, allowed_missing=allowed_missing, advice=advice)
     return targets, report
 
 
@@ -124,17 +132,17 @@ def _targets(
     return list(found.values())
 
 
-def _check_shapes(target: Target) -> None:
-    for region in list(target.regions):
-        if tuple(region.shape) != tuple(target.tensor.shape):
-            if target.origin is not None and target.origin.ignore_mismatched_sizes:
+def _other_shapes(targets: Sequence[Target]) -> dict[str, Shapes]:
+    """Return the stored and the model's shape of each tensor for which they differ, unless that was requested."""
+    different: dict[str, Shapes] = {}
+    for target in targets:
+        for region in list(target.regions):
+            stored, own = tuple(region.shape), tuple(target.tensor.shape)
+            if stored != own and target.origin is not None and target.origin.ignore_mismatched_sizes:
                 target.regions.remove(region)
-                continue
-            raise CheckpointError(
-                f"cannot load {target.name}: its shape is {list(region.shape)} in the files, expected "
-                f"{list(target.tensor.shape)}. Check that configuration and files belong together. If embeddings are "
-                "resized after from_pretrained, build the model outside of init_on_meta."
-            )
+            elif stored != own:
+                different[target.name] = (stored, own)
+    return different
 
 
 def _check_names(
@@ -142,7 +150,9 @@ def _check_names(
     targets: Sequence[Target],
     report: LoadReport,
     recipes: dict[WeightsSource, Recipe],
+    *,
     allowed_missing: str,
+    advice: Advice,
 ) -> None:
     """Raise if the names do not match as ``allowed_missing`` requires; for ``"heads"``, log other differences."""
     name = class_name(root)
@@ -166,14 +176,13 @@ def _check_names(
         wanted = layers
     if allowed_missing != "anything" and wanted:
         raise CheckpointError(
-            f"cannot load {name}: the files lack {len(wanted)} of its tensors, {wanted[0].name} first, "
-            "expected all. Check that configuration and files belong together, or load with strict=False."
+            f"cannot load {name}: the files lack {some([t.name for t in wanted], 'tensor')}, expected all tensors of "
+            f"the model. {advice.missing}"
         )
     if allowed_missing == "nothing" and report.unexpected:
         raise CheckpointError(
-            f"cannot load {name}: the files contain {len(report.unexpected)} tensors that it does not "
-            f"have, {report.unexpected[0]} first, expected none. Check that configuration and files belong together, "
-            "or load with strict=False."
+            f"cannot load {name}: the files contain {some(report.unexpected, 'tensor')}, expected only tensors of the "
+            f"model. {advice.unexpected}"
         )
 
 

@@ -21,15 +21,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import xxhash
-from tqdm import tqdm
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.process_group import current_device, is_rank_0, set_device
-from fsdp2_strategy.errors import CheckpointError, DamageError
+from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.errors import CheckpointError, DamageError, counted
 from fsdp2_strategy.hf.checksums import Block, Checksums, check
 from fsdp2_strategy.hf.regions import Box, Computed, Piece, Region, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry, memory_of, read_into
@@ -143,25 +143,19 @@ def _requested_pieces(requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadReq
                 yield request, part
 
 
-def _progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
-    """Return a progress bar; it is shown on rank 0, if standard error is a terminal and there are bytes to read."""
-    disable = None if total_bytes and is_rank_0() else True  # None: only on a terminal
-    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=disable, leave=False)
-
-
 class Reader:
     """Read from any number of files and open each file once; use it in a ``with`` block.
 
     Args:
-        what: label of rank 0's progress bar.
+        what: the operation, for rank 0's `Progress`.
         checksums: the expected checksums of the files, or None to read without verification.
-        total_bytes: bytes of all reads in the ``with`` block, for one progress bar; 0 for no bar. By default, each call
-            of `read` has its own bar.
+        total_bytes: bytes of all reads in the ``with`` block, for one `Progress`; 0 for none. By default, each call of
+            `read` has its own.
     """
 
     def __init__(self, what: str, checksums: Checksums | None = None, total_bytes: int | None = None) -> None:
         self._what = what
-        self._bar = None if total_bytes is None else _progress_bar(what, total_bytes)
+        self._progress = None if total_bytes is None else self._begin_progress(total_bytes)
         self._checksums = checksums
         self._checked: set[tuple[Path, int]] = set()
         self._files: dict[Path, int] = {}
@@ -180,8 +174,11 @@ class Reader:
             os.close(fd)
         self._files.clear()
         self._computed = None
-        if self._bar is not None:
-            self._bar.close()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _begin_progress(self, total_bytes: int) -> Progress:
+        return Progress(self._what, total_bytes, is_shown=total_bytes > 0 and is_rank_0())
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill the tensors of all read requests.
@@ -240,8 +237,8 @@ class Reader:
     def _execute_all(self, reads: Sequence[_View | _Ranges]) -> None:
         """Execute all reads in a few threads; no read starts after one has failed."""
         waiting = deque(reads)
-        bar = self._bar or _progress_bar(self._what, sum(read.nbytes for read in reads))
-        with nullcontext() if self._bar else bar:
+        progress = self._progress or self._begin_progress(sum(read.nbytes for read in reads))
+        with nullcontext() if self._progress else progress:
 
             def work() -> None:
                 while True:
@@ -254,7 +251,7 @@ class Reader:
                     except BaseException:
                         waiting.clear()
                         raise
-                    bar.update(read.nbytes)
+                    progress.update(read.nbytes)
 
             with ThreadPoolExecutor(_THREADS, initializer=set_device, initargs=(current_device(),)) as pool:
                 workers = [pool.submit(work) for _ in range(_THREADS)]
@@ -336,7 +333,7 @@ class Reader:
             self._read_bytes(read.entry.path, begin, memory_of(target), digest)
         if block is not None and digest is not None:
             names = [r.entry.name for r in read.ranges] if isinstance(read, _Ranges) else [read.entry.name]
-            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
             check(read.entry.path, block, digest.hexdigest(), f"{names[0]}{more}")
 
     def _read_bytes(self, path: Path, begin: int, memory: memoryview, digest: xxhash.xxh3_64 | None) -> None:

@@ -61,7 +61,7 @@ def save_policy(
             _check_folder(folder, adapted=adapted)
         base = meta_skeleton(without_adapter_modules(unwrap_model(policy)))
         sidecars = PolicySidecars.of(base, train_config, preprocessor, postprocessor)
-    save_model(policy, None, folder, dtype=dtype, max_shard_size=sys.maxsize, merge_adapters=not adapted)
+    save_model(policy, output_dir=folder, dtype=dtype, max_shard_size=sys.maxsize, merge_adapters=not adapted)
     with all_or_none("export a policy", CheckpointError):
         if is_rank_0():
             if adapted:

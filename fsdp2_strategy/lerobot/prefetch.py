@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from fsdp2_strategy.distributed.log import logger
-from fsdp2_strategy.errors import CorruptDataError, DataError
+from fsdp2_strategy.errors import CorruptDataError, DataError, counted
 
 _THREADS = 4
 _PAUSE_SECONDS = 5.0
@@ -134,8 +134,9 @@ class EpisodePrefetcher:
         if self._max_bytes is not None and (used := self._used_bytes()) > self._max_bytes:
             if not self._started.intersection(self._soon) and not self._in_progress and self._error is None:
                 self._error = DataError(
-                    f"cannot cache {len(self._now)} episodes: they take {used / 1e6:.0f} MB on the disk, expected at "
-                    f"most the {self._max_bytes / 1e6:.0f} MB of disk_bytes. Lower pool, or raise disk_bytes."
+                    f"cannot cache {counted(len(self._now), 'episode')}: this takes {used / 1e6:.0f} MB on the disk, "
+                    f"expected at most the {self._max_bytes / 1e6:.0f} MB of disk_bytes. Lower pool, or raise "
+                    "disk_bytes."
                 )
             return None
         return next((episode for episode in self._soon if episode not in self._started), None)

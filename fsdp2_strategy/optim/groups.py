@@ -131,7 +131,7 @@ def rebind_optimizer(optimizer: Optimizer, names: Mapping[int, str], model: nn.M
     stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     foreign = [p for p in stale if id(p) not in names]
     if foreign or (stale and optimizer.state):
-        problem = f"contains {len(foreign)} parameters of another model" if foreign else "already has state"
+        problem = f"contains {counted(len(foreign), 'parameter')} of another model" if foreign else "already has state"
         raise OptimizerError(
             f"cannot keep this optimizer for the sharded model: it {problem}, expected an optimizer without state over "
             "parameters of this model. Create it with create_optimizer, after prepare_model."
@@ -160,7 +160,7 @@ def _resolve_groups(
         if frozen:
             log("parameter group %s: %s left out", label, counted(len(frozen), "frozen parameter"))
         if foreign or not picked:
-            problem = f"{len(foreign)} parameters of another model" if foreign else "no trainable parameter"
+            problem = f"{counted(len(foreign), 'parameter')} of another model" if foreign else "no trainable parameter"
             raise OptimizerError(
                 f"cannot build an optimizer: parameter group {label!r}, with patterns {patterns}, contains {problem}, "
                 f"expected trainable parameters of this model, such as {next(iter(trainable))!r}. Correct the "
@@ -240,26 +240,26 @@ def _log_groups(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         first = group["params"][0]
         count = sum(p.numel() for p in group["params"])
-        message = "parameter group %s: %d parameters, lr %s, weight decay %s, %s, shard size %d"
+        message = "parameter group %s: %s, lr %s, weight decay %s, %s, shard size %d"
         settings = group.get("lr"), group.get("weight_decay"), first.dtype, shard_size_of(first)
-        log(message, group["name"], count, *settings)
+        log(message, group["name"], counted(count, "parameter"), *settings)
 
 
 def _check_dtypes(parameters: Collection[nn.Parameter], *, masters: bool) -> None:
     """Without ``masters``, raise if only some parameters are half precision, and warn if all are."""
     total, half = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dtype.itemsize < 4)
     if masters:
-        log("the optimizer keeps fp32 master weights of %d of %d parameters", half, total)
+        log("the optimizer keeps fp32 master weights of %s of %s", f"{half:,}", counted(total, "parameter"))
     elif 0 < half < total:
         raise OptimizerError(
-            f"cannot train {half} parameters: they are stored in half precision and the others in fp32, expected "
-            "fp32 for all. Make them trainable before prepare_model(is_training=True). If they "
+            f"cannot train: {half:,} of {counted(total, 'parameter')} are stored in half precision, expected fp32 for "
+            "all. Make them trainable before prepare_model(is_training=True). If they "
             "train only later, freeze them after that call."
         )
     elif half:
         log(
-            "%d trainable parameters are stored in half precision: small updates are lost in rounding. Make them "
-            "trainable before prepare_model(is_training=True), which then keeps fp32 master weights for them.",
-            half,
+            "the trainable parameters are stored in half precision (%s): small updates are lost in rounding. Make "
+            "them trainable before prepare_model(is_training=True), which then keeps fp32 master weights for them.",
+            counted(half, "parameter"),
             level=logging.WARNING,
         )

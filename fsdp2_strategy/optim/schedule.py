@@ -83,7 +83,7 @@ def build_scheduler(
         raise OptimizerError(
             f"cannot build the schedule {name!r}: the options are {given | scheduler_specific_kwargs}, expected those "
             f"of transformers.get_scheduler ({error}). Change the options."
-        ) from error
+        ) from None
     return scheduler
 
 

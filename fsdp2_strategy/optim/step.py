@@ -5,7 +5,9 @@ Input: a loss, a sharded model and its optimizer. Output: gradients, then a `Ste
 [Note: gradient scale] FSDP2 averages gradients over the ranks. `backward` divides the loss by the number of
 micro-batches, so the gradient is the mean over ranks and micro-batches, with equal weights. With
 ``num_items_in_batch`` = N, the loss is a sum over items, and the gradient must be that of the global sum divided by N.
-So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks.
+So the loss is multiplied by (number of ranks) / N, because FSDP2's average divides by the number of ranks. If N is not
+known yet, each micro-batch passes its own ``num_items``. Then `backward` does not scale the loss, the all-reduce of the
+gradient norm sums N, too, and `optimizer_step` multiplies the gradients by (number of ranks) / N.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy.config.strategy_config import GradSync, SyncBuffers
+from fsdp2_strategy.config.strategy_config import AccumulationRule, GradSync, LossReduction, SyncBuffers
+from fsdp2_strategy.distributed.agreement import has_deferred_error, raise_deferred_error
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.process_group import control_device, current_device, group_in_use, world_size
 from fsdp2_strategy.distributed.torch_internals import local_of
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.buffers import have_buffers_changed
 from fsdp2_strategy.model.buffers import sync_buffers as sync
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
@@ -39,6 +42,8 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.optim.accumulation import LossScale, accumulation_of
+from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
 
@@ -55,56 +60,14 @@ class StepResult:
     """Whether the step was skipped because the gradient norm was not finite."""
     grad_norm: float | None
     """Global norm before clipping; None if micro-batches of the step are still missing."""
-
-
-@dataclass
-class LossScale:
-    """Dynamic loss scale, which keeps float16 gradients from underflowing.
-
-    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after a step without.
-    """
-
-    value: float = 2.0**16
-    interval: int = 2000
-    good_steps: int = 0
-    """Successive finite steps since the scale last changed."""
-
-    def update(self, *, finite: bool) -> None:
-        """Adapt the scale to one step; not collective: the gradient norm, and so the scale, is equal on all ranks."""
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.value = max(self.value / 2, 1.0)
-        elif self.good_steps == self.interval:
-            self.value, self.good_steps = self.value * 2, 0
-
-
-@dataclass
-class Accumulation:
-    """The gradient accumulation state of a model."""
-
-    micro_batches: int = 0
-    """Backward passes since the last optimizer step."""
-    steps: int = 0
-    """Optimizer steps taken."""
-    scale: LossScale | None = None
-    """Loss scale of float16 training; None for other dtypes."""
-    checked_optimizer: ref[Optimizer] | None = None
-    """The optimizer that last passed `_check_parameters`."""
-    last_sync: bool | None = None
-    """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
-
-
-_ACCUMULATION = Slot[Accumulation]("accumulation")
-
-
-def accumulation_of(model: nn.Module) -> Accumulation:
-    """Return the accumulation state of a model or wrapper, created on first use; not collective."""
-    return model_state(unwrap_model(model)).setdefault(_ACCUMULATION, Accumulation())
-
-
-def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
-    """Reset the accumulation state of a model or wrapper, with a loss scale for float16 training; not collective."""
-    return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))
+    lr: float | None = None
+    """Learning rate of the first parameter group in this step, also if it was skipped; None as for ``grad_norm``."""
+    loss: float | None = None
+    """Loss of the step over all ranks: the mean of the losses over micro-batches and ranks; with
+    ``num_items_in_batch``, their sum divided by it. NaN or infinite if a loss is. None as for ``grad_norm``."""
+    tokens: int | None = None
+    """Tokens of the step over all ranks: the sum of all ``num_tokens``; or ``num_items_in_batch`` if no rank passed
+    ``num_tokens``. None as for ``grad_norm``, or if neither was passed, or if only some ranks passed ``num_tokens``."""
 
 
 @collective
@@ -113,32 +76,64 @@ def backward(
     model: nn.Module,
     *,
     accumulation_steps: int = 1,
+    accumulation: AccumulationRule = "auto",
+    loss_reduction: LossReduction = "mean",
     grad_sync: GradSync = "every",
     num_items_in_batch: float | torch.Tensor | None = None,
+    num_items: int | torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None,
 ) -> None:
     """Scale the loss of one micro-batch and run its backward pass; collective.
 
     Args:
-        loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch``, the sum over its items.
+        loss: this rank's mean over its micro-batch; or, with ``num_items_in_batch`` or ``num_items``, the sum over its
+            items.
         model: the model that computed the loss, or its wrapper.
-        accumulation_steps: micro-batches per step; without ``num_items_in_batch`` the loss is divided by it.
+        accumulation_steps: micro-batches per step; without numbers of items, the loss is divided by it.
+        accumulation: where a micro-batch ends; see `StrategyConfig` and [Note: micro-batches] in `optim.accumulation`.
+        loss_reduction: "sum" does not divide the loss by ``accumulation_steps``.
         grad_sync: communication in the backward passes before the last of a step; see `StrategyConfig`.
         num_items_in_batch: number of items (for example tokens) in all micro-batches of all ranks in this step; the
-            gradient is that of (sum of all losses) / num_items_in_batch.
+            gradient is that of (sum of all losses) / num_items_in_batch. Pass it in every micro-batch of a step: one
+            without it has its loss divided by ``accumulation_steps``.
+        num_items: number of items in this rank's micro-batch, if the number of all items is not known yet: the gradient
+            is that of (sum of all losses) / (sum of all num_items), and the second sum is known at the step. Pass it in
+            every backward pass of a step, on every rank.
+        num_tokens: number of tokens in this rank's micro-batch, for `StepResult.tokens` only. Every rank must pass it
+            in at least one micro-batch of a step (0 if it has no tokens); a micro-batch without it adds none.
 
     Raises:
-        StepError: ``num_items_in_batch`` is not positive; or the loss is not a tensor with one element and an autograd
-            graph.
+        StepError: ``num_items_in_batch`` is not positive and finite; ``num_items`` or ``num_tokens`` is not an integer
+            of at least 0 or a tensor of one; both numbers of items are given; only some backward passes of a step have
+            ``num_items``; or the loss is not a tensor with one element and an autograd graph.
     """
     _check_loss(loss)
+    num_tokens = checked_tokens(num_tokens)
+    num_items = checked_tokens(num_items, "num_items")
     own = accumulation_of(model)
-    factor = _loss_factor(accumulation_steps, num_items_in_batch) * (own.scale.value if own.scale else 1.0)
-    is_last = (own.micro_batches + 1) % accumulation_steps == 0
+    own.check_declared()
+    if not own.is_pending:
+        own.sums = MicroBatchSums()
+    elif own.sums.has_items != (num_items is not None):
+        raise StepError(
+            "cannot run backward: num_items was passed in some backward passes of this step, and not in others, "
+            "expected in all or none. Pass it in every one, 0 for a loss without items."
+        )
+    items = None if num_items_in_batch is None else float(num_items_in_batch)
+    if items is not None and num_items is not None:
+        raise StepError(
+            "cannot run backward: num_items_in_batch and num_items were passed, expected one of them. Pass num_items "
+            "if the number of items in the whole step is not known yet."
+        )
+    is_divided = num_items is None and loss_reduction == "mean"
+    factor = _loss_factor(own.size(accumulation, accumulation_steps) if is_divided else None, items)
+    is_last = own.is_last(accumulation, accumulation_steps)
     if is_last != (own.last_sync is not False):
         set_gradient_sync(model, grad_sync, is_last=is_last)
         own.last_sync = is_last
-    (loss * factor).backward()  # type: ignore[no-untyped-call]
-    own.micro_batches += 1
+    (loss * (factor * (own.scale.value if own.scale else 1.0))).backward()  # type: ignore[no-untyped-call]
+    own.sums.add(loss, factor, num_tokens, items, num_items)
+    own.add_backward(accumulation)
 
 
 @collective
@@ -148,6 +143,7 @@ def optimizer_step(
     scheduler: LRScheduler | None = None,
     *,
     accumulation_steps: int = 1,
+    accumulation: AccumulationRule = "auto",
     max_norm: float = 0.0,
     name: str = "model",
     sync_buffers: SyncBuffers = "broadcast",
@@ -162,17 +158,21 @@ def optimizer_step(
         model: the model, or its wrapper.
         scheduler: learning-rate schedule, stepped with the optimizer.
         accumulation_steps: micro-batches per step.
+        accumulation: as for `backward`.
         max_norm: global norm that gradients are clipped to; 0 disables clipping.
         name: name of the model in log and error messages.
         sync_buffers: how buffers that have changed are made equal on all ranks; see [Note: changing buffers] in
             `model.buffers`.
 
     Returns:
-        Whether the optimizer stepped, and the gradient norm.
+        Whether the optimizer stepped, and the gradient norm, learning rate, loss and tokens of the step; all are equal
+        on every rank.
 
     Raises:
-        StepError: `backward` was not called since the last step, or the optimizer belongs to another model or
-            was created before this one was sharded.
+        StepError: `backward` was not called since the last call; or it is unknown whether the backward passes since
+            then are micro-batches; or the optimizer belongs to another model or was created before this one was
+            sharded; or, on every rank: a rank has deferred an error (`defer_error`), or ``num_items`` was passed on
+            some ranks only, or their sum is 0.
         OffloadError: the model or the optimizer is offloaded.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -184,20 +184,25 @@ def optimizer_step(
     if own.checked_optimizer is None or own.checked_optimizer() is not optimizer:
         _check_parameters(optimizer, unwrap_model(model))
         own.checked_optimizer = ref(optimizer)
-    if not own.micro_batches:
-        raise StepError(
-            f"cannot step {name!r}: no backward pass since its last step, expected at least one. Call "
-            "strategy.backward(loss, model, optimizer) instead of loss.backward()."
-        )
-    if own.micro_batches % accumulation_steps:
+    if not own.end_micro_batch(accumulation, accumulation_steps, name):
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
-    stepped, norm = take_step(optimizer, model, scheduler, max_norm, own.scale, sync_buffers=sync_buffers)
-    own.micro_batches = 0
-    own.steps += stepped
-    if not stepped:
+    taken = _take_step(
+        optimizer, model, scheduler, max_norm=max_norm, scale=own.scale, sync_buffers=sync_buffers, sums=own.sums
+    )
+    own.reset()
+    own.steps += taken.stepped
+    if not taken.stepped:
         message = "%s: all ranks skip step %d, because the gradient norm is %s"
-        log(message, name, own.steps + 1, norm, level=logging.WARNING)
-    return StepResult(step=own.steps, stepped=stepped, skipped=not stepped, grad_norm=norm)
+        log(message, name, own.steps + 1, taken.norm, level=logging.WARNING)
+    return StepResult(
+        step=own.steps,
+        stepped=taken.stepped,
+        skipped=not taken.stepped,
+        grad_norm=taken.norm,
+        lr=taken.lr,
+        loss=taken.loss,
+        tokens=taken.tokens,
+    )
 
 
 def _check_loss(loss: object) -> None:
@@ -222,17 +227,21 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _loss_factor(accumulation_steps: int, num_items_in_batch: float | torch.Tensor | None) -> float:
-    """Return the factor for the loss of a micro-batch; see [Note: gradient scale]."""
-    if num_items_in_batch is None:
-        return 1 / accumulation_steps
-    num_items_in_batch = float(num_items_in_batch)
-    if not num_items_in_batch > 0:
+def _loss_factor(size: int | None, items: float | None) -> float:
+    """Return the factor for the loss of a micro-batch; see [Note: gradient scale].
+
+    Args:
+        size: number of micro-batches by which the loss is divided; None for 1.
+        items: ``num_items_in_batch``.
+    """
+    if items is None:
+        return 1 / (size or 1)
+    if not 0 < items < math.inf:
         raise StepError(
-            f"cannot scale the loss: num_items_in_batch is {num_items_in_batch:g}, expected the number of items in all "
-            "micro-batches of all ranks in this step, more than 0. Sum it over the ranks first."
+            f"cannot scale the loss: num_items_in_batch is {items:g}, expected the number of items in all "
+            "micro-batches of all ranks in this step, more than 0 and finite. Sum it over the ranks first."
         )
-    return world_size() / num_items_in_batch
+    return world_size() / items
 
 
 def set_gradient_sync(model: nn.Module, mode: GradSync, *, is_last: bool) -> None:
@@ -276,28 +285,26 @@ def clip_grad_norm(parameters: nn.Module | Iterable[torch.Tensor], max_norm: flo
         check_resident(model, "clip its gradients")
         reshard(model)
         parameters = model.parameters()
-    return _clip(parameters, max_norm)[0]
-
-
-def _clip(
-    parameters: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0, *, flag: bool = False
-) -> tuple[float, bool]:
-    """Divide all gradients by the loss scale and clip them; collective.
-
-    Returns:
-        The norm before clipping, and whether ``flag`` is true on any rank.
-    """
     parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = _gradients(parameters)
     with on_ranks_of(parameters):
-        squares, is_any = _sum_of_squares(grads, flag=flag)
-    norm = math.sqrt(squares) / scale
+        squares, _ = _sum_over_ranks(grads)
+    return _scale(grads, math.sqrt(squares), max_norm)
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _scale(grads: list[torch.Tensor], norm: float, max_norm: float, scale: float = 1.0) -> float:
+    """Divide gradients of this norm by ``scale``, and clip them; return the norm before clipping."""
+    norm /= scale
     clips = max_norm > 0 and norm > max_norm
     factor = (max_norm / (norm + 1e-6) if clips else 1.0) / scale
     if grads and factor != 1.0 and math.isfinite(norm):
         # Local tensors avoid the dispatch through DTensor.
         torch._foreach_mul_([local_of(grad) for grad in grads], factor)
-    return norm, is_any
+    return norm
 
 
 def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
@@ -307,7 +314,7 @@ def _check_parameters(optimizer: Optimizer, root: nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise StepError(
-            f"cannot step: the optimizer has {len(foreign)} parameters that are not in {class_name(root)}, expected "
+            f"cannot step: the optimizer has {counted(len(foreign), 'parameter')} not in {class_name(root)}, expected "
             "only parameters of this model. Create it for this model, after prepare_model."
         )
 
@@ -337,18 +344,56 @@ def take_step(
     Raises:
         OffloadError: the model or the optimizer is offloaded.
         ShardError: the model was cast after it was sharded.
+        StepError: on every rank, a rank has deferred an error (`defer_error`).
     """
+    sums = MicroBatchSums()
+    taken = _take_step(
+        optimizer, model, scheduler, max_norm=max_norm, scale=scale, sync_buffers=sync_buffers, sums=sums
+    )
+    return taken.stepped, taken.norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """What one step did; the fields are those of `StepResult`."""
+
+    stepped: bool
+    norm: float
+    lr: float
+    loss: float
+    tokens: int | None
+
+
+def _take_step(
+    optimizer: Optimizer,
+    model: nn.Module,
+    scheduler: LRScheduler | None,
+    *,
+    max_norm: float,
+    scale: LossScale | None,
+    sync_buffers: SyncBuffers,
+    sums: MicroBatchSums,
+) -> _Taken:
     root = unwrap_model(model)
     check_resident(root, "step")
     check_resident(optimizer, "step")
     check_dtypes(root)
     reshard(root)
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = _gradients(parameters)
     is_changed = sync_buffers != "off" and have_buffers_changed(root)
-    norm, is_any_changed = _clip(parameters, max_norm, scale.value if scale else 1.0, flag=is_changed)
-    if is_any_changed:
+    with on_ranks_of(parameters):
+        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
+            grads, is_changed, has_deferred_error(), *sums.values()
+        )
+        if deferred:
+            raise_deferred_error()
+        loss, tokens, divisor = sums.totals(of_micro_batches, world_size())
+    norm = _scale(grads, math.sqrt(squares), max_norm, (scale.value if scale else 1.0) * divisor)
+    if changed:
         with on_ranks_of(root):
             sync(root, sync_buffers)
+    lr = float(optimizer.param_groups[0]["lr"])
     finite = math.isfinite(norm)
     if scale is not None:
         scale.update(finite=finite)
@@ -362,7 +407,7 @@ def take_step(
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return finite, norm
+    return _Taken(stepped=finite, norm=norm, lr=lr, loss=loss, tokens=tokens)
 
 
 _IS_STEPPING = Slot[bool]("stepping in take_step")
@@ -383,8 +428,8 @@ def _raise_on_direct_step(optimizer: Optimizer, *_: object) -> None:
 
 
 @torch.no_grad()
-def _sum_of_squares(grads: list[torch.Tensor], *, flag: bool) -> tuple[float, bool]:
-    """Return the sum of squares of all gradients, and whether ``flag`` is true on any rank.
+def _sum_over_ranks(grads: list[torch.Tensor], *values: float | torch.Tensor) -> tuple[float, list[float]]:
+    """Return the sum of squares of all gradients, and the sum of each value over all ranks.
 
     Collective, with one all-reduce and one host synchronisation.
     """
@@ -394,16 +439,19 @@ def _sum_of_squares(grads: list[torch.Tensor], *, flag: bool) -> tuple[float, bo
         grouped[local.device, local.dtype, _copies(grad)].append(local)
     on_accelerator = any(grad.device.type != "cpu" for grad in grads)
     device = current_device() if on_accelerator else control_device()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    if flag:
-        total[1] = 1.0
+    numbers = [0.0, *(0.0 if isinstance(value, torch.Tensor) else float(value) for value in values)]
+    # A copy that blocks would synchronise with an accelerator; one to the CPU must block before its result is used.
+    total = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    for place, value in enumerate(values, start=1):
+        if isinstance(value, torch.Tensor):
+            total[place] += value.to(device, torch.float64, non_blocking=device.type != "cpu")
     for (_, dtype, copies), locals_ in grouped.items():
         norms = torch._foreach_norm(locals_, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares = torch.stack(norms).double().square_().sum()
-        total[0] += (squares / copies).to(total.device, non_blocking=True)
+        total[0] += (squares / copies).to(device, non_blocking=True)
     dist.all_reduce(total, group=group_in_use())
-    squares, flags = total.tolist()
-    return squares, flags > 0
+    of_gradients, *sums = total.tolist()
+    return of_gradients, sums
 
 
 def _copies(grad: torch.Tensor) -> int:

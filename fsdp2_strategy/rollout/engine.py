@@ -7,9 +7,11 @@ weights.
 from __future__ import annotations
 
 import copy
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import RolloutError, did_you_mean, some
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
-from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes
+from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes, planned_dtypes
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry
@@ -27,10 +29,11 @@ from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
 from fsdp2_strategy.hf.weights_folder import source_of_weights
-from fsdp2_strategy.model.fsdp_state import class_name
+from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
+from fsdp2_strategy.sharding.shard import is_for_training
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -39,10 +42,11 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 class RolloutEngine(Protocol):
     """The interface of an inference engine, which may compute in this process or elsewhere.
 
-    Three members are optional. ``weight_checksums() -> dict[str, str]`` returns checksums by Hugging Face name, as the
-    function `weight_checksums` computes them; an update with ``verify`` calls it. ``is_asleep``, an attribute or a
-    property, says whether the engine is asleep; without it, the last call of ``sleep`` or ``wake_up`` decides.
-    ``close()`` is called when an engine that was built by name is no longer used.
+    Four members are optional. ``weight_checksums() -> dict[str, str]`` returns checksums by Hugging Face name, as the
+    function `weight_checksums` computes them; an update with ``verify`` calls it. ``weight_dtypes() -> dict[str, str]``
+    returns the dtypes of the weights, such as "bfloat16"; if checksums differ, the error names them. ``is_asleep``, an
+    attribute or a property, says whether the engine is asleep; without it, the last call of ``sleep`` or ``wake_up``
+    decides. ``close()`` is called when an engine that was built by name is no longer used.
     """
 
     def update_weights(self, weights: Weights) -> object:
@@ -67,13 +71,17 @@ class TransformersEngine:
     Args:
         model: the model, sharded or not, or its wrapper; may be on the meta device. Its modules are copied without
             adapters, because updates contain merged weights. Later changes to its modules do not affect the copy.
-        dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards.
+        dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards. "sent": the dtype of
+            the weights that an update sends, so that the engine computes with the values of the trainer; until the
+            first update bfloat16. Parameters that transformers keeps in fp32 stay in fp32.
 
     Raises:
         RolloutError: transformers cannot generate with the model, or the stream of its weights lacks a parameter.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16) -> None:
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | Literal["sent"] | None = "sent") -> None:
+        takes_sent_dtype = dtype == "sent"
+        dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
         root: Any = without_adapters(unwrap_model(model)).model
         if not is_transformers_model(root) or not root.can_generate():
             raise RolloutError(
@@ -95,7 +103,7 @@ class TransformersEngine:
         if any(buffer.is_meta for buffer in root.buffers()):
             _compute_buffers(copied)
         self.model = copied
-        self._loader = _WeightLoader(self.model)
+        self._loader = _WeightLoader(self.model, takes_sent_dtype=takes_sent_dtype)
         self.is_asleep = False
         self._has_weights = False
 
@@ -115,6 +123,10 @@ class TransformersEngine:
     def weight_checksums(self) -> dict[str, str]:
         """Return the checksums of the engine's weights by Hugging Face name."""
         return weight_checksums(stream_weights(self.model, dtype=None))
+
+    def weight_dtypes(self) -> dict[str, str]:
+        """Return the dtypes of the engine's weights by Hugging Face name, for example "bfloat16"."""
+        return {name: _short(tensor.dtype) for name, tensor in stream_weights(self.model, dtype=None)}
 
     def sleep(self) -> None:
         """Move the copy to host memory."""
@@ -169,11 +181,15 @@ def _copy_configs(model: nn.Module) -> None:
 
 
 class _WeightLoader:
-    """Load weights under Hugging Face names into an unsharded model, with the same conversions as from files."""
+    """Load weights under Hugging Face names into an unsharded model, with the same conversions as from files.
 
-    def __init__(self, model: nn.Module) -> None:
+    With ``takes_sent_dtype``, each parameter gets the dtype in which its values are sent; see `_SentDtypes`.
+    """
+
+    def __init__(self, model: Any, *, takes_sent_dtype: bool) -> None:
         copied: Any = meta_skeleton(model)
         self._model = model
+        self._takes_sent_dtype = takes_sent_dtype
         regions = regions_to_write(copied, tensors_to_write(model, copied))
         nowhere = Path()
         self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
@@ -200,6 +216,7 @@ class _WeightLoader:
         """Write all weights into the model; raise if a weight is missing, unknown, repeated or has another shape."""
         # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
         state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
+        dtypes = _SentDtypes(self._model, state) if self._takes_sent_dtype else None
         missing = dict.fromkeys(self._expected)
         pending = list(self._computed)
         kept: dict[str, torch.Tensor] = {}  # received inputs of pending computations
@@ -208,10 +225,14 @@ class _WeightLoader:
             del missing[name]
             tensor = given.contiguous()
             for own_name, piece in self._direct[name]:
+                if dtypes:
+                    dtypes.take(own_name, tensor.dtype)
                 _write(state[own_name], piece, tensor)
             if any(name in needed for *_, needed in pending):
                 kept[name] = tensor
-                for own_name, piece, _ in (job for job in pending if job[2] <= kept.keys()):
+                for own_name, piece, needed in (job for job in pending if job[2] <= kept.keys()):
+                    if dtypes:
+                        dtypes.take(own_name, functools.reduce(torch.promote_types, (kept[n].dtype for n in needed)))
                     _write(state[own_name], piece, _computed(piece, kept))
                 pending = [job for job in pending if not job[2] <= kept.keys()]
                 kept = {n: t for n, t in kept.items() if any(n in needed for *_, needed in pending)}
@@ -220,6 +241,8 @@ class _WeightLoader:
                 f"cannot update weights: {some(list(missing))} were not received, expected all {len(self._expected)} "
                 "weights. Stream the whole model."
             )
+        if dtypes:
+            self._model.config.dtype = dtypes.most_common()
 
     def _check(self, name: str, tensor: torch.Tensor, missing: Mapping[str, None]) -> None:
         if name not in missing:
@@ -232,6 +255,50 @@ class _WeightLoader:
                 f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
                 f"{list(self._expected[name].shape)}. Stream the model from which the engine was created."
             )
+
+
+class _SentDtypes:
+    """Give the parameters of a model the dtypes in which their values are sent, during one update.
+
+    Each parameter is cast separately, because a stream may contain several dtypes: casting the whole model would round
+    the values that have been received before. Parameters that transformers keeps in fp32 stay in fp32.
+    """
+
+    def __init__(self, model: Any, state: dict[str, torch.Tensor]) -> None:
+        self._model = model
+        self._state = state
+        """The tensors that values are written into; those of cast parameters are replaced."""
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in self._parameters.items():
+            self._names.setdefault(id(parameter), []).append(name)
+        self._taken: set[int] = set()
+        self._kept: dict[torch.dtype, dict[str, torch.dtype]] = {}
+
+    def take(self, name: str, dtype: torch.dtype) -> None:
+        """Cast a parameter to the dtype of values that will be written into it.
+
+        If other values of this update are in it already, cast it to a dtype that can hold both.
+        """
+        parameter = self._parameters.get(name)
+        if parameter is None or not (parameter.is_floating_point() and dtype.is_floating_point):
+            return
+        if id(parameter) in self._taken:
+            dtype = torch.promote_types(parameter.dtype, dtype)
+        self._taken.add(id(parameter))
+        if dtype not in self._kept:
+            self._kept[dtype] = planned_dtypes(self._parameters, dtype_plan(self._model, dtype))
+        dtype = self._kept[dtype].get(name, dtype)
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+            self._state |= dict.fromkeys(self._names[id(parameter)], parameter.detach())
+
+    def most_common(self) -> torch.dtype:
+        """Return the dtype of most elements of the model's parameters."""
+        counts = Counter[torch.dtype]()
+        for parameter in self._model.parameters():
+            counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+        return counts.most_common(1)[0][0]
 
 
 def _computed(piece: Piece, arrived: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -289,7 +356,7 @@ class Rollout:
                         f"{', '.join(ENGINES)}, or an engine. To add an engine by name, set "
                         f"fsdp2_strategy.rollout.ENGINES[{engine_type!r}] to a function that builds it."
                     )
-                built = ENGINES[engine_type](args, actor, self._dtype)
+                built = ENGINES[engine_type](args, actor, self._dtype_of(actor))
             if built is not None:
                 _check_engine(built)
         self.engine, self.args, self._was_put_to_sleep = built, args, False
@@ -319,7 +386,7 @@ class Rollout:
                     self.sleep()
 
     def _send(self, actor: nn.Module, *, verify: bool) -> None:
-        sent = CountedStream(stream_weights(actor, dtype=self._dtype), hashed=verify)
+        sent = CountedStream(stream_weights(actor, dtype=self._dtype_of(actor)), hashed=verify)
         try:
             if self.engine is not None:
                 self.engine.update_weights(iter(sent))
@@ -327,6 +394,17 @@ class Rollout:
             sent.exhaust()
         if self.engine is not None:
             sent.check_complete(self.engine)
+
+    def _dtype_of(self, actor: nn.Module | None) -> torch.dtype | None:
+        """Return the dtype in which an actor's weights are sent; None for the dtypes of the shards.
+
+        In training without half precision, frozen parameters may be stored in half precision, but FSDP2 gathers them in
+        fp32. So the engine gets fp32, too.
+        """
+        if self._dtype is not None or actor is None or not is_sharded(actor) or not is_for_training(actor):
+            return self._dtype
+        widths = {p.dtype.itemsize for p in unwrap_model(actor).parameters() if p.is_floating_point()}
+        return torch.float32 if min(widths) < torch.float32.itemsize == max(widths) else None
 
     def sleep(self) -> None:
         """Put the engine to sleep, unless it is asleep; not collective."""
@@ -366,6 +444,7 @@ class CountedStream:
         self._stream = iter(stream)
         self._hashed = hashed
         self._checksums: dict[str, str] = {}
+        self._dtypes: dict[str, str] = {}
         self._taken = 0
         self._left = 0
         self._failure: Exception | None = None
@@ -380,6 +459,7 @@ class CountedStream:
                 self._failure = failure
                 raise
             if self._hashed:
+                self._dtypes[name] = _short(tensor.dtype)
                 self._checksums |= weight_checksums([(name, tensor)])
             self._taken += 1
             yield name, tensor
@@ -410,8 +490,34 @@ class CountedStream:
                 "method that returns them. Add it, or update without verify."
             )
         held: dict[str, str] = checksums()
-        if wrong := [name for name, checksum in self._checksums.items() if held.get(name) != checksum]:
+        wrong = [name for name, checksum in self._checksums.items() if held.get(name) != checksum]
+        if not wrong:
+            return
+        cast = self._cast_by(engine, wrong)
+        if cast:
+            held_in = ", ".join(sorted(set(cast.values())))
+            sent_in = ", ".join(sorted({self._dtypes[name] for name in cast}))
             raise RolloutError(
-                f"cannot use the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
-                "that were sent, expected equal ones. Update again, and check how the engine loads weights."
+                f"cannot use the engine's weights: it holds {some(list(cast), 'weight')} of {len(self._checksums)} in "
+                f"{held_in}, expected {sent_in}, in which they were sent. Build the engine in {sent_in} "
+                "(TransformersEngine without dtype takes the dtype that is sent), or set bf16 or fp16 of the strategy "
+                "to the dtype of the engine."
             )
+        raise RolloutError(
+            f"cannot use the engine's weights: {some(wrong)} of {len(self._checksums)} differ from those "
+            f"that were sent ({', '.join(sorted(set(self._dtypes.values())))}), expected equal ones. Update again, and "
+            "check how the engine loads weights, and whether it holds them in the dtypes that were sent."
+        )
+
+    def _cast_by(self, engine: RolloutEngine, names: Iterable[str]) -> dict[str, str]:
+        """Return the engine's dtypes of those weights that it holds in another dtype than they were sent in."""
+        try:
+            held: dict[str, str] = getattr(engine, "weight_dtypes", dict)() or {}
+        except RolloutError:  # the weights are wrong in any case
+            return {}
+        shown = {name: _short(held[name]) for name in names if name in held}
+        return {name: dtype for name, dtype in shown.items() if dtype != self._dtypes[name]}
+
+
+def _short(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -42,7 +42,7 @@ from fsdp2_strategy.rollout.connection import (
 from fsdp2_strategy.rollout.engine import ENGINES, CountedStream, RolloutEngine, Weights
 
 _LEAVE_SECONDS = 1.0
-_CALLS = ("weight_checksums", "sleep", "wake_up", "generate")
+_CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate")
 
 
 class RemoteEngine:
@@ -101,6 +101,11 @@ class RemoteEngine:
         """Return the checksums of the engine's weights by Hugging Face name."""
         checksums: dict[str, str] = self._ask("weight_checksums")
         return checksums
+
+    def weight_dtypes(self) -> dict[str, str] | None:
+        """Return the dtypes of the engine's weights by Hugging Face name; None if the engine does not report them."""
+        dtypes: dict[str, str] | None = self._ask("weight_dtypes")
+        return dtypes
 
     def sleep(self) -> None:
         """Put the engine to sleep, which frees its device memory."""
@@ -225,6 +230,8 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
         kwargs = {name: from_json(value, tensors) for name, value in request["kwargs"].items()}
     if call == "is_asleep":
         return getattr(engine, call, None)
+    if call == "weight_dtypes" and not hasattr(engine, call):
+        return None
     if call not in _CALLS or not callable(method := getattr(engine, call, None)):
         raise RolloutError(
             f"cannot call {call}: {type(engine).__name__} has no method of this name that a trainer may call, expected "

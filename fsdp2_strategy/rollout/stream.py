@@ -230,7 +230,7 @@ class _RegionBucket(Bucket):
 
 
 _PLAN = Slot[tuple[object, list[_RegionBucket]]]("plan of the last stream")
-"""The arguments, the ids of the model's tensors at that time, and the buckets."""
+"""The arguments, the ids and dtypes of the model's tensors at that time, and the buckets."""
 
 
 def _cached_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_RegionBucket]:
@@ -238,7 +238,8 @@ def _cached_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) 
 
     A plan refers to its tensors, so no new tensor can get the id of one of them.
     """
-    held = [id(t) for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
+    tensors = [t for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
+    held = [(id(t), t.dtype if t is not None else None) for t in tensors]  # casts in place keep the id
     asked = (dtype, bucket_bytes, sizes.LARGE_BYTES, held)
     known = model_state(root).get(_PLAN)
     if known is None or known[0] != asked:

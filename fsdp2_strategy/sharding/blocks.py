@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ShardError, did_you_mean
 from fsdp2_strategy.hf.library_internals import no_split_class_names
@@ -40,13 +41,14 @@ _LARGEST_SIZE_BASED_UNIT = 50_000_000
 Classes = Iterable[type[nn.Module] | str] | type[nn.Module] | str | None
 
 
+@renamed_argument("class_names", "block_class_names")
 def find_blocks(
-    model: nn.Module, class_names: Sequence[str] = (), *, min_unit_params: int | None = None
+    model: nn.Module, block_class_names: Sequence[str] = (), *, min_unit_params: int | None = None
 ) -> dict[str, nn.Module]:
     """Find the repeated modules of a model that should be sharded one by one; not collective.
 
     The blocks come from the first of these sources that applies. Sources 4 and 5 apply only if they yield a block:
-      1. ``class_names``, if given
+      1. ``block_class_names``, if given
       2. modules with at least ``min_unit_params`` parameters, if given
       3. the classes that a policy lists in ``_fsdp_wrap_modules``
       4. the classes in ``_no_split_modules`` of the model and the models within it, in
@@ -59,7 +61,7 @@ def find_blocks(
 
     Args:
         model: any module; it is only read.
-        class_names: names of module classes.
+        block_class_names: names of module classes.
         min_unit_params: choose as blocks all modules with at least this number of parameters; parameters of smaller
             blocks within a module do not count.
 
@@ -67,7 +69,8 @@ def find_blocks(
         The blocks by dotted name, in module order.
 
     Raises:
-        ShardError: a name in ``class_names`` matches no module, or none of the classes in ``_fsdp_wrap_modules`` does.
+        ShardError: a name in ``block_class_names`` matches no module, or none of the classes in ``_fsdp_wrap_modules``
+            does.
 
     Example:
         >>> from torch import nn
@@ -76,7 +79,7 @@ def find_blocks(
         ['layers.0', 'layers.1', 'layers.2']
     """
     model = unwrap_model(model)
-    blocks = choose_blocks(model, class_names, min_unit_params)
+    blocks = choose_blocks(model, block_class_names, min_unit_params)
     log("blocks of %s: %d, %s", type(model).__name__, len(blocks.modules), blocks.source)
     return blocks.modules
 
@@ -125,13 +128,13 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(
-    model: nn.Module, class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
+    model: nn.Module, block_class_names: Sequence[str], min_unit_params: int | None, ignored: Iterable[nn.Module] = ()
 ) -> Blocks:
     """Choose blocks as `find_blocks` does; blocks that are chosen by class name may be ``ignored`` modules."""
     excluded = {inner for module in ignored for inner in module.modules()}
-    if class_names:
-        modules = _without_containers(modules_of_class(model, class_names))
-        return Blocks("block", f"from the class names {', '.join(class_names)}", modules)
+    if block_class_names:
+        modules = _without_containers(modules_of_class(model, block_class_names))
+        return Blocks("block", f"from the class names {', '.join(block_class_names)}", modules)
     if min_unit_params is not None:
         return _of_size(model, min_unit_params, excluded)
     policy = policy_of(model)

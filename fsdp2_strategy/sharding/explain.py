@@ -15,19 +15,24 @@ from typing import TextIO
 import torch
 from torch import nn
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData, ShardSize
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.mesh import auto_shard_size, check_shard_size
 from fsdp2_strategy.distributed.torch_internals import BATCH_NORMS
-from fsdp2_strategy.errors import some
+from fsdp2_strategy.errors import ShardError, counted, some
 from fsdp2_strategy.model.buffers import unchanged_buffers
+from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.names import clean, persistent_buffers
+from fsdp2_strategy.model.wrappers import unwrap_model
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.bypassed_units import find_bypassed_units
-from fsdp2_strategy.sharding.plan import ShardPlan, Unit, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, Unit, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
+from fsdp2_strategy.sharding.units import check_reshard, reshard_of
 
 
+@renamed_argument("class_names", "block_class_names")
 def explain(
     model: nn.Module,
     *,
@@ -35,26 +40,33 @@ def explain(
     shard_size: ShardSize = -1,
     world_size: int | None = None,
     bf16: bool = True,
+    fp16: bool = False,
     keep_fp32: Sequence[str] = (),
+    masters_in_optimizer: bool = False,
     reduce_in_full_precision: bool = True,
-    class_names: Sequence[str] = (),
+    block_class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
     mixed_mm_data: MixedData | None = None,
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    activation_checkpointing: Sequence[str] | bool = (),
     run: Callable[[nn.Module], object] | None = None,
     file: TextIO | None = None,
 ) -> str:
     """Print how a model would be sharded and how many bytes each rank would hold; not collective.
 
     The model may be on the meta device. Byte counts are those of the rank that holds the most. The optimizer is counted
-    as Adam: two moments in the dtype in which a parameter is stored.
+    as Adam: two moments in the dtype in which a parameter is stored; or, with ``masters_in_optimizer``, fp32 master
+    weights of half-precision parameters and two fp32 moments. `TrainingStrategy.explain` passes a strategy's settings.
 
     Args:
         model: any module; it is only read.
         is_training: count fp32 master weights, gradients and optimizer state; if False, only compute-dtype weights.
         shard_size: number of ranks that a parameter is split over, -1 for all, or "auto".
         world_size: number of ranks to plan for; by default those of the process group, or 1.
-        bf16, keep_fp32, reduce_in_full_precision, class_names, min_unit_params, ignored_modules, mixed_mm_data: as for
+        bf16, fp16, keep_fp32, masters_in_optimizer, reduce_in_full_precision, block_class_names, min_unit_params,
+            ignored_modules, mixed_mm_data, reshard_after_forward, cpu_offload, activation_checkpointing: as for
             `shard_model`.
         run: function that calls the model as training does, with a batch on the model's device (``lambda model:
             model(batch)``). The text then names the units whose forward is bypassed, and the buffers that change. The
@@ -65,23 +77,36 @@ def explain(
         The text, on every rank.
 
     Raises:
-        ShardError: see `plan_units`.
+        ShardError: the model is already sharded, or `shard_model` would raise because of the model or an argument.
         MeshError: ``shard_size`` does not divide the world size.
     """
+    if is_sharded(unwrap_model(model)):
+        raise ShardError(
+            f"cannot explain {class_name(model)}: it is already sharded, expected a model before prepare_model. The "
+            "log of prepare_model says how it was sharded."
+        )
     precision = Precision(
         bf16=bf16,
+        fp16=fp16,
         is_training=is_training,
         keep_fp32=tuple(keep_fp32),
+        masters_in_optimizer=masters_in_optimizer,
         reduce_in_full_precision=reduce_in_full_precision,
     )
     plan = plan_units(
         model,
         precision,
-        class_names,
+        block_class_names,
         min_unit_params=min_unit_params,
         ignored_modules=ignored_modules,
         mixed_mm_data=mixed_mm_data,
     )
+    recomputed = modules_to_recompute(plan, activation_checkpointing)
+    world_size = world_size or process_group.world_size()
+    if shard_size == "auto":
+        shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
+    shard_size = check_shard_size(shard_size, world_size)
+    reshard = check_reshard(reshard_after_forward, shard_size)
     changing = _batch_norm_buffers(plan.model)
     if run is not None:
         with unchanged_buffers(plan.model) as changed:
@@ -89,10 +114,10 @@ def explain(
         plan.bypassed = some(found, "unit") if found else ""
         persistent = persistent_buffers(plan.model)
         changing += [name for name in map(clean, changed) if name in persistent and name not in changing]
-    world_size = world_size or process_group.world_size()
-    if shard_size == "auto":
-        shard_size = auto_shard_size(parameter_count(model), is_training=is_training, world_size=world_size)
-    text = _report(plan, check_shard_size(shard_size, world_size), world_size)
+    where = ", in host memory" if cpu_offload else ""
+    text = _report(plan, shard_size, world_size, reshard=reshard, where=where)
+    if recomputed:
+        text += f"\nrecomputed {some(list(recomputed), 'module')}: only their inputs are kept from forward to backward"
     if is_training and changing:
         text += f"\nchanging   {some(changing, 'buffer')}: made equal on all ranks at each step, see sync_buffers"
     if process_group.is_rank_0():
@@ -100,16 +125,17 @@ def explain(
     return text
 
 
-def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
+def _report(plan: ShardPlan, shard_size: int, world_size: int, *, reshard: bool | int, where: str) -> str:
     half = _short(plan.precision.half) if plan.precision.half else None
     reduction = "fp32" if plan.precision.reduce_in_full_precision else half
     precision = f"{half} compute, {reduction} reduction" if half else "compute in the dtype of the parameters"
     if plan.precision.is_training:
-        what = f"training: fp32 master weights of trainable parameters, {precision}"
+        keeper = " in the optimizer" if plan.precision.masters_in_optimizer else ""
+        what = f"training: fp32 master weights of trainable parameters{keeper}, {precision}"
     else:
         what = f"inference: {half or 'unchanged'} weights, no master weights"
     lines = [
-        f"{type(plan.model).__name__} on {world_size} ranks, each parameter split over {shard_size}",
+        f"{type(plan.model).__name__} on {counted(world_size, 'rank')}, each parameter split over {shard_size}",
         f"precision  {what}",
         f"blocks     {plan.source}",
         "",
@@ -129,20 +155,28 @@ def _report(plan: ShardPlan, shard_size: int, world_size: int) -> str:
         lines.append(f"{name:<44} {first.kind:<10} {stored:<10} {dtype:<9} {count:>15,} {gathered:>10}")
         for unit in group:
             held_bytes.update(_held_bytes(plan, unit, 1 if is_replicated else shard_size))
+            if unit.kind != "ignored":
+                held_bytes["kept"] += _kept_bytes(plan, unit, 1 if is_replicated else shard_size, reshard)
     for name, parameter in plan.replicated.items():
         lines.append(f"{name:<44} {'replicated':<10} {_short(parameter.dtype):<10}")
-    lines += ["", *_totals(plan, held_bytes)]
+    lines += ["", *_totals(plan, held_bytes, reshard=reshard, where=where)]
     return "\n".join(lines)
 
 
-def _totals(plan: ShardPlan, held_bytes: Counter[str]) -> Iterator[str]:
+def _totals(plan: ShardPlan, held_bytes: Counter[str], *, reshard: bool | int, where: str) -> Iterator[str]:
     trainable = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
     buffers = list(plan.model.buffers())
     dtypes = ", ".join(sorted({_short(b.dtype) for b in buffers})) or "none"
     parts = ", ".join(f"{_human(held_bytes[part])} {part}" for part in ("parameters", "gradients", "optimizer"))
     yield f"parameters {parameter_count(plan.model):,}, of which {trainable:,} trainable"
     yield f"buffers    {_human(sum(b.numel() * b.element_size() for b in buffers))} on each rank ({dtypes}), dtype kept"
-    yield f"each rank  {parts}"
+    yield f"each rank  {parts}{where}"
+    which = "the root unit" if reshard is True else "all units"
+    if reshard is True and any(unit.stays_gathered for unit in plan.units):
+        which += " and embeddings"
+    groups = "" if isinstance(reshard, bool) else f", over groups of {reshard} ranks"
+    until = "from forward to backward" if plan.precision.is_training else "after forward"
+    yield f"gathered   {_human(held_bytes['kept'])} on each rank stay gathered {until}: {which}{groups}"
     for names in plan.ties:
         yield f"tied       {' = '.join(names)}"
     in_root = [name for unit in plan.units if unit.kind == "root" for name in unit.parameters]
@@ -150,6 +184,21 @@ def _totals(plan: ShardPlan, held_bytes: Counter[str]) -> Iterator[str]:
         yield f"root unit  {', '.join(in_root[:6])}" + (f" … ({len(in_root)})" if len(in_root) > 6 else "")
     for warning in plan.warnings():
         yield f"warning    {warning}"
+
+
+def _kept_bytes(plan: ShardPlan, unit: Unit, shard_size: int, reshard_after_forward: bool | int) -> int:
+    """Return the bytes of a unit's gathered parameters that a rank keeps after the forward of the unit."""
+    reshard = reshard_of(unit, plan, reshard_after_forward)
+    if reshard is True:
+        return 0
+    is_cast = plan.precision.half is not None or plan.precision.is_training
+    size = 0
+    for parameter in unit.parameters.values():
+        rows, *rest = parameter.shape
+        dtype = unit.compute_dtype if is_cast and parameter.is_floating_point() else parameter.dtype
+        # FSDP2 pads the rows of each rank to equal length.
+        size += math.ceil(rows / shard_size) * shard_size * math.prod(rest) * dtype.itemsize
+    return size // reshard if reshard else size
 
 
 def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
@@ -161,8 +210,9 @@ def _held_bytes(plan: ShardPlan, unit: Unit, shard_size: int) -> dict[str, int]:
         size = count * plan.stored_dtype(unit, parameter).itemsize
         held["parameters"] += size
         if plan.precision.is_training and parameter.requires_grad:
-            held["gradients"] += size
-            held["optimizer"] += 2 * size
+            has_master = plan.precision.masters_in_optimizer and parameter.is_floating_point() and size < 4 * count
+            held["gradients"] += 4 * count if has_master else size
+            held["optimizer"] += 3 * 4 * count if has_master else 2 * size
     return held
 
 

@@ -33,11 +33,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.errors import ShardError, did_you_mean, some
 from fsdp2_strategy.model.names import clean, matches
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.sharding.blocks import can_be_unit, choose_blocks, has_forward, parameter_count, vocabulary_modules
+from fsdp2_strategy.sharding.blocks import (
+    can_be_unit,
+    choose_blocks,
+    has_forward,
+    modules_of_class,
+    parameter_count,
+    vocabulary_modules,
+)
 from fsdp2_strategy.sharding.ignored import find_ignored
 from fsdp2_strategy.sharding.input_casts import CastInputs, inputs_to_cast
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, Policy, policy_of
@@ -156,10 +164,11 @@ class ShardPlan:
         return [self.precision, self.mixed_mm_data, units, facts(self.replicated)]
 
 
+@renamed_argument("class_names", "block_class_names")
 def plan_units(
     model: nn.Module,
     precision: Precision,
-    class_names: Sequence[str] = (),
+    block_class_names: Sequence[str] = (),
     *,
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
@@ -174,7 +183,7 @@ def plan_units(
     """
     model = unwrap_model(model)
     ignored = find_ignored(model, ignored_modules)
-    blocks = choose_blocks(model, class_names, min_unit_params, ignored)
+    blocks = choose_blocks(model, block_class_names, min_unit_params, ignored)
     tree = ModuleTree(model, ignored)
     if not tree.parameters:
         where, fix = "", "Pass a model with parameters."
@@ -227,6 +236,29 @@ def plan_units(
         plan.bypassed = some(without_forward, "unit")
     _check_patterns(tree, precision.keep_fp32, [name for unit in plan.ignored for name in unit.parameters])
     return plan
+
+
+def modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:
+    """Return the modules whose activations are recomputed in training: those of the given classes, or all blocks.
+
+    Raises:
+        ShardError: a class name matches no module, or all blocks are selected and there are none.
+    """
+    if not plan.precision.is_training:
+        return {}
+    if not isinstance(selected, bool):
+        return modules_of_class(plan.model, selected)
+    if not selected:
+        return {}
+    blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
+    if not blocks:
+        raise ShardError(
+            f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
+            "Pass class names as activation_checkpointing."
+        )
+    # Nested blocks are recomputed with the block around them.
+    inner = {module for block in blocks for module in block.modules() if module is not block}
+    return {name: module for module, name in blocks.items() if module not in inner}
 
 
 def _check_ties_of_ignored(tree: ModuleTree) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use
-from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.errors import ShardError, some
 
 _SAMPLES_PER_PARAMETER = 256
 
@@ -43,8 +43,8 @@ def check_same_everywhere(name: str, planned: object, parameters: Mapping[str, n
     different = [name for name, spread in zip(parameters, extremes.sum(dim=0).tolist(), strict=True) if spread]
     if different:
         raise ShardError(
-            f"cannot shard {name}: {len(different)} of {len(parameters)} parameters differ between the ranks, "
-            f"{different[0]} first, expected the same weights on every rank. Set the same seed on every rank before "
+            f"cannot shard {name}: {some(different, 'parameter')} of {len(parameters)} differ between the ranks, "
+            "expected the same weights on every rank. Set the same seed on every rank before "
             "building the model, or load the same files."
         )
 

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2_strategy.config.arguments import renamed_argument
 from fsdp2_strategy.config.strategy_config import MixedData
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import after_forward, collective
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.torch_internals import module_of
-from fsdp2_strategy.errors import ShardError
+from fsdp2_strategy.errors import ShardError, counted
 from fsdp2_strategy.model.buffers import remember_buffers
 from fsdp2_strategy.model.fingerprint import store_initial_sums
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded, parameter_groups, reshard
@@ -29,15 +30,15 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import register_wrapper, unwrap_model
 from fsdp2_strategy.sharding.activation_checkpointing import recompute_activations
-from fsdp2_strategy.sharding.blocks import has_forward, modules_of_class
+from fsdp2_strategy.sharding.blocks import has_forward
 from fsdp2_strategy.sharding.bypassed_units import BypassHooks, clone_view_outputs
 from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_to_fp32
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
-from fsdp2_strategy.sharding.plan import ShardPlan, plan_units
+from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.rank_divergence import detect_divergence
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
-from fsdp2_strategy.sharding.units import prefetch, shard_units
+from fsdp2_strategy.sharding.units import check_reshard, prefetch, shard_units
 from fsdp2_strategy.sharding.vision_encoders import (
     add_zero_gradients,
     attach_graph,
@@ -50,6 +51,7 @@ _IS_FOR_TRAINING = Slot[bool]("sharded for training")
 _DTYPES = Slot[dict[str, torch.dtype]]("dtypes of shards for training")
 
 
+@renamed_argument("class_names", "block_class_names")
 @collective
 def shard_model(
     model: nn.Module,
@@ -61,7 +63,7 @@ def shard_model(
     keep_fp32: Sequence[str] = (),
     masters_in_optimizer: bool = False,
     reduce_in_full_precision: bool = True,
-    class_names: Sequence[str] = (),
+    block_class_names: Sequence[str] = (),
     min_unit_params: int | None = None,
     ignored_modules: Sequence[str] = (),
     reshard_after_forward: bool | int = True,
@@ -97,7 +99,7 @@ def shard_model(
         masters_in_optimizer: shards have the compute dtype and gradients are fp32; the optimizer keeps the fp32 master
             weights (`FSDPadaptOptimizer`).
         reduce_in_full_precision: sum gradients over the ranks in fp32; if False, in the compute dtype.
-        class_names: class names of the blocks; if empty, `find_blocks` chooses them.
+        block_class_names: class names of the blocks; if empty, `find_blocks` chooses them.
         min_unit_params: make units of modules with at least this many parameters; see `find_blocks`.
         ignored_modules: regular expressions for full dotted names of modules that are not sharded: every rank holds
             their parameters as plain, full tensors. The gradient of each of these parameters is averaged in its own
@@ -136,7 +138,7 @@ def shard_model(
     mesh = mesh or build_mesh()
     with on_ranks_of(mesh):
         with all_or_none(f"shard {type(root).__name__}", ShardError):
-            reshard = _checked_reshard(reshard_after_forward, mesh)
+            reshard = check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
             precision = Precision(
                 bf16=bf16,
                 fp16=fp16,
@@ -148,12 +150,12 @@ def shard_model(
             plan = plan_units(
                 root,
                 precision,
-                class_names,
+                block_class_names,
                 min_unit_params=min_unit_params,
                 ignored_modules=ignored_modules,
                 mixed_mm_data=mixed_mm_data,
             )
-            recomputed = _modules_to_recompute(plan, activation_checkpointing) if is_training else {}
+            recomputed = modules_to_recompute(plan, activation_checkpointing)
         name = type(root).__name__
         options = (_shape(mesh), reshard, cpu_offload, tuple(recomputed), debug_divergence_seconds)
         check_same_everywhere(name, (plan.signature(), options), plan.parameters())
@@ -188,7 +190,7 @@ def shard_model(
         register_wrapper(root)
         store_initial_sums(root)
         remember_buffers(root)
-        log("sharded %s over %s: %d units, %s", name, _shape(mesh), len(plan.units), plan.source)
+        log("sharded %s over %s: %s, %s", name, _shape(mesh), counted(len(plan.units), "unit"), plan.source)
     return model
 
 
@@ -257,42 +259,12 @@ def _shape(mesh: DeviceMesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
 
 
-def _checked_reshard(reshard_after_forward: bool | int, mesh: DeviceMesh) -> bool | int:
-    shard_size = mesh.size(mesh.ndim - 1)
-    if isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
-        raise ShardError(
-            f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
-            f"the shard size {shard_size}. Use the number of ranks of a node, or true."
-        )
-    # With groups of one rank, parameters stay gathered (False); groups of the shard size are the default (True).
-    return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
-
-
 @torch.no_grad()
 def _cast(plan: ShardPlan) -> None:
     """Cast each parameter to the dtype of its shard in place, so that tied parameters stay tied."""
     for unit in plan.units:
         for parameter in unit.parameters.values():
             parameter.data = parameter.data.to(plan.stored_dtype(unit, parameter)).contiguous()
-
-
-def _modules_to_recompute(plan: ShardPlan, selected: Sequence[str] | bool) -> dict[str, nn.Module]:
-    """Return the modules whose activations are recomputed: those of the given classes, or all blocks."""
-    if not isinstance(selected, bool):
-        return modules_of_class(plan.model, selected)
-    if not selected:
-        return {}
-    blocks = {unit.module: unit.name for unit in plan.units if unit.kind in ("block", "size")}
-    if not blocks:
-        raise ShardError(
-            f"cannot recompute activations: no block of {type(plan.model).__name__} is found, expected at least one. "
-            "Pass class names as activation_checkpointing."
-        )
-    # Nested blocks are recomputed with the block around them.
-    inner = {module for block in blocks for module in block.modules() if module is not block}
-    return {name: module for module, name in blocks.items() if module not in inner}
 
 
 def _modules_to_compile(plan: ShardPlan) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 
 from fsdp2_strategy.distributed.mesh import build_mesh
 from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.errors import ShardError
 from fsdp2_strategy.hf.skeleton import keep_recorded_outputs
 from fsdp2_strategy.model.gradients import average_gradient
 from fsdp2_strategy.sharding.plan import ShardPlan, Unit
@@ -34,18 +35,56 @@ def shard_units(plan: ShardPlan, mesh: DeviceMesh, reshard_after_forward: bool |
     root_policy = MixedPrecisionPolicy()
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         policy = _policy(unit, plan.precision)
-        reshard = False if unit.stays_gathered else reshard_after_forward
+        reshard = reshard_of(unit, plan, reshard_after_forward)
         if unit.module is plan.model:
             root_policy = policy
         elif unit.kind == "vision":
-            shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=bool(reshard))
+            shard(unit.module, mesh=build_mesh(1), mp_policy=policy, reshard_after_forward=reshard)
         else:
             shard(unit.module, mp_policy=policy, reshard_after_forward=reshard)
-    # With None, FSDP2 keeps the root gathered from the start of forward to the end of backward.
-    root_reshard = None if reshard_after_forward is True else reshard_after_forward
-    shard(plan.model, mp_policy=root_policy, reshard_after_forward=root_reshard)
+    shard(plan.model, mp_policy=root_policy, reshard_after_forward=_reshard_of_root(reshard_after_forward))
     for module in (plan.model, *(unit.module for unit in plan.units)):
         keep_recorded_outputs(module)
+
+
+def check_reshard(reshard_after_forward: bool | int, shard_size: int) -> bool | int:
+    """Return ``reshard_after_forward`` with groups of one rank replaced by False, and of the shard size by True.
+
+    Raises:
+        ShardError: it is neither a bool nor a divisor of the shard size.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or shard_size % reshard_after_forward:
+        raise ShardError(
+            f"cannot reshard: reshard_after_forward is {reshard_after_forward!r}, expected true, false or a divisor of "
+            f"the shard size {shard_size}. Use the number of ranks of a node, or true."
+        )
+    # With groups of one rank, parameters stay gathered (False); groups of the shard size are the default (True).
+    return {1: False, shard_size: True}.get(reshard_after_forward, reshard_after_forward)
+
+
+def reshard_of(unit: Unit, plan: ShardPlan, reshard_after_forward: bool | int) -> bool | int | None:
+    """Return the argument ``reshard_after_forward`` of `fully_shard` for a unit.
+
+    Args:
+        unit: a unit of the plan.
+        plan: the plan.
+        reshard_after_forward: as `check_reshard` returns it.
+
+    Returns:
+        True, False or a number of ranks; None for the root unit if the other units are resharded to all ranks.
+    """
+    if unit.module is plan.model:
+        return _reshard_of_root(reshard_after_forward)
+    if unit.stays_gathered:
+        return False
+    return bool(reshard_after_forward) if unit.kind == "vision" else reshard_after_forward
+
+
+def _reshard_of_root(reshard_after_forward: bool | int) -> bool | int | None:
+    # With None, FSDP2 keeps the root gathered from the start of forward to the end of backward.
+    return None if reshard_after_forward is True else reshard_after_forward
 
 
 def _policy(unit: Unit, precision: Precision) -> MixedPrecisionPolicy:

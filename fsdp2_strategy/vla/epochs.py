@@ -31,7 +31,7 @@ from fsdp2_strategy.distributed.agreement import all_or_none, any_rank
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import rank, world_size
 from fsdp2_strategy.distributed.torch_internals import forget_workers
-from fsdp2_strategy.errors import CheckpointError, DataError
+from fsdp2_strategy.errors import CheckpointError, DataError, counted
 
 Kind = Literal["formula", "state", "count"]
 
@@ -146,7 +146,8 @@ class Epochs:
                     forget_workers(self._loader)  # a resumed run cannot restore their random state
             batches = iter(self._loader)
             if self.kind == "count" and self._batch and not self._is_positioned:
-                log("resuming in epoch %d: drawing and discarding its first %d batches", epoch, self._batch)
+                done = counted(self._batch, "batch", "es")
+                log("resuming in epoch %d: drawing and discarding its first %s", epoch, done)
                 for _ in islice(batches, self._batch):
                     pass
             # Samplers draw their order when the first batch is drawn: draw it now, under this random state.

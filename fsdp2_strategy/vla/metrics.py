@@ -1,4 +1,4 @@
-"""Collect the metrics of VLA training on rank 0, and write them to a JSON lines file or to Weights & Biases.
+"""Collect the metrics of VLA training on rank 0, and write them to trackers.
 
 Input: values that the training loop commits after each micro-batch and each optimizer step. Output: one record per
 optimizer step with VITRA's keys, and a status line for the progress bar.
@@ -6,125 +6,19 @@ optimizer step with VITRA's keys, and a status line for the progress bar.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
-from fsdp2_strategy.errors import ConfigError, did_you_mean
+from fsdp2_strategy.tracking.trackers import JSONLinesTracker, Tracker, WeightsBiasesTracker, start_trackers
 
-
-class Tracker(Protocol):
-    """A destination of metric records."""
-
-    def write_hyperparameters(self) -> None:
-        """Write the settings of the run."""
-
-    def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Write one record."""
-
-    def finalize(self) -> None:
-        """Write the remaining records, and close the tracker; not collective."""
-
-
-class JSONLinesTracker:
-    """Write the run's settings to ``run-metrics.jsonl`` and its records to ``{run_id}.jsonl``; only on rank 0.
-
-    A resumed run appends to the file of records, after it removes a last line that a crash left incomplete. The file
-    contains repeated steps twice.
-
-    Args:
-        run_id: name of the run.
-        run_dir: directory of both files.
-        hparams: settings of the run; values that JSON cannot represent are written as strings.
-    """
-
-    def __init__(self, run_id: str, run_dir: str | Path, hparams: Mapping[str, Any]) -> None:
-        self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
-        self._file: IO[bytes] | None = None
-
-    def write_hyperparameters(self) -> None:
-        """Write the settings to ``run-metrics.jsonl``."""
-        if is_rank_0():
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            content = _to_line({"run_id": self.run_id, "hparams": dict(self.hparams)})
-            (self.run_dir / "run-metrics.jsonl").write_bytes(content)
-
-    def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Append a record without buffering. NaN and infinity are written as null."""
-        if is_rank_0():
-            self._file = self._file or _open_for_append(self.run_dir / f"{self.run_id}.jsonl")
-            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self._file.write(_to_line(finite))
-
-    def finalize(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class WeightsBiasesTracker:
-    """Write settings and records to Weights & Biases, only on rank 0; requires the extra ``tracking``.
-
-    With ``WANDB_MODE=offline`` in the environment, wandb writes to disk only.
-
-    Args:
-        run_id, run_dir, hparams: as for `JSONLinesTracker`.
-        project: Weights & Biases project.
-        entity: user or team that owns the project; by default the default entity of the account.
-        group: name of the group of runs.
-    """
-
-    def __init__(
-        self,
-        run_id: str,
-        run_dir: str | Path,
-        hparams: Mapping[str, Any],
-        project: str = "vitra",
-        entity: str | None = None,
-        group: str = "vla-train",
-    ) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError(
-                "cannot track with 'wandb': the package wandb is not installed, expected the extra 'tracking'. Run "
-                "pip install 'fsdp2_strategy[tracking]', or track with 'jsonl'."
-            )
-        self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
-        self._run: Any = None
-        if is_rank_0():
-            import wandb  # noqa: PLC0415  an extra, and slow to import
-
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._run = wandb.init(
-                name=run_id, dir=str(self.run_dir), config=dict(hparams), project=project, entity=entity, group=group
-            )
-
-    def write_hyperparameters(self) -> None:
-        """Do nothing: the constructor has already passed the settings to ``wandb.init``."""
-
-    def write(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        """Log a record; wandb sends it in the background."""
-        if self._run is not None:
-            self._run.log(dict(metrics), step=global_step)
-
-    def finalize(self) -> None:
-        """Send the remaining records and finish the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+__all__ = ["JSONLinesTracker", "Tracker", "VLAMetrics", "WeightsBiasesTracker"]
 
 
 class VLAMetrics:
@@ -133,7 +27,7 @@ class VLAMetrics:
     Every rank must construct one; this is collective if there is a process group. Only rank 0 collects values.
 
     Args:
-        active_trackers: "jsonl", "wandb", or `Tracker` objects.
+        active_trackers: "jsonl", "tensorboard", "wandb", or `Tracker` objects.
         run_id, run_dir, hparams: as for `JSONLinesTracker`.
         wandb_project, wandb_entity: as for `WeightsBiasesTracker`.
         grad_accumulation_steps: micro-batches per optimizer step; ``Loss (Raw)`` is the mean over those of one step.
@@ -161,20 +55,15 @@ class VLAMetrics:
     ) -> None:
         self.run_id, self.run_dir, self.hparams = run_id, Path(run_dir), hparams
         self.global_step, self.epoch = resume_step or 0, resume_epoch or 0
-        known: dict[str, Callable[[], Tracker]] = {
-            "jsonl": partial(JSONLinesTracker, run_id, run_dir, hparams),
-            "wandb": partial(WeightsBiasesTracker, run_id, run_dir, hparams, wandb_project, wandb_entity),
-        }
-        self.trackers: list[Tracker] = []
-        with all_or_none("start trackers", ConfigError) if dist.is_initialized() else nullcontext():
-            for given in (active_trackers,) if isinstance(active_trackers, str) else active_trackers:
-                if isinstance(given, str) and given not in known:
-                    raise ConfigError(
-                        f"cannot track with {given!r}: expected one of {', '.join(known)}, or a Tracker object."
-                        f"{did_you_mean(given, known)}"
-                    )
-                self.trackers.append(known[given]() if isinstance(given, str) else given)
-                self.trackers[-1].write_hyperparameters()
+        self.trackers = start_trackers(
+            active_trackers,
+            run_id,
+            run_dir,
+            hparams,
+            wandb_project=wandb_project,
+            wandb_entity=wandb_entity,
+            wandb_group="vla-train",
+        )
         self._step_start = time.monotonic()
         self._learning_rate = 0.0
         self._step_losses: deque[torch.Tensor] = deque(maxlen=grad_accumulation_steps)
@@ -261,18 +150,3 @@ class VLAMetrics:
 def _mean(values: deque[torch.Tensor]) -> float:
     """Return the mean, or NaN if there are no values; synchronises with the device once."""
     return torch.stack([value.reshape(()).double() for value in values]).mean().item() if values else float("nan")
-
-
-def _to_line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, sort_keys=True, default=str).encode() + b"\n"
-
-
-def _open_for_append(path: Path) -> IO[bytes]:
-    """Open a file of lines to append without buffering; remove a last line that a crash left incomplete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab+", buffering=0)
-    file.seek(0)
-    written = file.read()
-    if not written.endswith(b"\n"):
-        file.truncate(written.rfind(b"\n") + 1)
-    return file

@@ -12,28 +12,28 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from fsdp2_strategy.checkpoint import load_checkpoint
 from fsdp2_strategy.checkpoint.data_position import LATER, DataPositionMode
 from fsdp2_strategy.checkpoint.random_state import load_rng
 from fsdp2_strategy.checkpoint.training_state import advance_scheduler
 from fsdp2_strategy.config.arguments import check_keywords
-from fsdp2_strategy.config.strategy_config import StrategyConfig
+from fsdp2_strategy.config.strategy_config import ShardSize, StrategyConfig
 from fsdp2_strategy.distributed import process_group
 from fsdp2_strategy.distributed.agreement import from_rank_0
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
+from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
@@ -206,18 +206,10 @@ class VLAFSDPStrategy(TrainingStrategy):
             ShardError, OptimizerError: on every rank: a class matches no module, or no parameter is trainable.
         """
         self.run_dir = Path(run_dir)
-        recompute = checkpointing_policy_modules if self.enable_gradient_checkpointing else None
-        self.config = self.config.replace(
-            block_class_names=class_names_of(self.vla, auto_wrap_policy_modules),
-            activation_checkpointing=class_names_of(self.vla, recompute),
+        self.config, shard_size, reshard = self._sharding(
+            self.vla, auto_wrap_policy_modules, checkpointing_policy_modules
         )
-        shard_size = self._node_shard_size() if self.shard_size is None else self.shard_size
-        self.prepare_model(
-            self.vla,
-            is_training=True,
-            shard_size=shard_size,
-            reshard_after_forward=_RESHARDS[self.sharding_strategy],
-        )
+        self.prepare_model(self.vla, is_training=True, shard_size=shard_size, reshard_after_forward=reshard)
         if self.cast_buffers:
             _cast_buffers(self.vla, self.buffer_dtype)
         groups = vla_parameter_groups(
@@ -242,6 +234,52 @@ class VLAFSDPStrategy(TrainingStrategy):
         )
         self.set_seed(self.config.seed, per_rank=True)
         log("%s", summary(self, n_train_examples))
+
+    def explain(
+        self,
+        model: nn.Module | None = None,
+        is_training: bool = True,
+        shard_size: ShardSize | None = None,
+        reshard_after_forward: bool | int | None = None,
+        *,
+        auto_wrap_policy_modules: Classes = None,
+        checkpointing_policy_modules: Classes = None,
+        run: Callable[[nn.Module], object] | None = None,
+        file: TextIO | None = None,
+    ) -> str:
+        """Print how `run_setup` would shard the model with the same classes; not collective.
+
+        Call this method before `run_setup`. The sizes of buffers are those before ``cast_buffers``.
+
+        Args:
+            model: the model; by default the strategy's ``vla``.
+            is_training, shard_size, reshard_after_forward: by default as `run_setup` passes them to `prepare_model`.
+            auto_wrap_policy_modules, checkpointing_policy_modules: as for `run_setup`.
+            run, file: see the free function `explain`.
+
+        Returns:
+            The text, on every rank.
+
+        Raises:
+            ShardError, MeshError: see the free function `explain`.
+        """
+        self._check_open()
+        model = self.vla if model is None else model
+        config, size, reshard = self._sharding(model, auto_wrap_policy_modules, checkpointing_policy_modules)
+        shard_size = size if shard_size is None else shard_size
+        reshard_after_forward = reshard if reshard_after_forward is None else reshard_after_forward
+        return self._explain(model, config, is_training, shard_size, reshard_after_forward, run=run, file=file)
+
+    def _sharding(
+        self, model: nn.Module, blocks: Classes, recompute: Classes
+    ) -> tuple[StrategyConfig, ShardSize, bool]:
+        """Return the configuration, the shard size, and ``reshard_after_forward`` for the classes of `run_setup`."""
+        config = self.config.replace(
+            block_class_names=class_names_of(model, blocks),
+            activation_checkpointing=class_names_of(model, recompute if self.enable_gradient_checkpointing else None),
+        )
+        shard_size = self._node_shard_size() if self.shard_size is None else self.shard_size
+        return config, shard_size, _RESHARDS[self.sharding_strategy]
 
     def _node_shard_size(self) -> int:
         """Return the number of ranks per node; -1 (all ranks) if it is not a proper divisor of the world size."""
@@ -329,20 +367,19 @@ class VLAFSDPStrategy(TrainingStrategy):
         stop = Preemption()  # handles SIGTERM during this call only
         with (
             closing(stop),
-            tqdm(
-                total=self._steps_of(dataloader),
-                initial=self.global_step(self.vla),
-                desc=metrics.get_status(),
+            Progress(
+                metrics.get_status(),
+                self._steps_of(dataloader),
                 unit="step",
-                leave=False,
-                disable=not process_group.is_rank_0(),
-            ) as bar,
+                done=self.global_step(self.vla),
+                is_shown=process_group.is_rank_0(),
+            ) as progress,
         ):
             loop = Loop(
                 strategy=self,
                 data=data,
                 metrics=metrics,
-                bar=bar,
+                progress=progress,
                 stop=stop,
                 save_interval=save_interval,
                 epoch_save_interval=epoch_save_interval,

@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.preemption import Preemption
-from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.distributed.progress import Progress
+from fsdp2_strategy.errors import StepError, counted
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.optim.step import StepResult
 from fsdp2_strategy.vla.epochs import Epochs
@@ -62,8 +63,8 @@ class Loop:
     strategy: _LoopStrategy
     data: Epochs
     metrics: VLAMetrics
-    bar: Any
-    """A progress bar that counts optimizer steps."""
+    progress: Progress
+    """Counts optimizer steps."""
     stop: Preemption
     save_interval: int | None
     epoch_save_interval: int | None
@@ -121,8 +122,8 @@ class Loop:
         )
         with all_or_none("track metrics", StepError):
             status = self.metrics.push()
-        self.bar.set_description(status, refresh=False)
-        self.bar.update()
+        self.progress.describe(status)
+        self.progress.update()
 
     def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each of the four groups.
@@ -153,8 +154,8 @@ class Loop:
     def _drop_pending_micro_batches(self) -> None:
         strategy = self.strategy
         if pending := strategy.pending_micro_batches:
-            message = "dropping the last %d micro-batches: an optimizer step needs %d"
-            log(message, pending, strategy.grad_accumulation_steps)
+            message = "dropping the last %s: an optimizer step needs %d"
+            log(message, counted(pending, "micro-batch", "es"), strategy.grad_accumulation_steps)
             clear_gradients(strategy.vla)
             strategy.pending_micro_batches = 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fsdp2_strategy import (
     ArgumentError,
@@ -22,6 +23,7 @@ from fsdp2_strategy import (
     DamageError,
     FSDPV2Strategy,
     MeshError,
+    Metrics,
     OffloadError,
     OptimizerError,
     ResumableLoader,
@@ -414,7 +416,21 @@ def no_optimizer(folder):
 
 
 @mistake(
-    "parameters that are not in LlamaForCausalLM, expected only parameters of this model",
+    "these may be 2 micro-batches, or 2 losses of one, expected to know which",
+    StepError,
+    "The loop calls `backward` for each micro-batch, and `optimizer_step` once; or it has several losses.",
+    'Put the loop into `with strategy.accumulate(n):`, or set `accumulation="optimizer_step"` for several losses.',
+)
+def a_loop_with_one_optimizer_step(folder):
+    strategy = strategy_for(gradient_accumulation_steps=2)
+    model, optimizer, _ = prepared(strategy)
+    for step in range(2):
+        strategy.backward(loss_of("llama", model, batch_of("llama", step, 0)), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+
+
+@mistake(
+    "parameters not in LlamaForCausalLM, expected only parameters of this model",
     StepError,
     "The optimizer belongs to another model, or was created before `prepare_model`.",
     "Create it for this model, after `prepare_model`.",
@@ -518,6 +534,75 @@ def a_save_after_close(folder):
     strategy.save_ckpt(model, folder / "ckpts")
 
 
+@mistake(
+    "num_tokens is a tensor of the shape [2, 32], expected the number of tokens of this rank's micro-batch",
+    StepError,
+    "The tokens were passed instead of their number.",
+    "Pass `num_tokens=ids.numel()`, or the sum of the attention mask.",
+)
+def tokens_instead_of_their_number(folder):
+    strategy = strategy_for()
+    model, optimizer, _ = prepared(strategy)
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    strategy.backward(model(input_ids=ids, labels=ids).loss, model, optimizer, num_tokens=ids)
+
+
+@mistake(
+    "cannot track with 'tensorbord': expected one of jsonl, tensorboard, wandb, or a Tracker object. Did you mean",
+    ConfigError,
+    "The name of the tracker has a typo.",
+    "Use one of the names in the message.",
+)
+def a_tracker_that_does_not_exist(folder):
+    Metrics("tensorbord", run_id="run", run_dir=folder)
+
+
+@mistake(
+    "cannot start trackers: failed on rank 0: FileExistsError",
+    ConfigError,
+    "`run_dir` is a file, or rank 0 cannot write there.",
+    "Use a directory that rank 0 can create and write.",
+)
+def metrics_in_a_file(folder):
+    file = folder / "file"
+    file.touch()
+    Metrics("jsonl", run_id="run", run_dir=file)
+
+
+@mistake(
+    "cannot log 'loss': the record has a number of this name",
+    ArgumentError,
+    "The loss of a rank was logged next to the loss over all ranks.",
+    "Omit it: the record contains the loss of the step. Use another name for another loss.",
+)
+def a_second_loss_in_a_record(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    loss = loss_of("llama", model, batch_of("llama", 0, dist.get_rank()))
+    strategy.backward(loss, model, optimizer)
+    with Metrics("jsonl", run_id="run", run_dir=folder) as metrics:
+        metrics.log(strategy.optimizer_step(optimizer, model, scheduler), loss=loss)
+
+
+@mistake(
+    "cannot take an optimizer step: failed on rank 0: cannot write the metrics of step 1",
+    StepError,
+    "Rank 0 could not write a record of `Metrics`: its directory was deleted, or the file system is full.",
+    "Correct the cause that the message names; start the run again, which resumes from its last checkpoint.",
+)
+def a_directory_of_metrics_that_is_lost(folder):
+    strategy = strategy_for()
+    model, optimizer, scheduler = prepared(strategy)
+    with Metrics("jsonl", run_id="run", run_dir=folder / "run") as metrics:
+        if dist.get_rank() == 0:
+            (folder / "run" / "run-metrics.jsonl").unlink()
+            (folder / "run").rmdir()
+            (folder / "run").touch()
+        for step in range(2):
+            strategy.backward(loss_of("llama", model, batch_of("llama", step, 0)), model, optimizer)
+            metrics.log(strategy.optimizer_step(optimizer, model, scheduler))
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 _section[0] = "Saving"
@@ -617,7 +702,7 @@ def a_tag_that_is_another_directory(folder):
     "cannot save the tokenizer: it is a str, expected an object with save_pretrained",
     CheckpointError,
     "`save_model` got a path in place of the tokenizer.",
-    "Call `save_model(model, tokenizer, output_dir)`, with `None` for no tokenizer.",
+    "Call `save_model(model, tokenizer, output_dir)`; without a tokenizer, `save_model(model, output_dir=folder)`.",
 )
 def a_path_as_tokenizer(folder):
     strategy = strategy_for()
@@ -635,6 +720,30 @@ def a_tokenizer_as_model(folder):
     strategy = strategy_for()
     model, *_ = prepared(strategy)
     strategy.save_model(small_tokenizer(), model, folder / "out")
+
+
+@mistake(
+    "is given as tokenizer and output_dir is missing",
+    ArgumentError,
+    "The folder was passed in the place of the tokenizer.",
+    "Call `save_model(model, output_dir=folder)`, or `save_model(model, tokenizer, folder)`.",
+)
+def a_folder_in_the_place_of_the_tokenizer(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_model(model, str(folder / "out"))
+
+
+@mistake(
+    "failed on rank 1: cannot save the model: output_dir is missing",
+    ArgumentError,
+    "Only rank 0 knows the folder, for example because only its configuration names one.",
+    "Pass the same arguments on every rank.",
+)
+def a_folder_that_only_rank_0_knows(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    strategy.save_model(model, output_dir=folder / "out" if strategy.is_rank_0() else None)
 
 
 @mistake(
@@ -767,6 +876,52 @@ def a_flipped_byte(folder):
     strategy, model, *_ = saved(folder)
     on_rank_0(lambda: _flip(folder / "ckpts" / "global_step1" / "model" / "model.safetensors"))
     strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "with fallback=True, for an older checkpoint, or with tag= for one of ['global_step1']",
+    DamageError,
+    "The newest checkpoint is corrupt; others in the directory may be intact.",
+    "Load one of those that the message names.",
+)
+def a_flipped_byte_in_the_newest_of_several_checkpoints(folder):
+    strategy, model, optimizer, scheduler = saved(folder)
+    train(strategy, model, optimizer, scheduler, range(1, 2))
+    strategy.save_ckpt(model, folder / "ckpts")
+    on_rank_0(lambda: _flip(folder / "ckpts" / "global_step2" / "model" / "model.safetensors"))
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "The saved model has another vocabulary: call resize_token_embeddings(",
+    CheckpointError,
+    "The embeddings of the saved model have been resized, those of this model have not.",
+    "Make the call that the message names before `prepare_model`.",
+)
+def a_checkpoint_of_a_model_with_more_tokens(folder):
+    strategy = strategy_for()
+    resized = build("llama")
+    resized.resize_token_embeddings(120, mean_resizing=False)
+    strategy.prepare_model(resized, is_training=True)
+    strategy.create_optimizer(resized, lr=0.1)
+    strategy.save_ckpt(resized, folder / "ckpts")
+    model, *_ = prepared(strategy)
+    strategy.load_ckpt(model, folder / "ckpts")
+
+
+@mistake(
+    "the files may be of a smaller model, or incomplete. To initialise these tensors, build the model outside of "
+    "init_on_meta.",
+    CheckpointError,
+    "A model that was built on the meta device has more layers than its files.",
+    "Correct the configuration or the folder.",
+)
+def files_without_a_layer(folder):
+    on_rank_0(lambda: build("llama").save_pretrained(folder / "weights"))
+    strategy = strategy_for()
+    with strategy.init_model_context(meta_init=True):
+        model = AutoModelForCausalLM.from_pretrained(folder / "weights", num_hidden_layers=3)
+    strategy.prepare_model(model, is_training=True)
 
 
 @mistake(

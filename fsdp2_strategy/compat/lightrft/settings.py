@@ -12,10 +12,14 @@ from typing import Any
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError
 
-FIELDS: dict[str, Any] = {"max_norm": 1.0, "train_batch_size": 128, "adam_offload": False, "timeout_minutes": 60.0}
+FIELDS: dict[str, Any] = {
+    "accumulation": "optimizer_step",
+    "adam_offload": False,
+    "max_norm": 1.0,
+    "timeout_minutes": 60.0,
+    "train_batch_size": 128,
+}
 """LightRFT's defaults of our fields, where they differ from ours."""
-
-FIELDS |= {"accumulation": "optimizer_step"} if "accumulation" in StrategyConfig.__dataclass_fields__ else {}
 
 OPTIONS: dict[str, Any] = {
     "actor_learning_rate": 1e-5,

@@ -7,7 +7,7 @@ pretrained model stores which files contain its values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -107,14 +107,20 @@ def _nothing_loaded() -> Any:
 
 def keep_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype] | None) -> None:
     """Cast tensors to the dtypes that ``plan`` sets for their name patterns, as loading would."""
+    state = model.state_dict(keep_vars=True)
+    for name, dtype in planned_dtypes(state, plan).items():
+        state[name].data = state[name].data.to(dtype)
+
+
+def planned_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype] | None) -> dict[str, torch.dtype]:
+    """Return the dtypes that ``plan`` sets by name pattern, for those of ``names`` that match a pattern."""
     from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
 
     if not plan:
-        return
+        return {}
     pattern, groups, _ = build_glob_alternation(list(plan))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if match := pattern.search(name):
-            tensor.data = tensor.data.to(plan[groups[match.lastgroup or ""]])
+    matches = {name: match for name in names if (match := pattern.search(name))}
+    return {name: plan[groups[match.lastgroup or ""]] for name, match in matches.items()}
 
 
 def _store_files(model: Any, checkpoint_files: Any, load_config: Any) -> None:

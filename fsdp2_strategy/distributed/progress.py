@@ -1,0 +1,84 @@
+"""Show the progress of a long operation: a bar on a terminal; elsewhere, a line in the log every half a minute.
+
+Input: the amount of work, and what is done of it. Output: standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from fsdp2_strategy.distributed.log import logger
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Progress:
+    """The progress of one operation; use it in a ``with`` block. All methods are thread-safe.
+
+    Args:
+        what: the operation, such as "loading".
+        total: the amount of work; None if unknown.
+        unit: "B" for bytes, or the name of another unit.
+        done: work that was done before.
+        is_shown: whether to show anything.
+    """
+
+    def __init__(self, what: str, total: int | None, *, unit: str = "B", done: int = 0, is_shown: bool = True) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._done = self._done_before = done
+        self._logs = is_shown and not _is_terminal()
+        self._begin = self._last_line = time.monotonic()
+        self._lock = threading.Lock()
+        self._bar: tqdm[Any] = tqdm(
+            total=total,
+            desc=what,
+            unit=unit,
+            unit_scale=unit == "B",
+            initial=done,
+            leave=False,
+            disable=not is_shown or self._logs,
+        )
+
+    def update(self, done: int = 1) -> None:
+        """Add work that was done."""
+        with self._lock:
+            self._done += done
+            self._bar.update(done)
+            now = time.monotonic()
+            if self._logs and now - self._last_line >= SECONDS_BETWEEN_LINES:
+                self._last_line = now
+                logger.info("%s", self._line(now - self._begin))
+
+    def describe(self, what: str) -> None:
+        """Change the text of the operation; it is shown at the next update."""
+        with self._lock:
+            self._what = what
+            self._bar.set_description(what, refresh=False)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, seconds: float) -> str:
+        speed = (self._done - self._done_before) / seconds
+        if self._unit == "B":
+            done, per_second = f"{self._done / 1e9:.1f} GB", f"{speed / 1e9:.2f} GB/s"
+        else:
+            done, per_second = f"{self._done:,} {self._unit}s", f"{speed:.2f} {self._unit}s/s"
+        part = f" ({self._done / self._total:.0%})" if self._total else ""
+        return f"{self._what}: {done}{part}, {per_second}"
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

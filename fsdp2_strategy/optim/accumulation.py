@@ -1,0 +1,171 @@
+"""Count the micro-batches of an optimizer step, and decide when the step is due.
+
+Input: the calls of ``backward`` and ``optimizer_step`` for a model. Output: whether the next backward pass is in the
+last micro-batch of a step, and whether ``optimizer_step`` must step.
+
+[Note: micro-batches] Training loops differ in where a micro-batch ends. Take a step of four micro-batches:
+
+1. ``backward``, then ``optimizer_step``, four times. Each call of ``optimizer_step`` ends a micro-batch.
+2. ``backward`` twice, for two losses, then ``optimizer_step``; all of this four times. Again, each call of
+   ``optimizer_step`` ends a micro-batch.
+3. ``backward`` four times, then ``optimizer_step`` once. Each call of ``backward`` is a micro-batch.
+
+By default, a micro-batch ends at ``optimizer_step``. But in the third loop, the first call of ``optimizer_step`` finds
+as many backward passes as a step has micro-batches; so it would in the second loop, if there were four losses. To guess
+would change the batch size silently, so this is an error. It names the two ways to say what is meant:
+`TrainingStrategy.accumulate` for the third loop, and the rule ``"optimizer_step"`` for the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp2_strategy.config.strategy_config import AccumulationRule
+from fsdp2_strategy.errors import StepError
+from fsdp2_strategy.model.state import Slot, model_state
+from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.optim.step_sums import MicroBatchSums
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scale, which keeps float16 gradients from underflowing.
+
+    It doubles after ``interval`` successive steps with finite gradients, and halves (down to 1) after a step without.
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+    """Successive finite steps since the scale last changed."""
+
+    def update(self, *, finite: bool) -> None:
+        """Adapt the scale to one step; not collective: the gradient norm, and so the scale, is equal on all ranks."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass
+class Accumulation:
+    """The gradient accumulation state of a model; see [Note: micro-batches].
+
+    Methods take the ``rule``, and ``count``, the number of micro-batches of a step in the configuration.
+    """
+
+    micro_batches: int = 0
+    """Complete micro-batches of the coming step."""
+    backward_passes: int = 0
+    """Backward passes of the current micro-batch, if `optimizer_step` ends it."""
+    declared: int | None = None
+    """Number of micro-batches of the coming step, in a block of `TrainingStrategy.accumulate`."""
+    steps: int = 0
+    """Optimizer steps taken."""
+    scale: LossScale | None = None
+    """Loss scale of float16 training; None for other dtypes."""
+    checked_optimizer: ref[Optimizer] | None = None
+    """The optimizer that last passed the check of its parameters."""
+    last_sync: bool | None = None
+    """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
+    sums: MicroBatchSums = field(default_factory=MicroBatchSums)
+    """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there were backward passes since the last optimizer step."""
+        return bool(self.micro_batches or self.backward_passes)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some, but not all, of the declared micro-batches were run."""
+        return self.is_pending and (self.declared is None or self.micro_batches < self.declared)
+
+    def reset(self) -> None:
+        """Forget the backward passes since the last optimizer step."""
+        self.micro_batches, self.backward_passes, self.declared, self.sums = 0, 0, None, MicroBatchSums()
+
+    def size(self, rule: AccumulationRule, count: int) -> int | None:
+        """Return the number of micro-batches of the coming step; None if the caller decides when to step."""
+        if self.declared is not None:
+            return self.declared
+        return None if rule == "caller" else count
+
+    def is_last(self, rule: AccumulationRule, count: int) -> bool:
+        """Return whether the next backward pass is in the last micro-batch of a step."""
+        size = self.size(rule, count)
+        return size is None or (self.micro_batches + 1) % size == 0
+
+    def check_declared(self) -> None:
+        """Raise StepError if all micro-batches that `accumulate` declared have been run."""
+        if self.declared is not None and self.micro_batches >= self.declared:
+            raise StepError(
+                f"cannot run backward: all {self.declared} micro-batches that accumulate declared were run, expected "
+                "optimizer_step. Call it, or declare the right number."
+            )
+
+    def add_backward(self, rule: AccumulationRule) -> None:
+        """Count a backward pass."""
+        if self._ends_with_backward(rule):
+            self.micro_batches += 1
+        else:
+            self.backward_passes += 1
+
+    def end_micro_batch(self, rule: AccumulationRule, count: int, name: str) -> bool:
+        """Count a call of ``optimizer_step`` for the model ``name``, and return whether it must step.
+
+        Raises:
+            StepError: there was no backward pass since the last call; or, with the rule "auto", it is unknown whether
+                the backward passes are micro-batches, or losses of one.
+        """
+        size = self.size(rule, count)
+        if not self._ends_with_backward(rule):
+            if not self.backward_passes:
+                since = "the last call of optimizer_step" if self.micro_batches else "its last step"
+                raise _no_backward(name, since)
+            if rule == "auto" and count > 1 and not self.micro_batches and self.backward_passes % count == 0:
+                raise _ambiguous(name, self.backward_passes, count)
+            if self.is_last(rule, count):
+                return True  # counted by `reset` after the step, so that a step that fails can be called again
+            self.micro_batches, self.backward_passes = self.micro_batches + 1, 0
+            return False
+        if not self.micro_batches:
+            raise _no_backward(name, "its last step")
+        return size is None or self.micro_batches % size == 0
+
+    def _ends_with_backward(self, rule: AccumulationRule) -> bool:
+        return rule == "backward" or (self.declared is not None and rule != "optimizer_step")
+
+
+def _no_backward(name: str, since: str) -> StepError:
+    return StepError(
+        f"cannot step {name!r}: no backward pass since {since}, expected at least one. Call "
+        "strategy.backward(loss, model, optimizer) instead of loss.backward()."
+    )
+
+
+def _ambiguous(name: str, passes: int, count: int) -> StepError:
+    return StepError(
+        f"cannot step {name!r}: backward was called {passes} times before optimizer_step, and a step has {count} "
+        f"micro-batches: these may be {passes} micro-batches, or {passes} losses of one, expected to know which. For "
+        f"micro-batches, put the loop into 'with strategy.accumulate({passes}):', or set accumulation='backward'. For "
+        "losses, set accumulation='optimizer_step'."
+    )
+
+
+_ACCUMULATION = Slot[Accumulation]("accumulation")
+
+
+def accumulation_of(model: nn.Module) -> Accumulation:
+    """Return the accumulation state of a model or wrapper, created on first use; not collective."""
+    return model_state(unwrap_model(model)).setdefault(_ACCUMULATION, Accumulation())
+
+
+def begin_accumulation(model: nn.Module, scale: LossScale | None = None) -> Accumulation:
+    """Reset the accumulation state of a model or wrapper, with a loss scale for float16 training; not collective."""
+    return model_state(unwrap_model(model)).set(_ACCUMULATION, Accumulation(scale=scale))

@@ -1,0 +1,132 @@
+"""Sum the losses and tokens of an optimizer step over micro-batches and ranks, for `StepResult`.
+
+Input: the loss and the numbers of tokens that `backward` gets in each micro-batch. Output: the numbers that the
+all-reduce of the gradient norm carries, and the loss and tokens that follow from their sums.
+
+[Note: values of a step] Loss and tokens of a step are sums over micro-batches and ranks. `backward` adds them up on the
+device, in `MicroBatchSums`, and `optimizer_step` sends them with the gradient norm: one all-reduce of a few numbers and
+one host synchronisation, as for the norm alone. The reported loss is the function whose gradient the step uses.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp2_strategy.errors import StepError, counted
+
+
+@dataclass
+class MicroBatchSums:
+    """Sums over this rank's micro-batches of one step; see [Note: values of a step]."""
+
+    loss: torch.Tensor | None = None
+    """Sum of loss x factor, without the loss scale; one element, on the device of the loss."""
+    tokens: int | torch.Tensor | None = None
+    """Sum of the ``num_tokens`` that were given; None if none were."""
+    items: float | None = None
+    """The last ``num_items_in_batch``; None if there was none."""
+    own_items: int | torch.Tensor | None = None
+    """Sum of the ``num_items`` that were given; None if none were."""
+
+    @property
+    def has_items(self) -> bool:
+        """Whether ``num_items`` was given."""
+        return self.own_items is not None
+
+    @torch.no_grad()
+    def add(
+        self,
+        loss: torch.Tensor,
+        factor: float,
+        num_tokens: int | torch.Tensor | None,
+        items: float | None,
+        num_items: int | torch.Tensor | None,
+    ) -> None:
+        """Add one micro-batch; not collective, and does not synchronise with the device."""
+        loss = loss.detach().reshape(()).double() * factor
+        self.loss = loss if self.loss is None else self.loss + loss
+        self.tokens = _plus(self.tokens, num_tokens)
+        self.own_items = _plus(self.own_items, num_items)
+        self.items = self.items if items is None else items
+
+    def values(self) -> list[float | torch.Tensor]:
+        """Return the numbers that `totals` needs the sums of, over all ranks."""
+        return [
+            math.nan if self.loss is None else self.loss,
+            0 if self.tokens is None else self.tokens,
+            self.tokens is not None,
+            self.items or 0.0,
+            self.items is not None,
+            0 if self.own_items is None else self.own_items,
+            self.own_items is not None,
+        ]
+
+    @staticmethod
+    def totals(sums: Sequence[float], ranks: int) -> tuple[float, int | None, float]:
+        """Return loss and tokens of the step, from the sums of `values` over ``ranks`` ranks.
+
+        Also return the number by which the gradients must be divided; see [Note: gradient scale] in `optim.step`.
+
+        Raises:
+            StepError: ``num_items`` was given on some ranks only, or the sum is 0.
+        """
+        loss, tokens, ranks_with_tokens, items, ranks_with_items, own_items, ranks_with_own_items = sums
+        divisor = 1.0
+        if ranks_with_own_items:
+            if ranks_with_own_items != ranks or not own_items > 0:
+                raise StepError(
+                    f"cannot step: num_items was passed on {ranks_with_own_items:.0f} of {counted(ranks, 'rank')}, and "
+                    f"its sum is {own_items:.0f}, expected all ranks and more than 0. Pass it on every rank, 0 where a "
+                    "micro-batch has no items."
+                )
+            divisor = own_items / ranks
+        loss /= ranks * divisor
+        if ranks_with_tokens:
+            return loss, round(tokens) if ranks_with_tokens == ranks else None, divisor
+        if ranks_with_own_items:
+            return loss, round(own_items), divisor
+        return loss, round(items / ranks_with_items) if ranks_with_items else None, divisor
+
+
+def _plus(total: int | torch.Tensor | None, count: int | torch.Tensor | None) -> int | torch.Tensor | None:
+    """Add a count to a sum; None means that nothing was counted."""
+    if isinstance(count, torch.Tensor):
+        count = count.detach().reshape(()).to(torch.int64, copy=True)  # the caller may reuse it
+    if count is None:
+        return total
+    return count if total is None else total + count
+
+
+def checked_tokens(num_tokens: Any, name: str = "num_tokens") -> int | torch.Tensor | None:
+    """Return a number of tokens as an int, or a tensor unchanged: reading its value would synchronise with the device.
+
+    Args:
+        num_tokens: the number.
+        name: name of the argument, for the message.
+
+    Raises:
+        StepError: it is not an integer of at least 0 or a tensor of one element.
+    """
+    if num_tokens is None:
+        return None
+    if isinstance(num_tokens, torch.Tensor):
+        if num_tokens.numel() == 1:
+            return num_tokens
+        shown = f"a tensor of the shape {list(num_tokens.shape)}"
+    else:
+        try:
+            if (count := operator.index(num_tokens)) >= 0:
+                return int(count)
+        except TypeError:
+            pass
+        shown = repr(num_tokens)
+    raise StepError(
+        f"cannot count the tokens: {name} is {shown}, expected the number of tokens of this rank's micro-batch, an "
+        "integer of at least 0 or a tensor of one element. Pass attention_mask.sum(), for example."
+    )
