@@ -162,7 +162,7 @@ def test_the_calls_of_the_trainers_run_in_their_order(tmp_path, monkeypatch):
     full = full_parameters(actor.model)
     assert all(torch.equal(engine.weights[name], full[name]) for name in ("lm_head.weight", "model.norm.weight"))
     strategy.save_model(actor, None, tmp_path / "out")
-    strategy.save_model(critic, None, tmp_path / "out_critic")
+    strategy.save_model(critic, output_dir=tmp_path / "out_critic")
 
     again = get_strategy(args)
     (actor_2, optim_2, sched_2), (critic_2, critic_optim_2, _), *_ = prepared(again, args)
@@ -173,6 +173,21 @@ def test_the_calls_of_the_trainers_run_in_their_order(tmp_path, monkeypatch):
     assert_parameters_close(full_parameters(critic_2), full_parameters(critic), 0)
     again.close()
     strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_the_broadcast_manager_and_the_count_of_averages_are_those_of_the_base_class():
+    engine = Engine()
+    with get_strategy(arguments()) as strategy:
+        actor, average = (strategy.prepare_model(Actor(), is_training=training) for training in (True, False))
+        assert strategy.broadcast_manager is None and strategy.time_steps["ema"] == 0
+        strategy.setup_inference_engine(arguments(), engine, actor)
+        engine.calls.clear()
+        strategy.update_engine_weights(actor)
+        strategy.broadcast_manager.broadcast_to_engine()
+        assert engine.calls[-1] == "update" and engine.calls.count("update") == 2
+        strategy.moving_average(actor, average)
+        assert strategy.time_steps["ema"] == 1
 
 
 @pytest.mark.ranks(2)

@@ -45,7 +45,7 @@ def _wraps_one_model(model: nn.Module) -> bool:
     return not is_transformers_model(model) and len(outermost_models(model)) == 1
 
 
-def save_critic(model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
+def save_critic(model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any) -> None:
     """Write a critic as a folder whose backbone ``from_pretrained`` loads; collective.
 
     The backbone's weights have their Hugging Face names. All other tensors of the critic are written to
@@ -57,6 +57,7 @@ def save_critic(model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwar
     reshard(root)
     (backbone,) = outermost_models(root).values()
     save_model(backbone, tokenizer, output_dir, **kwargs)
+    assert output_dir is not None, "save_model requires it"
     with on_ranks_of(root):
         head = {name: full_tensor_of(tensor).cpu().contiguous() for name, tensor in _tensors_of_head(root).items()}
         with all_or_none(f"export {class_name(root)}", CheckpointError):

@@ -5,7 +5,9 @@ Input: the namespace of LightRFT's parser. Output: a strategy for its scripts; s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -79,6 +81,18 @@ class SequenceParallelData:
         return data
 
 
+@dataclass(frozen=True)
+class BroadcastManager:
+    """Send a model's weights to the inference engine."""
+
+    strategy: LightRFTStrategy
+    actor: nn.Module
+
+    def broadcast_to_engine(self) -> None:
+        """Load the model's weights into the engine; collective; see `LightRFTStrategy.update_engine_weights`."""
+        self.strategy.update_engine_weights(self.actor)
+
+
 class LightRFTStrategy(FSDPV2Strategy):
     """Train with LightRFT's trainers; `get_strategy` constructs it from the namespace of LightRFT's parser.
 
@@ -94,6 +108,8 @@ class LightRFTStrategy(FSDPV2Strategy):
         engine_dp_group: the ranks with this rank's position in its engine, one of each engine.
         sp_data_processor: what distributes samples over sequence-parallel ranks.
         genlen_analyser: statistics of the lengths of generated outputs.
+        broadcast_manager: sends the weights of the last model that `update_engine_weights` sent; None before.
+        time_steps: ``time_steps["ema"]`` is the number of calls of `moving_average`.
     """
 
     _option_defaults: ClassVar = {**FSDPV2Strategy._option_defaults, **OPTIONS}
@@ -109,6 +125,8 @@ class LightRFTStrategy(FSDPV2Strategy):
             raise
         self.sp_data_processor = SequenceParallelData()
         self.genlen_analyser = LengthStatistics(self.engine_dp_group, self.config.extra["plot_every"])
+        self.broadcast_manager: BroadcastManager | None = None
+        self.time_steps: Counter[str] = Counter()
         self._generations = 0
 
     # --- models -------------------------------------------------------------------------------------------------------
@@ -124,6 +142,11 @@ class LightRFTStrategy(FSDPV2Strategy):
         if is_plain_wrapper(model):
             model.is_actor = True  # type: ignore[union-attr]
         return super().prepare_model(model, *arguments, **keywords)
+
+    def moving_average(self, *arguments: Any, **keywords: Any) -> None:
+        """Average a model's parameters into a second model; see `FSDPV2Strategy.moving_average`."""
+        super().moving_average(*arguments, **keywords)
+        self.time_steps["ema"] += 1
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +167,7 @@ class LightRFTStrategy(FSDPV2Strategy):
             return
         self.wakeup_inference_engine()
         super().update_engine_weights(actor, verify=verify)
+        self.broadcast_manager = BroadcastManager(self, actor)
 
     def engine_generate_local(
         self,
@@ -302,7 +326,9 @@ class LightRFTStrategy(FSDPV2Strategy):
         )
 
     @collective
-    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str | Path, **kwargs: Any) -> None:
+    def save_model(
+        self, model: nn.Module, tokenizer: Any = None, output_dir: str | Path | None = None, **kwargs: Any
+    ) -> None:
         """Write a Hugging Face folder; collective; see `hf.export.save_model`.
 
         A critic is written as the folder of its backbone, with its value head in ``value_head.safetensors``.
