@@ -83,12 +83,14 @@ if TYPE_CHECKING:
     from fsdp2_strategy.optim.step import take_step as take_step
     from fsdp2_strategy.rollout.engine import ENGINES as ENGINES
     from fsdp2_strategy.rollout.engine import Rollout as Rollout
-    from fsdp2_strategy.rollout.engine import RolloutEngine as RolloutEngine
-    from fsdp2_strategy.rollout.engine import TransformersEngine as TransformersEngine
+    from fsdp2_strategy.rollout.protocol import RolloutEngine as RolloutEngine
     from fsdp2_strategy.rollout.remote import RemoteEngine as RemoteEngine
     from fsdp2_strategy.rollout.remote import serve as serve
+    from fsdp2_strategy.rollout.sglang_engine import SGLangEngine as SGLangEngine
     from fsdp2_strategy.rollout.stream import stream_weights as stream_weights
     from fsdp2_strategy.rollout.stream import weight_checksums as weight_checksums
+    from fsdp2_strategy.rollout.transformers_engine import TransformersEngine as TransformersEngine
+    from fsdp2_strategy.rollout.vllm_engine import VLLMEngine as VLLMEngine
     from fsdp2_strategy.sharding.blocks import find_blocks as find_blocks
     from fsdp2_strategy.sharding.blocks import (
         manual_transformer_cls_names_to_wrap as manual_transformer_cls_names_to_wrap,

@@ -436,8 +436,8 @@ class Recorder:
 def test_an_engine_of_ones_own_takes_its_place_by_name_or_as_it_is(monkeypatch):
     strategy = FSDPV2Strategy()
     actor = strategy.prepare_model(build("llama"), is_training=True)
-    with pytest.raises(RolloutError, match=r"engine_type is 'vllm', expected one of transformers"):
-        strategy.setup_inference_engine(args_of(enable_engine_sleep=True), actor=actor)
+    with pytest.raises(RolloutError, match=r"engine_type is 'mine', expected one of transformers"):
+        strategy.setup_inference_engine(args_of(enable_engine_sleep=True), "mine", actor)
     with pytest.raises(RolloutError, match="no inference engine"):
         strategy.update_engine_weights(actor)
     with pytest.raises(RolloutError, match="it is a Linear, expected an object with update_weights"):

@@ -1,328 +1,46 @@
-"""The protocol of inference engines, an engine that uses transformers, and the `Rollout` that holds a trainer's engine.
+"""The engines by name, and the `Rollout` that holds a trainer's engine.
 
-Input: weights under Hugging Face names, as `stream_weights` yields them. Output: an engine that generates with these
-weights.
+Input: a trainer's arguments and a model. Output: an engine that has the model's weights.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.agreement import all_or_none
-from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import RolloutError, did_you_mean, some
-from fsdp2_strategy.hf.conversions import recipe_for
-from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
-from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes, planned_dtypes
-from fsdp2_strategy.hf.peft.merge import without_adapters
-from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
-from fsdp2_strategy.hf.safetensors_format import Entry
-from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
-from fsdp2_strategy.hf.skeleton import meta_skeleton
-from fsdp2_strategy.hf.transformers_models import is_transformers_model
-from fsdp2_strategy.hf.weights_folder import source_of_weights
-from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
+from fsdp2_strategy.errors import RolloutError, some
+from fsdp2_strategy.model.fsdp_state import is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.rollout.protocol import RolloutEngine, Weights
+from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
+from fsdp2_strategy.rollout.trainer_arguments import option
+from fsdp2_strategy.rollout.transformers_engine import TransformersEngine
+from fsdp2_strategy.rollout.vllm_engine import VLLMEngine
 from fsdp2_strategy.sharding.shard import is_for_training
-
-Weights = Iterator[tuple[str, torch.Tensor]]
-
-
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """The interface of an inference engine, which may compute in this process or elsewhere.
-
-    Four members are optional. ``weight_checksums() -> dict[str, str]`` returns checksums by Hugging Face name, as the
-    function `weight_checksums` computes them; an update with ``verify`` calls it. ``weight_dtypes() -> dict[str, str]``
-    returns the dtypes of the weights, such as "bfloat16"; if checksums differ, the error names them. ``is_asleep``, an
-    attribute or a property, says whether the engine is asleep; without it, the last call of ``sleep`` or ``wake_up``
-    decides. ``close()`` is called when an engine that was built by name is no longer used.
-    """
-
-    def update_weights(self, weights: Weights) -> object:
-        """Load all weights from pairs of Hugging Face name and tensor; the engine may keep the tensors."""
-
-    def sleep(self) -> object:
-        """Free the device memory; the loaded weights must be available again after `wake_up`."""
-
-    def wake_up(self) -> object:
-        """Prepare to generate or to load weights."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate sequences."""
-
-
-class TransformersEngine:
-    """Generate with transformers, on this rank's own full copy of a sharded model; not collective.
-
-    The copy has no weights before the first `update_weights`. Ranks generate independently, so the number and length of
-    their sequences may differ.
-
-    Args:
-        model: the model, sharded or not, or its wrapper; may be on the meta device. Its modules are copied without
-            adapters, because updates contain merged weights. Later changes to its modules do not affect the copy.
-        dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards. "sent": the dtype of
-            the weights that an update sends, so that the engine computes with the values of the trainer; until the
-            first update bfloat16. Parameters that transformers keeps in fp32 stay in fp32.
-
-    Raises:
-        RolloutError: transformers cannot generate with the model, or the stream of its weights lacks a parameter.
-    """
-
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | Literal["sent"] | None = "sent") -> None:
-        takes_sent_dtype = dtype == "sent"
-        dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
-        root: Any = without_adapters(unwrap_model(model)).model
-        if not is_transformers_model(root) or not root.can_generate():
-            raise RolloutError(
-                f"cannot generate: the model is a {class_name(root)}, expected a transformers model with a "
-                "generate method. Use another engine."
-            )
-
-        def empty_like(original: torch.Tensor) -> torch.Tensor:
-            if not isinstance(original, nn.Parameter) and not original.is_meta:
-                return original.detach().clone().to(current_device())
-            is_cast = dtype and isinstance(original, nn.Parameter) and original.is_floating_point()
-            its_dtype = dtype if is_cast else original.dtype
-            return torch.empty(original.shape, dtype=its_dtype, device=current_device())
-
-        copied: Any = meta_skeleton(root, empty_like).eval().requires_grad_(False)
-        _copy_configs(copied)
-        copied.config.dtype = dtype or copied.dtype
-        keep_dtypes(copied, dtype_plan(copied, dtype) if dtype else None)
-        if any(buffer.is_meta for buffer in root.buffers()):
-            _compute_buffers(copied)
-        self.model = copied
-        self._loader = _WeightLoader(self.model, takes_sent_dtype=takes_sent_dtype)
-        self.is_asleep = False
-        self._has_weights = False
-
-    def update_weights(self, weights: Weights) -> None:
-        """Load all weights of the model from pairs of Hugging Face name and tensor.
-
-        If this raises while the engine is awake, `generate` raises until an update succeeds.
-
-        Raises:
-            RolloutError: the engine is asleep; or a weight is missing, unknown, repeated or has another shape.
-        """
-        self._check_awake("update its weights")
-        self._has_weights = False
-        self._loader.load(weights)
-        self._has_weights = True
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Return the checksums of the engine's weights by Hugging Face name."""
-        return weight_checksums(stream_weights(self.model, dtype=None))
-
-    def weight_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of the engine's weights by Hugging Face name, for example "bfloat16"."""
-        return {name: _short(tensor.dtype) for name, tensor in stream_weights(self.model, dtype=None)}
-
-    def sleep(self) -> None:
-        """Move the copy to host memory."""
-        self.model.to("cpu")
-        self.is_asleep = True
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def wake_up(self) -> None:
-        """Move the copy back to the device."""
-        self.model.to(current_device())
-        self.is_asleep = False
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``model.generate`` on the copy, with the same arguments and result.
-
-        Raises:
-            RolloutError: the engine is asleep, or the last update of its weights is incomplete.
-        """
-        self._check_awake("generate")
-        if not self._has_weights:
-            raise RolloutError(
-                "cannot generate: the engine does not have all of its weights, expected a complete update. Call "
-                "update_engine_weights first."
-            )
-        with torch.no_grad():
-            return self.model.generate(*args, **kwargs)
-
-    def _check_awake(self, action: str) -> None:
-        if self.is_asleep:
-            raise RolloutError(
-                f"cannot {action}: the engine is asleep, expected one that is awake. Call wakeup_inference_engine."
-            )
-
-
-def _compute_buffers(model: Any) -> None:
-    """Compute the values of a model's buffers with transformers' ``initialize_weights``; keep the parameters."""
-    for parameter in model.parameters():
-        mark_initialized(parameter)
-    model.initialize_weights()
-
-
-def _copy_configs(model: nn.Module) -> None:
-    """Copy each configuration once, and replace it in all modules that refer to it."""
-    from transformers import GenerationConfig, PretrainedConfig  # noqa: PLC0415
-
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, PretrainedConfig | GenerationConfig):
-                vars(module)[name] = copy.deepcopy(value, memo)
-
-
-class _WeightLoader:
-    """Load weights under Hugging Face names into an unsharded model, with the same conversions as from files.
-
-    With ``takes_sent_dtype``, each parameter gets the dtype in which its values are sent; see `_SentDtypes`.
-    """
-
-    def __init__(self, model: Any, *, takes_sent_dtype: bool) -> None:
-        copied: Any = meta_skeleton(model)
-        self._model = model
-        self._takes_sent_dtype = takes_sent_dtype
-        regions = regions_to_write(copied, tensors_to_write(model, copied))
-        nowhere = Path()
-        self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
-        self._direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
-        self._computed: list[tuple[str, Piece, set[str]]] = []
-        recipe = recipe_for(source_of_weights(copied), self._expected).regions
-        for own_name, region in recipe.items():
-            for piece in region.pieces:
-                if isinstance(piece.source, Computed):
-                    needed = {entry.name for inner in piece.source.regions() for entry in sources_of(inner)}
-                    self._computed.append((own_name, piece, needed))
-                else:
-                    self._direct[piece.source.name].append((own_name, piece))
-        state = model.state_dict(keep_vars=True)
-        reached = {id(state[own_name]) for own_name in recipe}
-        if lost := [name for name, p in model.named_parameters() if id(p) not in reached]:
-            raise RolloutError(
-                f"cannot make an engine: {some(lost)} of {class_name(model)} are not in the stream of its weights, "
-                "expected all parameters. Use another engine."
-            )
-
-    @torch.no_grad()
-    def load(self, weights: Weights) -> None:
-        """Write all weights into the model; raise if a weight is missing, unknown, repeated or has another shape."""
-        # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
-        state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
-        dtypes = _SentDtypes(self._model, state) if self._takes_sent_dtype else None
-        missing = dict.fromkeys(self._expected)
-        pending = list(self._computed)
-        kept: dict[str, torch.Tensor] = {}  # received inputs of pending computations
-        for name, given in weights:
-            self._check(name, given, missing)
-            del missing[name]
-            tensor = given.contiguous()
-            for own_name, piece in self._direct[name]:
-                if dtypes:
-                    dtypes.take(own_name, tensor.dtype)
-                _write(state[own_name], piece, tensor)
-            if any(name in needed for *_, needed in pending):
-                kept[name] = tensor
-                for own_name, piece, needed in (job for job in pending if job[2] <= kept.keys()):
-                    if dtypes:
-                        dtypes.take(own_name, functools.reduce(torch.promote_types, (kept[n].dtype for n in needed)))
-                    _write(state[own_name], piece, _computed(piece, kept))
-                pending = [job for job in pending if not job[2] <= kept.keys()]
-                kept = {n: t for n, t in kept.items() if any(n in needed for *_, needed in pending)}
-        if missing:
-            raise RolloutError(
-                f"cannot update weights: {some(list(missing))} were not received, expected all {len(self._expected)} "
-                "weights. Stream the whole model."
-            )
-        if dtypes:
-            self._model.config.dtype = dtypes.most_common()
-
-    def _check(self, name: str, tensor: torch.Tensor, missing: Mapping[str, None]) -> None:
-        if name not in missing:
-            raise RolloutError(
-                f"cannot update weights: {name} {'was received twice' if name in self._expected else 'is unknown'}, "
-                f"expected each of {len(self._expected)} names once.{did_you_mean(name, missing)}"
-            )
-        if tuple(tensor.shape) != self._expected[name].shape:
-            raise RolloutError(
-                f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
-                f"{list(self._expected[name].shape)}. Stream the model from which the engine was created."
-            )
-
-
-class _SentDtypes:
-    """Give the parameters of a model the dtypes in which their values are sent, during one update.
-
-    Each parameter is cast separately, because a stream may contain several dtypes: casting the whole model would round
-    the values that have been received before. Parameters that transformers keeps in fp32 stay in fp32.
-    """
-
-    def __init__(self, model: Any, state: dict[str, torch.Tensor]) -> None:
-        self._model = model
-        self._state = state
-        """The tensors that values are written into; those of cast parameters are replaced."""
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._names: dict[int, list[str]] = {}
-        for name, parameter in self._parameters.items():
-            self._names.setdefault(id(parameter), []).append(name)
-        self._taken: set[int] = set()
-        self._kept: dict[torch.dtype, dict[str, torch.dtype]] = {}
-
-    def take(self, name: str, dtype: torch.dtype) -> None:
-        """Cast a parameter to the dtype of values that will be written into it.
-
-        If other values of this update are in it already, cast it to a dtype that can hold both.
-        """
-        parameter = self._parameters.get(name)
-        if parameter is None or not (parameter.is_floating_point() and dtype.is_floating_point):
-            return
-        if id(parameter) in self._taken:
-            dtype = torch.promote_types(parameter.dtype, dtype)
-        self._taken.add(id(parameter))
-        if dtype not in self._kept:
-            self._kept[dtype] = planned_dtypes(self._parameters, dtype_plan(self._model, dtype))
-        dtype = self._kept[dtype].get(name, dtype)
-        if parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-            self._state |= dict.fromkeys(self._names[id(parameter)], parameter.detach())
-
-    def most_common(self) -> torch.dtype:
-        """Return the dtype of most elements of the model's parameters."""
-        counts = Counter[torch.dtype]()
-        for parameter in self._model.parameters():
-            counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
-        return counts.most_common(1)[0][0]
-
-
-def _computed(piece: Piece, arrived: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return value_of(piece.source, lambda entry: arrived[entry.name])
-
-
-def _write(target: torch.Tensor, piece: Piece, value: torch.Tensor) -> None:
-    view = value.as_strided(piece.shape, piece.strides, value.storage_offset() + piece.offset)
-    target_of(target, piece).copy_(view, non_blocking=True)
-
 
 Factory = Callable[[Any, nn.Module | None, torch.dtype | None], RolloutEngine | None]
 
 
-def _transformers_engine(_args: Any, actor: nn.Module | None, dtype: torch.dtype | None) -> RolloutEngine:
+def _transformers_engine(args: Any, actor: nn.Module | None, dtype: torch.dtype | None) -> RolloutEngine:
     if actor is None:
         raise RolloutError(
             "cannot set up an engine: actor is None, expected the model that the engine 'transformers' copies. Pass "
             "actor."
         )
-    return TransformersEngine(actor, dtype=dtype)
+    return TransformersEngine(actor, dtype=dtype, tokenizer=option(args, "pretrain", None))
 
 
-ENGINES: dict[str, Factory] = {"transformers": _transformers_engine}
+ENGINES: dict[str, Factory] = {
+    "transformers": _transformers_engine,
+    "sglang": lambda args, _, dtype: SGLangEngine.from_args(args, dtype),
+    "vllm": lambda args, _, dtype: VLLMEngine.from_args(args, dtype),
+}
 """Functions that build an engine, by name. To add an engine, set ``ENGINES[name]``; the trainer passes this name.
 
 A function receives the trainer's arguments, the actor, and the dtype of the weights. It runs on every rank, and returns

@@ -39,7 +39,8 @@ from fsdp2_strategy.rollout.connection import (
     protocol_errors,
     to_json,
 )
-from fsdp2_strategy.rollout.engine import ENGINES, CountedStream, RolloutEngine, Weights
+from fsdp2_strategy.rollout.engine import ENGINES, CountedStream
+from fsdp2_strategy.rollout.protocol import RolloutEngine, Weights
 
 _LEAVE_SECONDS = 1.0
 _CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate")

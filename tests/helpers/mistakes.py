@@ -5,11 +5,13 @@ Input: an empty folder that all ranks share. Output: the error that the user get
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -1046,7 +1048,7 @@ _section[0] = "Rollout"
 
 
 @mistake(
-    "vllm",
+    "engine_type is 'vlm', expected one of transformers",
     RolloutError,
     "No engine of this name is registered.",
     "Add a builder to `ENGINES`; see [rollout](rollout.md).",
@@ -1054,7 +1056,20 @@ _section[0] = "Rollout"
 def an_engine_that_is_not_registered(folder):
     strategy = strategy_for()
     model, *_ = prepared(strategy)
-    strategy.setup_inference_engine(engine_type="vllm", actor=model)
+    strategy.setup_inference_engine(engine_type="vlm", actor=model)
+
+
+@mistake(
+    "the package sglang is not installed",
+    RolloutError,
+    "The package of the engine is missing.",
+    "Install it, or use the engine `transformers`.",
+)
+def an_engine_whose_package_is_missing(folder):
+    strategy = strategy_for()
+    model, *_ = prepared(strategy)
+    with patch.dict(sys.modules, {"sglang": None}):
+        strategy.setup_inference_engine({"pretrain": "folder"}, "sglang", model)
 
 
 @mistake(

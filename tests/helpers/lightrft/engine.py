@@ -10,41 +10,19 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.rollout import ENGINES, TransformersEngine
 
 
-class LocalEngine:
-    """Generate with a copy of the actor on this rank; called as SGLang's engine is."""
+class LocalEngine(TransformersEngine):
+    """Generate with a copy of the actor on this rank, called as SGLang is; count the updates."""
 
     made: ClassVar = []
 
-    def __init__(self, actor, dtype):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.made.append(self)
-        self._engine = TransformersEngine(actor, dtype=dtype)
         self.updates = 0
-        self.calls = 0
-
-    @property
-    def is_asleep(self):
-        return self._engine.is_asleep
 
     def update_weights(self, weights):
-        self._engine.update_weights(weights)
+        super().update_weights(weights)
         self.updates += 1
-
-    def sleep(self):
-        self._engine.sleep()
-
-    def wake_up(self):
-        self._engine.wake_up()
-
-    def generate(self, *, sampling_params, input_ids, image_data=None):
-        outputs = []
-        for ids in input_ids:
-            options = {"max_new_tokens": sampling_params["max_new_tokens"], "do_sample": True, "pad_token_id": 0}
-            options["temperature"] = sampling_params["temperature"]
-            prompt = torch.tensor([ids])
-            generated = self._engine.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-            outputs.append({"output_ids": generated[0, len(ids) :].tolist()})
-        self.calls += 1
-        return outputs
 
 
 class ScriptedEngine:
@@ -92,4 +70,4 @@ def register(scripted, **options):
     if scripted:
         ENGINES["sglang"] = lambda args, actor, dtype: ScriptedEngine(**options)
     else:
-        ENGINES["sglang"] = lambda args, actor, dtype: LocalEngine(actor, dtype)
+        ENGINES["sglang"] = lambda args, actor, dtype: LocalEngine(actor, dtype=dtype, tokenizer=args.pretrain)

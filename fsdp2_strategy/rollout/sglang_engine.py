@@ -1,0 +1,171 @@
+"""Generate with SGLang, whose workers are separate processes that the first rank of each engine starts.
+
+Input: a trainer's arguments, and weights under Hugging Face names. Output: SGLang's outputs.
+
+The calls are those of the version in tests/helpers/engines/signatures.json. They have not been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdp2_strategy import sizes
+from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.rollout.protocol import Weights, check_allows_sleep, check_awake
+from fsdp2_strategy.rollout.trainer_arguments import dtype_name, local_rank, option, position_in_engine
+
+_FREED_IN_SLEEP = ["kv_cache", "cuda_graph"]
+"""SGLang's names of the memory that `sleep` frees. The weights stay, because an engine must keep them."""
+
+
+class SGLangEngine:
+    """Generate with SGLang on the accelerators of this rank and of the next ``tp_size - 1`` ranks; not collective.
+
+    Args:
+        model: folder or name of the model.
+        dtype: dtype of the weights, for example "bfloat16".
+        tp_size: number of tensor-parallel workers.
+        memory_fraction: share of an accelerator's memory for weights and cache, from 0 to 1.
+        allows_sleep: whether `sleep` can be called, which makes SGLang reserve its memory differently.
+        bucket_bytes: size of the batches in which weights are sent to the workers.
+        **options: further arguments of ``sglang.Engine``.
+
+    Raises:
+        RolloutError: SGLang is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "bfloat16",
+        tp_size: int = 1,
+        memory_fraction: float = 0.5,
+        allows_sleep: bool = True,
+        bucket_bytes: int = sizes.BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        try:
+            import sglang  # noqa: PLC0415
+        except ImportError as error:
+            raise RolloutError(
+                "cannot build an engine: the package sglang is not installed, expected it for the engine 'sglang'. "
+                "Install it, or use the engine 'transformers'."
+            ) from error
+        with _without_store_of_torchrun():
+            self.llm_engine: Any = sglang.Engine(
+                model_path=model,
+                dtype=dtype,
+                tp_size=tp_size,
+                mem_fraction_static=memory_fraction,
+                enable_memory_saver=allows_sleep,
+                **options,
+            )
+        self.is_asleep = False
+        self._allows_sleep = allows_sleep
+        self._bucket_bytes = bucket_bytes
+
+    @classmethod
+    def from_args(cls, args: Any, dtype: torch.dtype | None) -> SGLangEngine | None:
+        """Build the engine of LightRFT's arguments; None on ranks whose engine is on an earlier rank.
+
+        Args:
+            args: ``pretrain``, ``engine_tp_size`` (1), ``engine_mem_util`` (0.5), ``enable_engine_sleep`` (true),
+                ``seed`` (42; each engine adds its number), ``bf16``.
+            dtype: dtype of the weights that will be sent; None for that of ``bf16``.
+
+        Raises:
+            RolloutError: see `option` and `position_in_engine`; or SGLang is not installed.
+        """
+        size = option(args, "engine_tp_size", 1)
+        engine, position = position_in_engine(size)
+        if position:
+            return None
+        return cls(
+            option(args, "pretrain"),
+            dtype=dtype_name(args, dtype),
+            tp_size=size,
+            memory_fraction=option(args, "engine_mem_util", 0.5),
+            allows_sleep=option(args, "enable_engine_sleep", True),
+            base_gpu_id=local_rank(),
+            port=40000 + local_rank(),
+            random_seed=option(args, "seed", 42) + engine,
+            trust_remote_code=True,
+        )
+
+    def update_weights(self, weights: Weights) -> None:
+        """Send all weights to the workers, which open their memory; free the cache of prompts.
+
+        Raises:
+            RolloutError: the engine is asleep, or SGLang reports a failure.
+        """
+        check_awake(self, "update its weights")
+        for bucket in _buckets(weights, self._bucket_bytes):
+            result = self.llm_engine.update_weights_from_tensor(named_tensors=bucket, flush_cache=False)
+            success, message = result if isinstance(result, tuple) else (True, "")
+            if not success:
+                raise RolloutError(
+                    f"cannot update weights: SGLang did not load {bucket[0][0]} and the {len(bucket) - 1} after it: "
+                    f"{message}. Expected that it loads weights under the names of the model's files. Check that both "
+                    "have the same model."
+                )
+        self.llm_engine.flush_cache()
+
+    def sleep(self) -> None:
+        """Free the memory of cache and graphs; the weights stay on the accelerator.
+
+        Raises:
+            RolloutError: the engine was built without ``allows_sleep``.
+        """
+        check_allows_sleep(self._allows_sleep)
+        self.llm_engine.release_memory_occupation(tags=list(_FREED_IN_SLEEP))
+        self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Allocate the memory of cache and graphs again."""
+        if self.is_asleep:
+            self.llm_engine.resume_memory_occupation(tags=list(_FREED_IN_SLEEP))
+        self.is_asleep = False
+
+    def generate(self, **arguments: Any) -> Any:
+        """Call ``sglang.Engine.generate`` with the same arguments and result.
+
+        Raises:
+            RolloutError: the engine is asleep.
+        """
+        check_awake(self, "generate")
+        return self.llm_engine.generate(**arguments)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.llm_engine.shutdown()
+
+
+def _buckets(weights: Weights, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group successive weights into lists of at least ``size`` bytes; the last may be smaller."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    held = 0
+    for name, tensor in weights:
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def _without_store_of_torchrun() -> Iterator[None]:
+    """Hide torchrun's store from SGLang's workers, which would otherwise join the trainer's process group."""
+    store = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    try:
+        yield
+    finally:
+        if store is not None:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = store

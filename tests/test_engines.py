@@ -1,0 +1,259 @@
+"""Engines by name: vLLM and SGLang over stand-ins with their published signatures, and transformers called as both."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.engines import fakes
+from helpers.folders import small_tokenizer
+from helpers.models import batch_of, build
+
+from fsdp2_strategy import FSDPV2Strategy
+from fsdp2_strategy.compat.lightrft import get_strategy
+from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.rollout import SGLangEngine, TransformersEngine, VLLMEngine, stream_weights
+from fsdp2_strategy.rollout.sampling import generate_tokens, plan
+
+PROMPTS = [[3, 4, 5], [7], [5, 6, 7, 8, 9], [9, 8, 7]]
+GREEDY = {"max_new_tokens": 5, "temperature": 0}
+
+
+def cleared(name="llama"):
+    """Return a model whose weights are all zero, so that only an update can make it right."""
+    model = build(name).eval()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter, dtype=torch.bfloat16)
+    return model
+
+
+@contextmanager
+def installed(monkeypatch, package, **options):
+    """Put a stand-in for a package on the path; yield the list of its calls."""
+    calls = []
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, package, getattr(fakes, package)(cleared, calls, **options))
+        yield calls
+
+
+def arguments(**changed):
+    return {"pretrain": "folder", "enable_engine_sleep": True, "bf16": True, **changed}
+
+
+def expected_of(model, prompts=PROMPTS, params=GREEDY):
+    """Return what a transformers engine with the model's weights generates."""
+    engine = TransformersEngine(model, dtype=torch.bfloat16)
+    engine.update_weights(stream_weights(model))
+    return [sequences[0] for sequences in generate_tokens(engine.model, prompts, params)]
+
+
+# --- sampling parameters ---------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_both_engines_are_those_of_transformers_and_the_models_own_defaults_do_not_count():
+    of_sglang = plan({"max_new_tokens": 7, "temperature": 0.5, "top_k": -1, "skip_special_tokens": False, "n": 2}, [1])
+    expected = {"max_new_tokens": 7, "min_new_tokens": 0, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert of_sglang.options == {**expected, "repetition_penalty": 1.0, "do_sample": True}
+    assert of_sglang.sequence_count == 2 and of_sglang.end_tokens == (1,)
+    given = fakes.vllm(cleared, []).SamplingParams(max_tokens=7, temperature=0.5, stop_token_ids=[4])
+    of_vllm = plan(given, [1])
+    assert of_vllm.options == of_sglang.options and of_vllm.end_tokens == (1, 4)
+    assert not plan({"temperature": 0}, []).options["do_sample"]
+    assert plan({"ignore_eos": True}, [1]).end_tokens == ()
+    assert plan({"frequency_penalty": 0.0, "json_schema": None}, []).sequence_count == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5"),
+        ({"max_new_token": 3}, "max_new_token is 3.*Did you mean.*max_new_tokens"),
+        ({"regex": "a*"}, "regex is"),
+    ],
+)
+def test_a_parameter_that_transformers_lacks_is_an_error(params, match):
+    with pytest.raises(RolloutError, match=match):
+        plan(params, [])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
+def test_each_prompt_is_generated_as_if_it_were_alone(name):
+    model = build(name).eval()
+    together = generate_tokens(model, PROMPTS, GREEDY)
+    alone = [generate_tokens(model, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert together == alone and len({tuple(sequences[0]) for sequences in together}) > 1
+    plain = model.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert plain[0, 5:].tolist()[: len(together[2][0])] == together[2][0]
+
+
+def test_a_sequence_ends_with_the_first_end_token_and_counts_are_kept():
+    model = build("llama").eval()
+    (sequence,) = generate_tokens(model, [PROMPTS[0]], {**GREEDY, "ignore_eos": True})[0]
+    assert len(sequence) == 5
+    ended = generate_tokens(model, PROMPTS[:1], {**GREEDY, "stop_token_ids": [sequence[1]]})[0][0]
+    assert ended == sequence[: sequence.index(sequence[1]) + 1]
+    assert [len(own) for own in generate_tokens(model, PROMPTS, {"max_new_tokens": 2, "n": 3})] == [3] * 4
+    long = generate_tokens(model, [[1, 2, *PROMPTS[0]]], {**GREEDY, "truncate_prompt_tokens": 3, "ignore_eos": True})
+    assert long == [[sequence]]
+    with pytest.raises(RolloutError, match="prompt 1 has no tokens"):
+        generate_tokens(model, [[1], []], GREEDY)
+
+
+# --- transformers, called as the others ------------------------------------------------------------------------------
+
+
+def test_a_transformers_engine_takes_the_calls_of_sglang_and_vllm(tmp_path):
+    model = build("llama")
+    small_tokenizer().save_pretrained(tmp_path)
+    engine = TransformersEngine(model, tokenizer=str(tmp_path))
+    engine.update_weights(stream_weights(model))
+    expected = expected_of(model)
+    outputs = engine.generate(sampling_params=GREEDY, input_ids=PROMPTS, image_data=None)
+    assert outputs == [{"output_ids": tokens} for tokens in expected]
+    assert engine.generate(sampling_params=GREEDY, input_ids=PROMPTS[0]) == outputs[0]
+    for prompts in (PROMPTS, [{"prompt_token_ids": prompt} for prompt in PROMPTS]):
+        requests = engine.generate(sampling_params=GREEDY, prompts=prompts, use_tqdm=False)
+        assert [request.outputs[0].token_ids for request in requests] == expected
+        assert [request.prompt_token_ids for request in requests] == PROMPTS
+    (answer,) = engine.generate(sampling_params=GREEDY, prompt=["a"], image_data=[None])
+    assert answer["output_ids"] == expected_of(model, [small_tokenizer()("a")["input_ids"]])[0]
+    assert engine.llm_engine.model_config.max_model_len == model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        ({"input_ids": PROMPTS, "image_data": [object(), None, None, None]}, "image_data was passed"),
+        ({"input_ids": PROMPTS, "return_logprob": True}, "return_logprob was passed"),
+        ({"input_ids": PROMPTS, "prompt": ["text"]}, "2 of input_ids, prompt and prompts"),
+        ({}, "0 of input_ids, prompt and prompts"),
+        ({"prompt": ["text"]}, "has no tokenizer"),
+        ({"prompts": [{"prompt": "text", "multi_modal_data": {}}]}, "has multi_modal_data"),
+    ],
+)
+def test_a_call_that_transformers_cannot_answer_is_an_error(call, match):
+    model = build("llama")
+    engine = TransformersEngine(model)
+    engine.update_weights(stream_weights(model))
+    with pytest.raises(RolloutError, match=match):
+        engine.generate(sampling_params=GREEDY, **call)
+
+
+# --- vLLM and SGLang over their published signatures -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["sglang", "vllm"])
+@pytest.mark.ranks(1, 2)
+def test_a_trainer_uses_an_engine_by_name(package, monkeypatch):
+    with installed(monkeypatch, package) as calls:
+        strategy = FSDPV2Strategy(args=arguments())
+        actor = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(actor, lr=0.1)
+        engine = strategy.setup_inference_engine(strategy.args, package, actor)
+        ((_, options),) = [call for call in calls if call[0] == "build"]
+        assert options["dtype"] == "bfloat16" and "folder" in options.values()
+        assert options[{"sglang": "random_seed", "vllm": "seed"}[package]] == 42 + dist.get_rank()
+        assert engine.is_asleep
+        strategy.backward(actor(**batch_of("llama", 0, dist.get_rank())).logits.square().mean(), actor, optimizer)
+        strategy.optimizer_step(optimizer, actor)
+        strategy.update_engine_weights(actor)
+        assert engine.is_asleep, "as before the update"
+        with pytest.raises(RolloutError, match="asleep"):
+            engine.generate(sampling_params=GREEDY, **{"input_ids" if package == "sglang" else "prompts": PROMPTS})
+        strategy.wakeup_inference_engine()
+        expected = expected_of(actor)
+        if package == "sglang":
+            outputs = engine.generate(sampling_params=GREEDY, input_ids=PROMPTS, image_data=None)
+            assert [output["output_ids"] for output in outputs] == expected
+        else:
+            params = sys.modules["vllm"].SamplingParams(max_tokens=5, temperature=0)
+            outputs = engine.generate(sampling_params=params, prompts=PROMPTS, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        strategy.close()
+        assert package == "vllm" or calls[-1] == ("shutdown",)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_an_sglang_engine_generate_with_that_of_the_first(monkeypatch):
+    with installed(monkeypatch, "sglang") as calls:
+        args = arguments(engine_tp_size=2, engine_type="sglang", train_batch_size=2, micro_train_batch_size=1)
+        strategy = get_strategy(args)
+        actor = strategy.prepare_model(build("llama"), is_training=True)
+        engine = strategy.setup_inference_engine(args, "sglang", actor)
+        assert (engine is None) == (dist.get_rank() == 1)
+        assert not calls or calls[0][1]["tp_size"] == 2
+        strategy.update_engine_weights(actor)
+        own = PROMPTS[2 * dist.get_rank() :][: 2 - dist.get_rank()]
+        outputs = strategy.gather_and_generate(GREEDY, own)
+        assert [output.output_token_ids for output in outputs] == expected_of(actor, own)
+        strategy.close()
+
+
+@pytest.mark.parametrize("package", ["sglang", "vllm"])
+def test_the_trainers_arguments_are_those_of_the_engine(package, monkeypatch):
+    args = arguments(
+        engine_mem_util=0.3, seed=7, prompt_max_len=10, generate_max_len=20, text_only=False,
+        limit_mm_image_per_prompt=2, enable_engine_sleep=False,
+    )  # fmt: skip
+    with installed(monkeypatch, package) as calls:
+        engine = {"sglang": SGLangEngine, "vllm": VLLMEngine}[package].from_args(args, torch.float16)
+        (_, options), *_ = calls
+        if package == "sglang":
+            assert options["mem_fraction_static"] == 0.3 and not options["enable_memory_saver"]
+        else:
+            assert options["gpu_memory_utilization"] == 0.3 and not options["enable_sleep_mode"]
+            assert options["max_model_len"] == 30 and options["limit_mm_per_prompt"] == {"image": 2}
+            assert options["distributed_executor_backend"] == "external_launcher"
+            assert engine.llm_engine.model_config.max_model_len == 30
+        assert options["dtype"] == "float16"
+        with pytest.raises(RolloutError, match="built without allows_sleep"):
+            engine.sleep()
+
+
+def test_weights_are_sent_to_sglang_in_buckets_and_its_failure_is_an_error(monkeypatch):
+    model = build("llama")
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    with installed(monkeypatch, "sglang") as calls:
+        engine = SGLangEngine("folder", bucket_bytes=2 * largest)
+        engine.update_weights(stream_weights(model))
+        sent = [call[1] for call in calls if call[0] == "bucket"]
+        assert len(sent) > 1 and sum(sent) == len(list(model.parameters())) and calls[-1] == ("flush",)
+        engine.sleep()
+        assert calls[-1] == ("release", ["kv_cache", "cuda_graph"]), "the weights stay"
+        engine.wake_up()
+        assert calls[-1] == ("resume", ["kv_cache", "cuda_graph"])
+    with installed(monkeypatch, "sglang", fails=True):
+        with pytest.raises(RolloutError, match="an unknown name"):
+            SGLangEngine("folder").update_weights(stream_weights(model))
+
+
+@pytest.mark.parametrize("package", ["sglang", "vllm"])
+@pytest.mark.ranks(2)
+def test_a_missing_package_or_argument_is_an_error_on_every_rank(package, monkeypatch):
+    strategy = FSDPV2Strategy()
+    actor = strategy.prepare_model(build("llama"), is_training=False)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, package, None)
+        with pytest.raises(RolloutError, match=f"the package {package} is not installed"):
+            strategy.setup_inference_engine(arguments(), package, actor)
+    with pytest.raises(RolloutError, match="args has no pretrain"):
+        strategy.setup_inference_engine({}, package, actor)
+    with pytest.raises(RolloutError, match="expected a divisor of the number of ranks 2"):
+        strategy.setup_inference_engine(arguments(engine_tp_size=3), package, actor)
+
+
+def test_the_stand_ins_refuse_arguments_that_the_published_versions_do_not_take():
+    sglang, vllm = fakes.sglang(cleared, []), fakes.vllm(cleared, [])
+    with pytest.raises(TypeError, match=r"ServerArgs of sglang 0\.5\.\d+ has no \['modelpath'\]"):
+        sglang.Engine(modelpath="folder")
+    with pytest.raises(TypeError, match=r"EngineArgs of vllm 0\.\d+\.\d+ has no \['sleep'\]"):
+        vllm.LLM(model="folder", sleep=True)
+    with pytest.raises(TypeError, match="missing a required argument: 'model'"):
+        vllm.LLM()
+    with pytest.raises(TypeError, match="named_tensor"):
+        sglang.Engine().update_weights_from_tensor(named_tensor=[])
+    with pytest.raises(TypeError, match="SamplingParams of vllm"):
+        vllm.SamplingParams(max_new_tokens=3)
