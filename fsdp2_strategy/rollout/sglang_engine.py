@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.distributed.process_group import current_device
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.rollout.protocol import Weights, check_allows_sleep, check_awake
 from fsdp2_strategy.rollout.trainer_arguments import dtype_name, local_rank, option, position_in_engine
@@ -92,7 +93,7 @@ class SGLangEngine:
             tp_size=size,
             memory_fraction=option(args, "engine_mem_util", 0.5),
             allows_sleep=option(args, "enable_engine_sleep", True),
-            base_gpu_id=local_rank(),
+            base_gpu_id=current_device().index or 0,
             port=40000 + local_rank(),
             random_seed=option(args, "seed", 42) + engine,
             trust_remote_code=True,

@@ -66,5 +66,5 @@ def position_in_engine(size: int) -> tuple[int, int]:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, which is that of its accelerator."""
+    """Return this rank's number on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
