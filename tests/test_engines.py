@@ -140,6 +140,8 @@ def test_a_call_that_transformers_cannot_answer_is_an_error(call, match):
     engine.update_weights(stream_weights(model))
     with pytest.raises(RolloutError, match=match):
         engine.generate(sampling_params=GREEDY, **call)
+    with pytest.raises(RolloutError, match="passed without a name"):
+        engine.generate(PROMPTS, sampling_params=GREEDY)
 
 
 # --- vLLM and SGLang over their published signatures -----------------------------------------------------------------
@@ -170,8 +172,9 @@ def test_a_trainer_uses_an_engine_by_name(package, monkeypatch):
             assert [output["output_ids"] for output in outputs] == expected
         else:
             params = sys.modules["vllm"].SamplingParams(max_tokens=5, temperature=0)
-            outputs = engine.generate(sampling_params=params, prompts=PROMPTS, use_tqdm=False)
-            assert [output.outputs[0].token_ids for output in outputs] == expected
+            for passed, named in (((), {"prompts": PROMPTS}), ((PROMPTS,), {})):
+                outputs = engine.generate(*passed, sampling_params=params, use_tqdm=False, **named)
+                assert [output.outputs[0].token_ids for output in outputs] == expected
         strategy.close()
         assert package == "vllm" or calls[-1] == ("shutdown",)
 

@@ -133,14 +133,14 @@ class SGLangEngine:
             self.llm_engine.resume_memory_occupation(tags=list(_FREED_IN_SLEEP))
         self.is_asleep = False
 
-    def generate(self, **arguments: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``sglang.Engine.generate`` with the same arguments and result.
 
         Raises:
             RolloutError: the engine is asleep.
         """
         check_awake(self, "generate")
-        return self.llm_engine.generate(**arguments)
+        return self.llm_engine.generate(*args, **kwargs)
 
     def close(self) -> None:
         """End the workers."""

@@ -135,7 +135,12 @@ class TransformersEngine:
                 "update_engine_weights first."
             )
         if "sampling_params" in kwargs:
-            return self._generate_as_engine(*args, **kwargs)
+            if args:
+                raise RolloutError(
+                    "cannot generate: prompts were passed without a name, expected one, because those of SGLang and "
+                    "vLLM mean different results. Pass input_ids=, prompt= or prompts=."
+                )
+            return self._generate_as_engine(**kwargs)
         with torch.no_grad():
             return self.model.generate(*args, **kwargs)
 

@@ -129,7 +129,7 @@ class VLLMEngine:
             self.llm.wake_up()
         self.is_asleep = False
 
-    def generate(self, **arguments: Any) -> Any:
+    def generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``vllm.LLM.generate`` with the same arguments and result; token ids may be plain lists.
 
         ``prompts`` may contain lists of token ids, as LightRFT passes them; vLLM expects a mapping.
@@ -138,9 +138,8 @@ class VLLMEngine:
             RolloutError: the engine is asleep.
         """
         check_awake(self, "generate")
-        prompts = arguments.get("prompts")
         if isinstance(prompts, list | tuple):
-            arguments["prompts"] = [
+            prompts = [
                 {"prompt_token_ids": list(prompt)} if isinstance(prompt, list | tuple) else prompt for prompt in prompts
             ]
-        return self.llm.generate(**arguments)
+        return self.llm.generate(prompts, *args, **kwargs)
