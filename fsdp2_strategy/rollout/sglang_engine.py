@@ -33,7 +33,7 @@ class SGLangEngine:
         tp_size: number of tensor-parallel workers.
         memory_fraction: share of an accelerator's memory for weights and cache, from 0 to 1.
         allows_sleep: whether `sleep` can be called, which makes SGLang reserve its memory differently.
-        bucket_bytes: size of the batches in which weights are sent to the workers.
+        bucket_bytes: size of the batches in which weights are sent to the workers; by default 512 MiB.
         **options: further arguments of ``sglang.Engine``.
 
     Raises:
@@ -48,7 +48,7 @@ class SGLangEngine:
         tp_size: int = 1,
         memory_fraction: float = 0.5,
         allows_sleep: bool = True,
-        bucket_bytes: int = sizes.BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         **options: Any,
     ) -> None:
         try:
@@ -69,7 +69,7 @@ class SGLangEngine:
             )
         self.is_asleep = False
         self._allows_sleep = allows_sleep
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
 
     @classmethod
     def from_args(cls, args: Any, dtype: torch.dtype | None) -> SGLangEngine | None:
