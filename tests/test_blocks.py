@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers.models import PlainTransformer, Recurrent, SharedBlocks, UNet, build
+from helpers.models import HUGGING_FACE, PlainTransformer, Recurrent, SharedBlocks, UNet, build
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,7 @@ from fsdp2_strategy import (
     shard_model,
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
+from fsdp2_strategy.sharding import known_policies
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.shard import is_for_training
@@ -351,3 +352,55 @@ def test_explain_refuses_a_shard_size_that_does_not_divide():
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(ShardError, match="ReLU has no parameters"):
         units(nn.ReLU())
+
+
+# --- what the root holds ---------------------------------------------------------------------------------------------
+
+
+class Backbone(nn.Module):
+    """Layers under another name than those that a policy lists."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, 64, batch_first=True) for _ in range(4))
+        self.decoder = build("llama_tied")
+
+
+class KnownPolicy(Backbone):
+    name = "a_known_policy"
+
+
+def warnings_of(model, **options):
+    precision = Precision(bf16=True, is_training=True)
+    return list(plan_units(model, precision, **options).warnings())
+
+
+def test_a_known_policy_without_its_blocks_is_an_error_that_lists_the_module_types(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setitem(known_policies._registered, "a_known_policy", known_policies.Policy(
+            name="a_known_policy", blocks=("TransformerEncoderLayerr",)
+        ))  # fmt: skip
+        with pytest.raises(ShardError) as caught:
+            find_blocks(KnownPolicy())
+        for text in (
+            "the policy a_known_policy with the blocks TransformerEncoderLayerr",
+            "LlamaDecoderLayer",
+            "Did you mean 'TransformerEncoderLayer'?",
+            "register_policy('a_known_policy'",
+        ):
+            assert text in str(caught.value)
+        assert "encoder.0" in find_blocks(KnownPolicy(), ["TransformerEncoderLayer"])
+
+
+def test_a_root_that_holds_layers_is_reported_with_what_to_register_also_where_weights_are_tied():
+    (warning,) = warnings_of(Backbone(), block_class_names=["LlamaDecoderLayer"])
+    assert "besides embeddings and heads, most of them in TransformerEncoderLayer" in warning
+    assert "as block_class_names, or call register_policy" in warning
+    assert warning in explain(Backbone(), block_class_names=["LlamaDecoderLayer"], is_training=True)
+    assert not warnings_of(Backbone(), block_class_names=["LlamaDecoderLayer", "TransformerEncoderLayer"])
+    assert not warnings_of(build("llama_tied")), "tied weights belong to the root"
+
+
+def test_every_known_architecture_has_its_layers_outside_the_root():
+    for name in set(HUGGING_FACE) - {"qwen2_vl"}:  # its tiny vision encoder has more around the layers than in them
+        assert not [text for text in warnings_of(build(name)) if "the root unit" in text], name

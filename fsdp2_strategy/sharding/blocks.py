@@ -147,6 +147,8 @@ def choose_blocks(
         declared = {name for m in model.modules() for name in no_split_class_names(m)}
         listed = declared.union(known or (), manual_transformer_cls_names_to_wrap) - {"Embedding"}
         modules = {clean(n): m for n, m in model.named_modules() if type(m).__name__ in listed and n}
+        if policy and known:
+            _check_found(model, policy.name, known)
         if modules := _without_thin_wrappers(_without_containers(modules)):
             origin = f"the registered policy {policy.name}" if policy and known else "the model's own list"
             names = ", ".join(sorted({type(m).__name__ for m in modules.values()}))
@@ -155,6 +157,21 @@ def choose_blocks(
             parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in modules))
             return Blocks("block", f"the repeated layers of {parents}", modules)
     return _of_size(model, max(1, min(parameter_count(model) // 8, _LARGEST_SIZE_BASED_UNIT)), excluded)
+
+
+def _check_found(model: nn.Module, policy: str, known: Sequence[str]) -> None:
+    """Raise if none of the block classes of a registered policy is in the model.
+
+    Its blocks would belong to the root unit, so that the whole model is gathered at once.
+    """
+    types = sorted({type(m).__name__ for m in model.modules()})
+    if not set(known) & set(types):
+        hints = "".join(did_you_mean(name, types) for name in known)
+        raise ShardError(
+            f"cannot shard {type(model).__name__}: it is registered as the policy {policy} with the blocks "
+            f"{', '.join(known)}, expected at least one of them among its module types: {', '.join(types)}.{hints} Call "
+            f"register_policy({policy!r}, [...]) with the names of its blocks, or pass block_class_names."
+        )
 
 
 def _of_size(model: nn.Module, minimum: int, excluded: Container[nn.Module]) -> Blocks:

@@ -128,12 +128,15 @@ class ShardPlan:
         root = self.units[-1] if self.units[-1].kind == "root" else None
         total = sum(p.numel() for u in self.units for p in u.parameters.values())
         ignored = sum(p.numel() for u in self.ignored for p in u.parameters.values())
-        in_root = sum(p.numel() for p in root.parameters.values()) if root else 0
-        tied = {names[0] for names in self.ties}
+        in_root = self._unexpected_in(root) if root else 0
         if len(self.units) == 1:
             yield "the root is the only unit, so the whole model is gathered at once. Pass the class names of blocks."
-        elif root and in_root * 4 > total and not tied.intersection(root.parameters):
-            yield f"the root unit stays gathered in forward and backward, with {in_root / total:.0%} of the parameters."
+        elif root and in_root * 10 > total:
+            yield (
+                f"the root unit, which stays gathered in forward and backward, holds {in_root / total:.0%} of the "
+                f"parameters besides embeddings and heads, most of them in {self._largest_in(root)}. Pass the class "
+                "names of these blocks as block_class_names, or call register_policy."
+            )
         if ignored * 4 > total + ignored:
             yield f"ignored modules hold {ignored / (total + ignored):.0%} of the parameters, in full on every rank."
         if self.mixed_mm_data and self.vision_encoder is None:
@@ -145,6 +148,39 @@ class ShardPlan:
                 f"the forward of {self.bypassed} is bypassed; their submodules gather them, and "
                 "activation_checkpointing and compile_blocks have no effect on them."
             )
+
+    def _unexpected_in(self, root: Unit) -> int:
+        """Return the number of parameters of the root unit that belong to neither an embedding nor a head.
+
+        These belong to it by design: tied parameters, and embeddings and heads too small for a unit of their own.
+        """
+        expected = {name for names in self.ties for name in names}
+        for module in self.model.modules():
+            head = getattr(module, "get_output_embeddings", lambda: None)()
+            for inner in (module if isinstance(module, nn.Embedding) else None, head):
+                own = {id(p) for p in inner.parameters()} if isinstance(inner, nn.Module) else set()
+                expected |= {n for n, p in root.parameters.items() if id(p) in own}
+        return sum(p.numel() for name, p in root.parameters.items() if name not in expected)
+
+    def _largest_in(self, root: Unit) -> str:
+        """Describe the modules that hold most of the root unit's parameters: the class of repeated layers, or names."""
+        own = {id(p) for p in root.parameters.values()}
+
+        def held(module: nn.Module) -> int:
+            return sum(p.numel() for p in module.parameters() if id(p) in own)
+
+        name, module = "", self.model
+        while not isinstance(module, nn.ModuleList) and (children := dict(module.named_children())):
+            largest = max(children, key=lambda child: held(children[child]))
+            if held(children[largest]) * 2 <= held(module):
+                break
+            name, module = f"{name}.{largest}".lstrip("."), children[largest]
+        if isinstance(module, nn.ModuleList):
+            return ", ".join(sorted({type(layer).__name__ for layer in module}))
+        if name:
+            return f"{name} ({type(module).__name__})"
+        ranked = sorted(module.named_children(), key=lambda child: -held(child[1]))
+        return ", ".join(f"{child} ({type(inner).__name__})" for child, inner in ranked[:3] if held(inner)) or "itself"
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name: sharded, replicated and ignored ones."""
