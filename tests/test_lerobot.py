@@ -150,8 +150,10 @@ def test_steps_that_are_no_frames_and_arguments_that_do_not_fit_are_refused(root
         ),
         ({"delta_timestamps": {"actoin": [0.0]}}, "Did you mean 'action'"),
         ({"delta_timestamps": {"action": []}}, "at least one"),
-        ({"episodes": [1, 8]}, "all from 0 to 7"),
-        ({"episodes": [1, 1]}, "none twice"),
+        ({"episodes": [1, 8], "reader": "strict"}, "all from 0 to 7"),
+        ({"episodes": [1, 1], "reader": "strict"}, "none twice"),
+        ({"episodes": [8]}, "at least one episode, all from 0 to 7"),
+        ({"reader": "exact"}, "reader is 'exact', expected 'lerobot' or 'strict'"),
         ({"episodes": []}, "expected at least one"),
         ({"pool": 0}, "pool is 0"),
         ({"decoder_cache": 129}, "decoder_cache is 129"),
@@ -169,11 +171,18 @@ def test_steps_that_are_no_frames_and_arguments_that_do_not_fit_are_refused(root
 
 
 def test_a_subset_of_episodes_is_numbered_through(roots):
-    with contextlib.closing(LeRobotDataset(roots("gop 2"), episodes=[6, 1, 4])) as dataset:
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), episodes=[6, 1, 4], reader="strict")) as dataset:
         asked = [(e, f) for e in (6, 1, 4) for f in range(LENGTHS[e])]
         assert len(dataset) == len(asked) and dataset.episode_lengths.tolist() == [8, 12, 3]
         for i, (episode, frame) in enumerate(asked):
             check(dataset[i], episode, frame)
+
+
+def test_episodes_are_those_of_lerobots_reader_ascending_and_only_those_that_exist(roots, caplog):
+    with contextlib.closing(LeRobotDataset(roots("gop 2"), episodes=[6, 1, 99, 4])) as dataset:
+        assert dataset.episode_lengths.tolist() == [LENGTHS[e] for e in (1, 4, 6)]
+        check(dataset[0], 1, 0)
+    assert "episodes that the data set lacks are ignored: [99]; it has 0 to 7" in caplog.text
 
 
 def test_statistics_are_those_of_the_data(roots):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from helpers.worlds import some_rows
 
 from fsdp2_strategy.errors import DataError
 from fsdp2_strategy.lerobot import episode_files, generate
+from fsdp2_strategy.lerobot.dataset import LeRobotDataset
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
@@ -312,6 +314,19 @@ def test_rows_are_read_back_as_they_were_given(all_kinds):
         assert row["tasks"] == list(dict.fromkeys(task))
         assert (row["dataset_from_index"], row["dataset_to_index"], row["length"]) == (start, start + length, length)
         start += length
+
+
+def test_values_have_the_dtypes_of_lerobots_reader_or_those_of_their_features(all_kinds):
+    root, episodes = all_kinds
+    as_lerobot = {"precise": torch.float32, "small": torch.int64, "bytes": torch.int64, "next.done": torch.bool}
+    strict = {"precise": torch.float64, "small": torch.int32, "bytes": torch.uint8, "next.done": torch.bool}
+    for reader, expected in (("lerobot", as_lerobot), ("strict", strict)):
+        with contextlib.closing(LeRobotDataset(root, reader=reader, on_corrupt="skip")) as dataset:
+            assert {name: dataset[2][name].dtype for name in expected} == expected
+            assert {name: dataset._blank(0, 2)[name].dtype for name in expected} == expected
+            assert torch.equal(
+                dataset[2]["precise"], torch.from_numpy(episodes[0]["precise"][2]).to(expected["precise"])
+            )
 
 
 def test_columns_have_the_types_of_the_format(all_kinds):

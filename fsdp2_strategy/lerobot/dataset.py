@@ -47,13 +47,16 @@ _PREFIX = "fsdp2-lerobot-"
 class LeRobotDataset(Dataset[Sample]):
     """A map-style data set of LeRobot's v3 format; not collective.
 
-    A sample is a dict with the values of one frame. It contains each feature under its name and in its dtype; camera
-    images have the shape (C, H, W). ``"task"`` is the text of the task. Features in ``delta_timestamps`` have an
+    A sample is a dict with the values of one frame. It contains each feature under its name; camera images have the
+    shape (C, H, W). ``"task"`` is the text of the task. Features in ``delta_timestamps`` have an
     additional first dimension: the frames of the window. ``"<feature>_is_pad"`` (bool) is True for padding.
 
     Args:
         root: a folder, or a URL that fsspec supports (``https://…``, ``s3://…``, ``hf://datasets/owner/name``).
-        episodes: indices of the episodes to use, in this order; by default all.
+        episodes: indices of the episodes to use; by default all.
+        reader: what the samples equal. ``"lerobot"``: those of LeRobot's own reader: floating-point values in float32,
+            integers in int64; episodes in ascending order, without those that do not exist, which are logged.
+            ``"strict"``: values in the dtype of their feature; episodes in the given order, each of which must exist.
         delta_timestamps: seconds relative to the sample's frame, by feature: ``{"action": [0.0, 0.1, 0.2]}``. Steps
             outside the episode repeat its first or last frame and count as padding.
         tolerance_s: maximum difference in seconds between a step of ``delta_timestamps`` and the nearest frame, and
@@ -84,6 +87,7 @@ class LeRobotDataset(Dataset[Sample]):
         root: str | os.PathLike[str],
         *,
         episodes: Sequence[int] | None = None,
+        reader: Literal["lerobot", "strict"] = "lerobot",
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         tolerance_s: float = 1e-4,
         pool: int = 64,
@@ -97,6 +101,10 @@ class LeRobotDataset(Dataset[Sample]):
         timeout_seconds: float = 60.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if reader not in {"lerobot", "strict"}:
+            raise DataError(
+                f"cannot read a data set: reader is {reader!r}, expected 'lerobot' or 'strict'. Pass one of these."
+            )
         if on_corrupt not in {"raise", "skip"} or video_dtype not in {torch.float32, torch.uint8}:
             raise DataError(
                 f"cannot read a data set: on_corrupt is {on_corrupt!r} and video_dtype is {video_dtype}, expected "
@@ -113,7 +121,8 @@ class LeRobotDataset(Dataset[Sample]):
         self._source = open_source(root, self._folder.path / "files", **options)
         self.metadata = metadata = Metadata.read(self._source)
         """The data set's metadata; ``metadata.stats`` are the statistics for normalisation."""
-        self._episodes = _check_episodes(episodes, metadata.total_episodes)
+        self._is_strict = reader == "strict"
+        self._episodes = _check_episodes(episodes, metadata.total_episodes, is_strict=self._is_strict)
         self.episode_lengths: npt.NDArray[np.int64] = metadata.lengths[self._episodes]
         """Number of frames of each episode in use."""
         self._begins = np.concatenate([[0], np.cumsum(self.episode_lengths)])
@@ -209,7 +218,7 @@ class LeRobotDataset(Dataset[Sample]):
                 pictures = self._pictures(key, episode, rows, wanted)
                 sample[key] = self._convert_images(pictures if is_padding is not None else pictures[0])
             else:
-                sample[key] = _tensor(rows[key], frame if is_padding is None else wanted)
+                sample[key] = _tensor(rows[key], frame if is_padding is None else wanted, is_strict=self._is_strict)
         sample["task"] = self._task(episode, int(rows["task_index"][frame]))
         return sample
 
@@ -248,7 +257,8 @@ class LeRobotDataset(Dataset[Sample]):
                 sample[key] = [""] * steps[0] if steps else ""
             else:
                 shape = () if tuple(feature["shape"]) == (1,) else tuple(feature["shape"])
-                sample[key] = torch.zeros((*steps, *shape), dtype=getattr(torch, feature["dtype"]))
+                zeros = torch.zeros((*steps, *shape), dtype=getattr(torch, feature["dtype"]))
+                sample[key] = zeros if self._is_strict else _as_lerobot(zeros)
         numbers = {"episode_index": episode, "frame_index": frame, "index": self.metadata.first_index(episode) + frame}
         return sample | {key: torch.full_like(sample[key], number) for key, number in numbers.items()}
 
@@ -317,8 +327,14 @@ def _delete_if_abandoned(old: Path) -> None:
         return  # in use, or another process is just creating it
 
 
-def _check_episodes(episodes: Sequence[int] | None, total: int) -> npt.NDArray[np.int64]:
+def _check_episodes(episodes: Sequence[int] | None, total: int, *, is_strict: bool) -> npt.NDArray[np.int64]:
     chosen = np.arange(total) if episodes is None else np.asarray(list(episodes), dtype=np.int64)
+    if not is_strict:
+        exist = (chosen >= 0) & (chosen < total)
+        if not exist.all():
+            ignored = chosen[~exist][:5].tolist()
+            logger.warning("episodes that the data set lacks are ignored: %s; it has 0 to %d", ignored, total - 1)
+        chosen = np.unique(chosen[exist])
     if not chosen.size or chosen.min() < 0 or chosen.max() >= total or len(np.unique(chosen)) < len(chosen):
         raise DataError(
             f"cannot select episodes: episodes begins with {chosen[:5].tolist()}, expected at least one episode, "
@@ -327,10 +343,18 @@ def _check_episodes(episodes: Sequence[int] | None, total: int) -> npt.NDArray[n
     return chosen
 
 
-def _tensor(column: Any, rows: int | Offsets) -> Any:
+def _tensor(column: Any, rows: int | Offsets, *, is_strict: bool) -> Any:
     if isinstance(column, list):
         return column[rows] if isinstance(rows, int) else [column[row] for row in rows]
-    return torch.from_numpy(np.array(column[rows]))
+    values = torch.from_numpy(np.array(column[rows]))
+    return values if is_strict else _as_lerobot(values)
+
+
+def _as_lerobot(values: torch.Tensor) -> torch.Tensor:
+    """Return values in the dtype of LeRobot's reader, which makes tensors from Python numbers."""
+    if values.dtype == torch.bool:
+        return values
+    return values.to(torch.float32 if values.is_floating_point() else torch.int64)
 
 
 def _shape_of_picture(feature: Mapping[str, Any]) -> tuple[int, ...]:

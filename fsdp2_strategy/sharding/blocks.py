@@ -169,8 +169,8 @@ def _check_found(model: nn.Module, policy: str, known: Sequence[str]) -> None:
         hints = "".join(did_you_mean(name, types) for name in known)
         raise ShardError(
             f"cannot shard {type(model).__name__}: it is registered as the policy {policy} with the blocks "
-            f"{', '.join(known)}, expected at least one of them among its module types: {', '.join(types)}.{hints} Call "
-            f"register_policy({policy!r}, [...]) with the names of its blocks, or pass block_class_names."
+            f"{', '.join(known)}, expected at least one of them among its module types: {', '.join(types)}.{hints} "
+            f"Call register_policy({policy!r}, [...]) with the names of its blocks, or pass block_class_names."
         )
 
 
