@@ -9,6 +9,10 @@ because several threads would decode frames ahead that are not needed. Paralleli
 [Note: planes] A sample needs channels first, (C, H, W). FFmpeg can convert to planar RGB directly; packed RGB with a
 transpose afterwards costs twice as much. Both give equal values if the format is in `_PLANAR`, the width is a multiple
 of 16 and the height is even, as in nearly all videos. Otherwise the values may differ, so packed RGB is used.
+
+[Note: key frames] Whether to decode on or to seek depends on whether a key frame lies between. PyAV 18 has the index of
+a file's key frames. Before that, `_Decoder` learns how far apart they are: a seek that arrives at a key frame before
+the current position was not needed, so it would have been faster to decode on over this distance.
 """
 
 from __future__ import annotations
@@ -29,12 +33,15 @@ from fsdp2_strategy.lerobot.dataset_source import Source
 from fsdp2_strategy.lerobot.metadata import corrupt
 from fsdp2_strategy.lerobot.worker_counters import Counts
 
-_MIN_PYAV = 18
-if int(av.__version__.partition(".")[0]) < _MIN_PYAV:
+_MIN_PYAV = 15
+_PYAV = int(av.__version__.partition(".")[0])
+if _PYAV < _MIN_PYAV:
     raise ImportError(
         f"cannot decode videos: PyAV is {av.__version__}, expected at least {_MIN_PYAV}. Install a newer version: "
         f"pip install 'av>={_MIN_PYAV}'."
     )
+# Before version 18, PyAV converts on one thread without being told, and has no index of key frames.
+_ONE_THREAD: dict[str, Any] = {"threads": 1} if _PYAV >= 18 else {}
 
 _PLANAR = {"yuv420p", "yuvj420p"}
 _BUFFER_BYTES = 1 << 15  # small, to fetch few bytes beyond the end of an episode
@@ -114,7 +121,9 @@ class _Decoder:
         context = self._stream.codec_context
         context.thread_count, context.options = 1, _STRICT
         self._time_base = float(self._stream.time_base or 0)
-        self._index = self._stream.index_entries
+        self._index: Any = getattr(self._stream, "index_entries", None)  # None before PyAV 18
+        self._key = 0  # decoding time stamp of the first packet after the last seek
+        self._distance = 0  # largest distance over which decoding on is known to be faster; see [Note: key frames]
         self._reformatter = VideoReformatter()
         self._frames: Iterator[av.VideoFrame] = iter(())
         self._last: av.VideoFrame | None = None
@@ -142,7 +151,10 @@ class _Decoder:
     def _nearest(self, target: int) -> av.VideoFrame | None:
         """Return the frame that is nearest to a time stamp; continue decoding, or seek if necessary."""
         if self._last is None or not self._can_decode_on(_pts(self._last), target):
+            position = self._last
             self._seek(target)
+            if position is not None and self._key <= _pts(position) < target:
+                self._distance = max(self._distance, target - self._key)
         before, frame = None, self._last
         while frame is not None and _pts(frame) < target - 1:  # 1 tick: time stamps in files are rounded
             before, frame = frame, self._next()
@@ -160,12 +172,24 @@ class _Decoder:
         start = target
         for _ in range(_MAX_SEEKS):
             self._container.seek(start, stream=self._stream, backward=True)
-            self._frames = self._container.decode(self._stream)
+            self._frames = self._decode()
             self._last = self._next()
-            key = self._index.search_timestamp(start, backward=True)
-            if key <= 0 or (self._last is not None and _pts(self._last) <= target + 1):
+            if self._last is not None and _pts(self._last) <= target + 1:
                 return
-            start = self._index[key].timestamp - 1
+            earlier = self._key - 1
+            if self._index is not None:
+                key = self._index.search_timestamp(start, backward=True)
+                earlier = self._index[key].timestamp - 1 if key > 0 else -1
+            if earlier < 0:
+                return
+            start = earlier
+
+    def _decode(self) -> Iterator[av.VideoFrame]:
+        """Yield the frames from the current position on, and record where it is."""
+        for number, packet in enumerate(self._container.demux(self._stream)):
+            if number == 0:
+                self._key = packet.dts or 0
+            yield from packet.decode()
 
     def _next(self) -> av.VideoFrame | None:
         frame = next(self._frames, None)
@@ -176,6 +200,8 @@ class _Decoder:
         """Return whether to continue decoding from ``at``: ``target`` is not earlier, and no key frame is between."""
         if target <= at:
             return target == at
+        if self._index is None:
+            return target - at <= self._distance
         key = self._index.search_timestamp(target, backward=True)
         return key >= 0 and self._index[key].timestamp <= at
 
@@ -214,9 +240,9 @@ def open_container(file: str | io.RawIOBase | io.BytesIO) -> av.container.InputC
 def _channels_first(frame: av.VideoFrame, reformatter: VideoReformatter) -> torch.Tensor:
     """Convert a frame to RGB, uint8 of shape (C, H, W); see [Note: planes]."""
     if frame.format.name not in _PLANAR or frame.width % 16 or frame.height % 2:
-        pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        pixels = reformatter.reformat(frame, format="rgb24", **_ONE_THREAD).to_ndarray()
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-    planes: Any = reformatter.reformat(frame, format="gbrp", threads=1).planes  # buffers; the type stubs omit this
+    planes: Any = reformatter.reformat(frame, format="gbrp", **_ONE_THREAD).planes  # buffers; the type stubs omit this
     green, blue, red = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in planes)
     pixels = np.empty((3, frame.height, frame.width), np.uint8)
     pixels[0], pixels[1], pixels[2] = (colour[:, : frame.width] for colour in (red, green, blue))
