@@ -3,6 +3,7 @@
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
+# make lowest     the tests of a change, with the lowest versions of other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
 
@@ -11,7 +12,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full big demo grpo robot lint bench gpu format clean
+.PHONY: test test-full lowest big demo grpo robot lint bench gpu format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -32,6 +33,16 @@ test: lint
 test-full: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak and not big'
 	$(MAKE) big
+	$(MAKE) lowest
+
+.venv-lowest/installed: pyproject.toml .ci/lowest.txt
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet torch==2.13.0
+	.venv-lowest/bin/pip install --quiet --constraint .ci/lowest.txt --editable '.[dev]'
+	touch $@
+
+lowest: .venv-lowest/installed
+	.venv-lowest/bin/python -m pytest -n 2 --dist loadgroup
 
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
@@ -66,4 +77,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-lowest runs

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp2_strategy.import_paths import install_old_paths, lazy_exports
+from fsdp2_strategy.versions import check_versions
 
 if TYPE_CHECKING:
     from fsdp2_strategy.checkpoint.data_position import LATER as LATER
@@ -120,5 +121,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+check_versions()
 install_old_paths()
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -81,7 +81,7 @@ def test_models_inside_a_wrapper_are_found():
 
 
 def test_repeated_layers_are_the_fallback_and_sizes_the_last(caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="fsdp2_strategy"):
         assert list(find_blocks(PlainTransformer())) == ["layers.0", "layers.1", "layers.2"]
     assert "the repeated layers of layers" in caplog.text
     assert set(find_blocks(UNet())) == {"down2", "middle.2", "up2"}
@@ -402,5 +402,8 @@ def test_a_root_that_holds_layers_is_reported_with_what_to_register_also_where_w
 
 
 def test_every_known_architecture_has_its_layers_outside_the_root():
-    for name in set(HUGGING_FACE) - {"qwen2_vl"}:  # its tiny vision encoder has more around the layers than in them
+    for name in set(HUGGING_FACE) - {
+        "qwen2_vl",
+        "llava",
+    }:  # tiny vision encoders have more around the layers than in them
         assert not [text for text in warnings_of(build(name)) if "the root unit" in text], name

@@ -18,13 +18,21 @@ import torch.distributed as dist
 from helpers.folders import assert_same_tensors, tensors_in
 from helpers.models import CASES, FILED, HUGGING_FACE, Mlp, batch_of, build
 from helpers.reference import full, full_parameters, resident
+from helpers.versions import needs_new_conversions
 from helpers.worlds import names_and_worlds
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    core_model_loading,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Interleave, PermuteForRope, Transpose, WeightConverter
+from transformers.core_model_loading import PermuteForRope, Transpose, WeightConverter
 
 from fsdp2_strategy import (
     ArgumentError,
@@ -239,15 +247,16 @@ class PermutedLlama(LlamaForCausalLM):
     """A Llama whose files hold permuted, interleaved and transposed projections."""
 
 
-MAPPING = [
-    WeightConverter("self_attn.query.weight", "self_attn.q_proj.weight", [PermuteForRope()]),
-    WeightConverter("mlp.up.weight", "mlp.up_proj.weight", [Interleave(0)]),
-    WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
-]
+def mapping():
+    return [
+        WeightConverter("self_attn.query.weight", "self_attn.q_proj.weight", [PermuteForRope()]),
+        WeightConverter("mlp.up.weight", "mlp.up_proj.weight", [core_model_loading.Interleave(0)]),
+        WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
+    ]
 
 
 def permuted_round_trip(folder):
-    register_checkpoint_conversion_mapping("PermutedLlama", MAPPING, overwrite=True)
+    register_checkpoint_conversion_mapping("PermutedLlama", mapping(), overwrite=True)
     config = build("llama").config
     torch.manual_seed(0)
     plain = PermutedLlama(config)
@@ -267,6 +276,7 @@ def permuted_round_trip(folder):
     assert_same_tensors(out, saved)
 
 
+@needs_new_conversions
 def test_what_is_permuted_or_transposed_goes_both_ways(tmp_path, run_on):
     for world_size in (1, 2, 3):
         run_on(world_size, permuted_round_trip, folder=tmp_path)

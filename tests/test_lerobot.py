@@ -30,6 +30,7 @@ import pytest
 import torch
 from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.http_server import FileServer
+from helpers.versions import needs_index
 
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import CorruptDataError, DataError
@@ -117,7 +118,7 @@ def test_pictures_are_what_PyAV_gives_as_rgb(pixels, size):
     frame = av.VideoFrame.from_ndarray(colours, format="rgb24").reformat(format=pixels)
     found = video._channels_first(frame, av.video.reformatter.VideoReformatter())
     assert found.is_contiguous() and found.dtype == torch.uint8
-    assert (found.permute(1, 2, 0).numpy() == frame.to_ndarray(format="rgb24", threads=1)).all()
+    assert (found.permute(1, 2, 0).numpy() == frame.to_ndarray(format="rgb24", **video._ONE_THREAD)).all()
 
 
 def test_windows_are_exact_at_the_edges_of_episodes_and_say_what_is_padding(roots):
@@ -438,6 +439,7 @@ def large(tmp_path_factory):
     return write_barcoded(root, [24] * 32, **options)
 
 
+@needs_index
 def test_of_a_remote_root_is_fetched_what_is_needed_and_kept_what_is_held(large, server, tmp_path):
     served = server(large)
     videos = sum(path.stat().st_size for path in large.rglob("*.mp4"))

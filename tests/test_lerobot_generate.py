@@ -20,7 +20,7 @@ from helpers.barcodes import barcode, read_barcode, read_camera, write_barcoded
 from helpers.worlds import some_rows
 
 from fsdp2_strategy.errors import DataError
-from fsdp2_strategy.lerobot import episode_files, generate
+from fsdp2_strategy.lerobot import episode_files, generate, video
 from fsdp2_strategy.lerobot.dataset import LeRobotDataset
 from fsdp2_strategy.lerobot.generate import DatasetWriter
 
@@ -65,7 +65,7 @@ def decoded(path):
     with av.open(str(path)) as container:
         (stream,) = container.streams
         return [
-            (frame.pts * stream.time_base, frame.to_ndarray(format="rgb24", threads=1))
+            (frame.pts * stream.time_base, frame.to_ndarray(format="rgb24", **video._ONE_THREAD))
             for frame in container.decode(stream)
         ]
 
@@ -81,7 +81,7 @@ def packets(path):
 def decoded_png(content):
     with av.open(io.BytesIO(content)) as container:
         (frame,) = container.decode(video=0)
-        return frame.to_ndarray(format="rgb24", threads=1)
+        return frame.to_ndarray(format="rgb24", **video._ONE_THREAD)
 
 
 # Barcodes

@@ -234,7 +234,7 @@ def test_a_video_is_decoded_from_it(remote, server):
         with av.open(file) as film:
             video = film.streams.video[0]
             film.seek(int(2.0 / video.time_base), stream=video)
-            return [(frame.pts, frame.to_ndarray(format="rgb24", threads=1).tobytes()) for frame in film.decode(video)]
+            return [(frame.pts, frame.to_ndarray(format="rgb24").tobytes()) for frame in film.decode(video)]
 
     with remote.open("film.mp4") as file:
         assert frames(file) == frames(str(server.root / "film.mp4"))

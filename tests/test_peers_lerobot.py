@@ -33,6 +33,7 @@ def pi_gemma():
     packages = {name: types.ModuleType(name) for name in ("lerobot", "lerobot.utils")}
     spec = importlib.util.spec_from_file_location("pi_gemma", source)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # transformers looks its classes up there
     with patch.dict(sys.modules, {**packages, stub.__name__: stub}):
         spec.loader.exec_module(module)
     return module

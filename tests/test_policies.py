@@ -97,24 +97,24 @@ def losses_at(name, model, steps):
     return (loss_of(name, model, batch_of(name, step, dist.get_rank())) for step in steps)
 
 
-def step_beside(unsharded, strategy, name, model, optimizer, batches):
+def step_beside(unsharded, strategy, name, model, optimizer, batches, tolerance=1e-5):
     """Take one step sharded and unsharded, on one batch a rank, and compare loss, gradients and norm."""
     expected, expected_norm = unsharded.step(batches)
     loss = loss_of(name, model, batches[dist.get_rank()])
     assert loss.item() == pytest.approx(expected[dist.get_rank()], rel=1e-5)
     strategy.backward(loss, model, optimizer)
-    assert_close(full_grads(model), without_prefix(unsharded.grads), 1e-5, "gradient")
+    assert_close(full_grads(model), without_prefix(unsharded.grads), tolerance, "gradient")
     result = strategy.optimizer_step(optimizer, model)
     assert result.grad_norm == pytest.approx(expected_norm, rel=1e-5)
     assert same_on_all_ranks(result.grad_norm)
 
 
-def steps_beside(unsharded, strategy, name, model, optimizer, steps, batches_at=None):
+def steps_beside(unsharded, strategy, name, model, optimizer, steps, batches_at=None, tolerance=1e-5):
     """Take steps as `step_beside` does, and compare the parameters after them."""
     ranks = range(dist.get_world_size())
     for step in steps:
         batches = batches_at(step) if batches_at else [batch_of(name, step, rank) for rank in ranks]
-        step_beside(unsharded, strategy, name, model, optimizer, batches)
+        step_beside(unsharded, strategy, name, model, optimizer, batches, tolerance)
     assert_parameters_close(full_parameters(model), without_prefix(full_parameters(unsharded.model)), 2e-4)
 
 
@@ -263,7 +263,8 @@ def test_an_fp32_tower_beside_bf16_is_unfrozen_midway_and_has_masters(way, tmp_p
     elif way == "added":
         for tower, one in zip(towers(), (optimizer, unsharded.optimizer), strict=True):
             one.add_param_group(group_of(tower))
-    steps_beside(unsharded, strategy, name, model, optimizer, range(2, 4))
+    # A master weight that rounds to the other bf16 value changes gradients by about 1e-4.
+    steps_beside(unsharded, strategy, name, model, optimizer, range(2, 4), tolerance=3e-4)
     now = full_parameters(model)
     assert not any(torch.equal(now[n], t) for n, t in frozen.items())
 

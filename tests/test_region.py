@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from helpers.versions import NEW_CONVERSIONS
 from transformers import core_model_loading as hf
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
@@ -91,13 +92,14 @@ OPERATIONS = {
     "concatenate": (Concatenate(1), {"a": [(4, 3, 2)], "b": [(4, 5, 2)]}, ["ab"]),
     "chunk": (Chunk(0), {"qkv": [(6, 3)]}, ["q", "k", "v"]),
     "transpose": (hf.Transpose(1, 2), {"w": [(4, 3, 2)]}, ["w"]),
-    "interleave": (hf.Interleave(0), {"w": [(6, 3)]}, ["w"]),
-    "permute_for_rope": (hf.PermuteForRope(), {"w": [(8, 3)]}, ["w"]),
-    "conv3d": (hf.Conv3dToLinear(3, (2, 2, 2)), {"w": [(5, 3, 2, 2, 2)]}, ["w"]),
-    "linear": (hf.LinearToConv3d(3, (2, 2, 2)), {"w": [(5, 24)]}, ["w"]),
     "ernie": (hf.ErnieFuseAndSplitTextVisionExperts(), {"g": [(3, 2)] * 4, "u": [(3, 2)] * 4}, ["text", "vision"]),
     "ernie_back": (hf.ErnieSplitAndDecoupleTextVisionExperts(), {"t": [(2, 6, 2)], "v": [(2, 6, 2)]}, ["g.*", "u.*"]),
 }
+if NEW_CONVERSIONS:
+    OPERATIONS["interleave"] = (hf.Interleave(0), {"w": [(6, 3)]}, ["w"])
+    OPERATIONS["permute_for_rope"] = (hf.PermuteForRope(), {"w": [(8, 3)]}, ["w"])
+    OPERATIONS["conv3d"] = (hf.Conv3dToLinear(3, (2, 2, 2)), {"w": [(5, 3, 2, 2, 2)]}, ["w"])
+    OPERATIONS["linear"] = (hf.LinearToConv3d(3, (2, 2, 2)), {"w": [(5, 24)]}, ["w"])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.folders import tensors_in
 from helpers.models import CASES, FILED, HUGGING_FACE, batch_of, build
+from helpers.versions import needs_new_conversions
 from helpers.worlds import some, worlds
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -574,6 +575,7 @@ def test_an_engine_whose_parameters_no_stream_carries_is_refused():
         TransformersEngine(MarianMTModel(config))
 
 
+@needs_new_conversions
 def test_what_a_model_computes_from_several_tensors_of_the_hub_reaches_the_engine():
     name = "test_rollout_computed"
     model = build("llama")

@@ -223,7 +223,8 @@ def make_backbone(folder: Path) -> Path:
             hidden_size=WIDTH,
         )
         model = transformers.PaliGemmaModel(config)
-        model.vision_tower.embeddings.position_embedding.weight.data = 0.3 * _patch_positions()
+        encoder = getattr(model.vision_tower, "vision_model", model.vision_tower)  # an inner module before 5.16
+        encoder.embeddings.position_embedding.weight.data = 0.3 * _patch_positions()
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         model.save_pretrained(unfinished)
         try:

@@ -11,6 +11,7 @@ supports is converted by the rules of transformers, and no data is read or gathe
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +70,9 @@ def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
         patch.object(core_model_loading, "set_param_for_module", keep),
         patch.object(core_model_loading, "tqdm", lambda items, **_: items),
     ):
-        info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, dict(sources), settings)
+        convert = core_model_loading.convert_and_load_state_dict_in_model
+        plan: dict[str, Any] = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
+        info, _ = convert(model, dict(sources), settings, **plan)  # before version 5.16 it requires a plan
     if info.conversion_errors:
         name, text = next(iter(info.conversion_errors.items()))
         reason = text.strip().splitlines()
@@ -93,14 +96,13 @@ def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Re
     """
     from transformers import core_model_loading  # noqa: PLC0415
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-    from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
     # Leave out prefixes that are optional in files: the model does not record whether its files had them, and files
     # without them load, too.
     conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(conversion, PrefixChange)
+        if not isinstance(conversion, getattr(core_model_loading, "PrefixChange", ()))  # early versions have none
     ]
     set_conversions(model, conversions)
     described: Any = {name: Region.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

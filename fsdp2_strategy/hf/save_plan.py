@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -101,8 +102,10 @@ def _find_tensors(root: nn.Module, skeleton: Any) -> dict[str, torch.Tensor]:
     state = skeleton.state_dict()
     for name in names_not_saved(skeleton):
         state.pop(name, None)
-    real = root.state_dict(keep_vars=True)
-    return {name: real[name] for name in remove_tied_weights_from_state_dict(state, skeleton)}
+    real, tensors = root.state_dict(keep_vars=True), skeleton.state_dict(keep_vars=True)
+    # Early versions of transformers look up buffers with get_parameter, too.
+    with patch.object(skeleton, "get_parameter", tensors.__getitem__):
+        return {name: real[name] for name in remove_tied_weights_from_state_dict(state, skeleton)}
 
 
 def regions_to_write(

@@ -203,7 +203,7 @@ class _Decoder:
         if self._index is None:
             return target - at <= self._distance
         key = self._index.search_timestamp(target, backward=True)
-        return key >= 0 and self._index[key].timestamp <= at
+        return bool(key >= 0 and self._index[key].timestamp <= at)
 
 
 def _pts(frame: av.VideoFrame) -> int:

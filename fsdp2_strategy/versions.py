@@ -1,0 +1,42 @@
+"""Check the versions of torch and transformers when the package is imported.
+
+Input: the metadata of the installed packages. Output: an error, or a warning for a version that is not tested yet.
+pyproject.toml has the same bounds; a package that was installed without its dependencies would otherwise fail later,
+with an error about a name that torch or transformers lacks.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+LOWEST = {"torch": (2, 11), "transformers": (5, 5, 4)}
+"""Lowest supported versions; `make lowest` runs the tests with the lowest transformers."""
+NOT_TESTED = {"torch": (2, 14)}
+"""The first versions that are not tested."""
+
+
+def check_versions() -> None:
+    """Raise an error if torch or transformers is too old, and warn if it is newer than the tested versions.
+
+    Raises:
+        ImportError: a package is missing or older than in `LOWEST`.
+    """
+    for package, lowest in LOWEST.items():
+        wanted = ".".join(map(str, lowest))
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            raise ImportError(
+                f"cannot import fsdp2_strategy: {package} is not installed, expected version {wanted} or newer. "
+                f"Install it: pip install '{package}>={wanted}'."
+            ) from None
+        installed = tuple(int(number) for number in re.findall(r"\d+", found)[:3])
+        if installed < lowest:
+            raise ImportError(
+                f"cannot import fsdp2_strategy: {package} is {found}, expected {wanted} or newer. Install a newer "
+                f"version: pip install '{package}>={wanted}'."
+            )
+        if installed >= NOT_TESTED.get(package, (installed[0] + 1, 0)):
+            warnings.warn(f"fsdp2_strategy is not tested with {package} {found}", stacklevel=2)

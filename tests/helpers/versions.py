@@ -1,0 +1,14 @@
+"""Which tests need newer versions of other packages than the lowest that the package supports."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import core_model_loading
+
+from fsdp2_strategy.lerobot import video
+
+NEW_CONVERSIONS = hasattr(core_model_loading, "PrefixChange")
+"""Whether transformers has the weight conversions of version 5.16."""
+
+needs_new_conversions = pytest.mark.skipif(not NEW_CONVERSIONS, reason="needs weight conversions of transformers 5.16")
+needs_index = pytest.mark.skipif(video._PYAV < 18, reason="needs the index of key frames of PyAV 18")
