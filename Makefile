@@ -3,6 +3,7 @@
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
+# make peers      the tests that run LeRobot's own code
 # make lowest     the tests of a change, with the lowest versions of other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
@@ -12,7 +13,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: test test-full lowest big demo grpo robot lint bench gpu format clean
+.PHONY: test test-full lowest peers big demo grpo robot lint bench gpu format clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -47,6 +48,25 @@ lowest: .venv-lowest/installed
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
 
+# LeRobot needs Python 3.12 and other versions of torch and transformers than .venv has.
+PEERS_PYTHON ?= $(firstword $(foreach python,python3.12 python3.13,$(shell command -v $(python))))
+FSDP2_PEERS ?= $(abspath ../shared/peers)
+export FSDP2_PEERS
+
+.venv-peers/installed: pyproject.toml
+	$(PEERS_PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet torch==2.11.0 torchvision==0.26.0
+	.venv-peers/bin/pip install --quiet --editable '.[peers]'
+	touch $@
+
+ifneq ($(and $(PEERS_PYTHON),$(wildcard $(FSDP2_PEERS)/lerobot)),)
+peers: .venv-peers/installed
+	PYTHONPATH=$(FSDP2_PEERS)/lerobot/src .venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py
+else
+peers:
+	@echo "skipped: make peers needs Python 3.12 or 3.13 (PEERS_PYTHON), and LeRobot's source in FSDP2_PEERS"
+endif
+
 demo: .venv/installed
 	$(BIN)/python docs/examples/demo.py
 
@@ -77,4 +97,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-lowest runs
+	rm -rf .venv .venv-lowest .venv-peers runs

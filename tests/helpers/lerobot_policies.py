@@ -1,0 +1,472 @@
+"""LeRobot's real policies, tiny: how each is built, and a batch for it. Only in the environment of ``make peers``.
+
+Input: a seed. Output: policies of LeRobot's own classes; what they would load from the hub is made from configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import nn
+
+STATE, ACTION, VOCAB = 4, 3, 64
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A policy: its configuration, the steps and images of its batches, and what replaces the hub."""
+
+    config: Mapping[str, Any]
+    observations: int = 0
+    """Observation steps of a batch; 0 without such a dimension."""
+    actions: int = 8
+    image: int = 32
+    camera: str = "observation.images.top"
+    text: bool = False
+    extra: Callable[[int], Batch] = lambda size: {}
+    hub: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
+    reduces_itself: bool = False
+    """Whether its forward reduces over the ranks, so that nothing in one process equals it."""
+
+
+def features(case: Case) -> dict[str, Any]:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    return {
+        "input_features": {
+            "observation.state": PolicyFeature(type=FeatureType.STATE, shape=(STATE,)),
+            case.camera: PolicyFeature(type=FeatureType.VISUAL, shape=(3, case.image, case.image)),
+        },
+        "output_features": {"action": PolicyFeature(type=FeatureType.ACTION, shape=(ACTION,))},
+    }
+
+
+def classes(name: str) -> tuple[Any, Any, Any]:
+    """Return module, configuration class and policy class of a policy."""
+    module = importlib.import_module(f"lerobot.policies.{name}.modeling_{name}")
+    configuration = importlib.import_module(f"lerobot.policies.{name}.configuration_{name}")
+    (config,) = [
+        c
+        for c in vars(configuration).values()
+        if getattr(c, "__module__", "") == configuration.__name__ and getattr(c, "get_optimizer_preset", None)
+    ][:1]
+    (policy,) = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and c.__module__ == module.__name__ and getattr(c, "config_class", None) is config
+    ]
+    return module, config, policy
+
+
+def build(case_name: str, seed: int = 0) -> nn.Module:
+    case, name = CASES[case_name], case_name.partition(":")[0]
+    module, config, policy = classes(name)
+    torch.manual_seed(seed)
+    with case.hub(module):
+        return policy(config(**features(case), device="cpu", **case.config))
+
+
+def reload(case_name: str, folder: Any) -> nn.Module:
+    """Load a policy as a robot does."""
+    case, name = CASES[case_name], case_name.partition(":")[0]
+    module, _, policy = classes(name)
+    with case.hub(module):
+        return policy.from_pretrained(folder)
+
+
+def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
+    case = CASES[case_name]
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    steps = (case.observations,) if case.observations else ()
+    batch: Batch = {
+        "observation.state": torch.randn(size, *steps, STATE, generator=draw),
+        case.camera: torch.rand(size, *steps, 3, case.image, case.image, generator=draw),
+        "action": torch.rand(size, case.actions, ACTION, generator=draw) * 2 - 1,
+        "action_is_pad": torch.zeros(size, case.actions, dtype=torch.bool),
+        "task": ["reach"] * size,
+    }
+    if case.text:
+        batch["observation.language.tokens"] = torch.randint(3, VOCAB - 1, (size, 6), generator=draw)
+        batch["observation.language.attention_mask"] = torch.ones(size, 6, dtype=torch.bool)
+    return batch | case.extra(size)
+
+
+def loss_of(case_name: str, policy: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    loss = policy(dict(batch))
+    return loss[0] if isinstance(loss, tuple) else loss
+
+
+def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -> torch.Tensor:
+    """Return the first action that a robot would take."""
+    policy.eval()
+    getattr(policy, "reset", lambda: None)()
+    torch.manual_seed(seed)
+    observation = {key: value for key, value in batch.items() if not key.startswith("action")}
+    if CASES[case_name].observations:
+        observation = {
+            k: v[:, -1] if k.startswith("observation.") and "language" not in k else v for k, v in observation.items()
+        }
+    with torch.no_grad(), _tokens_as_actions(policy), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a codebook that is not trained yet
+        return policy.select_action(observation)
+
+
+def _tokens_as_actions(policy: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Without the hub there is no tokenizer that turns tokens into actions, so return the tokens themselves."""
+    if not hasattr(policy, "detokenize_actions"):
+        return contextlib.nullcontext()
+
+    def first(tokens: torch.Tensor, action_horizon: int, action_dim: int) -> torch.Tensor:
+        return tokens.float().mean(1)[:, None, None].expand(-1, action_horizon, action_dim)
+
+    return patch.object(policy, "detokenize_actions", first)
+
+
+# --- what replaces the hub -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tiny_clip(module: Any) -> Iterator[None]:
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**size, image_size=32, patch_size=16, projection_dim=32)
+    text = transformers.CLIPTextConfig(**size, vocab_size=VOCAB, projection_dim=32, max_position_embeddings=16)
+    with (
+        patch.object(module.CLIPVisionModel, "from_pretrained", lambda *_a, **_k: transformers.CLIPVisionModel(vision)),
+        patch.object(module.CLIPTextModel, "from_pretrained", lambda *_a, **_k: transformers.CLIPTextModel(text)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tiny_gemma(module: Any) -> Iterator[None]:
+    """Give pi0, pi05 and pi0_fast small backbones."""
+    real = module.PaliGemmaForConditionalGenerationWithPiGemma
+
+    def small(config: Any) -> Any:
+        vision = config.vision_config
+        vision.num_hidden_layers, vision.hidden_size, vision.intermediate_size = 2, 32, 48
+        vision.num_attention_heads, vision.image_size, vision.patch_size = 2, 32, 16
+        config.text_config.vocab_size = config.image_token_index = VOCAB
+        config.text_config.vocab_size += 1
+        vision.projection_dim = config.projection_dim = config.text_config.hidden_size
+        return real(config)
+
+    def gemma(variant: str) -> Any:
+        return module.GemmaConfig(
+            width=32 if "300m" in variant else 48, depth=2, mlp_dim=64, num_heads=8, num_kv_heads=1, head_dim=8
+        )
+
+    with (
+        patch.object(module, "get_gemma_config", gemma),
+        patch.object(module, "PaliGemmaForConditionalGenerationWithPiGemma", small),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tiny_smolvlm(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.smolvla.smolvlm_with_expert")
+    text = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    vision = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.SmolVLMConfig(
+        text_config=text,
+        vision_config={**vision, "image_size": 32, "patch_size": 8},
+        scale_factor=2,
+        image_token_id=VOCAB - 1,
+        pad_token_id=0,
+    )
+
+    class Tokenizer:
+        fake_image_token_id, global_image_token_id = VOCAB - 2, VOCAB - 3
+
+    class Processor:
+        tokenizer = Tokenizer()
+
+    with (
+        patch.object(inner.AutoConfig, "from_pretrained", lambda *_a, **_k: copy.deepcopy(config)),
+        patch.object(inner.AutoProcessor, "from_pretrained", lambda *_a, **_k: Processor()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tiny_fast(module: Any) -> Iterator[None]:
+    class Tokenizer:
+        vocab_size, bos_token_id, eos_token_id, pad_token_id = VOCAB, 2, 1, 0
+
+        def __call__(self, *_args: Any, **_more: Any) -> Any:
+            return {"input_ids": torch.zeros(1, 1, dtype=torch.long)}
+
+        def encode(self, *_args: Any, **_more: Any) -> list[int]:
+            return [5]
+
+        def convert_tokens_to_ids(self, *_args: Any) -> int:
+            return 6
+
+        def batch_decode(self, tokens: Any, **_more: Any) -> list[str]:
+            return ["" for _ in tokens]
+
+        def decode(self, *_args: Any, **_more: Any) -> str:
+            return ""
+
+    with tiny_gemma(module), patch.object(module.AutoProcessor, "from_pretrained", lambda *_a, **_k: Tokenizer()):
+        with patch.object(module.AutoTokenizer, "from_pretrained", lambda *_a, **_k: Tokenizer()):
+            yield
+
+
+RESNET = {"vision_backbone": "resnet18", "pretrained_backbone_weights": None}
+FLORENCE = {
+    "vision_config": {
+        "model_type": "florence_vision",
+        "embed_dim": (16, 16, 16, 16),
+        "num_heads": (2, 2, 2, 2),
+        "num_groups": (2, 2, 2, 2),
+        "depths": (1, 1, 1, 1),
+        "window_size": 2,
+        "projection_dim": 32,
+        "max_temporal_embeddings": 4,
+        "max_position_embeddings": 8,
+    },
+    "text_config": {
+        "model_type": "bart",
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+    },
+    "projection_dim": 32,
+}
+CASES = {
+    "act": Case(
+        config={
+            **RESNET,
+            "dim_model": 32,
+            "n_heads": 2,
+            "dim_feedforward": 48,
+            "n_encoder_layers": 2,
+            "n_vae_encoder_layers": 2,
+            "latent_dim": 8,
+            "chunk_size": 8,
+            "n_action_steps": 8,
+        }
+    ),
+    "diffusion": Case(
+        config={
+            **RESNET,
+            "down_dims": (32, 64),
+            "horizon": 8,
+            "n_action_steps": 4,
+            "drop_n_last_frames": 0,
+            "diffusion_step_embed_dim": 16,
+            "spatial_softmax_num_keypoints": 8,
+            "num_train_timesteps": 10,
+        },
+        observations=2,
+        image=64,
+    ),
+    "diffusion:group_norm": Case(
+        config={
+            **RESNET,
+            "use_group_norm": True,
+            "down_dims": (32, 64),
+            "horizon": 8,
+            "n_action_steps": 4,
+            "drop_n_last_frames": 0,
+            "diffusion_step_embed_dim": 16,
+            "spatial_softmax_num_keypoints": 8,
+            "num_train_timesteps": 10,
+        },
+        observations=2,
+        image=64,
+    ),
+    "vqbet": Case(
+        config={
+            **RESNET,
+            "n_vqvae_training_steps": 0,
+            "gpt_input_dim": 32,
+            "gpt_output_dim": 32,
+            "gpt_n_layer": 2,
+            "gpt_n_head": 2,
+            "gpt_hidden_dim": 32,
+            "vqvae_embedding_dim": 16,
+            "vqvae_enc_hidden_dim": 16,
+            "crop_shape": (56, 56),
+            "n_obs_steps": 2,
+            "n_action_pred_token": 2,
+            "action_chunk_size": 3,
+            "dropout": 0.0,
+        },
+        observations=2,
+        actions=5,
+        image=64,
+    ),
+    "vqbet:codebook": Case(
+        config={
+            **RESNET,
+            "n_vqvae_training_steps": 100,
+            "gpt_input_dim": 32,
+            "gpt_output_dim": 32,
+            "gpt_n_layer": 2,
+            "gpt_n_head": 2,
+            "gpt_hidden_dim": 32,
+            "vqvae_embedding_dim": 16,
+            "vqvae_enc_hidden_dim": 16,
+            "crop_shape": (56, 56),
+            "n_obs_steps": 2,
+            "n_action_pred_token": 2,
+            "action_chunk_size": 3,
+            "dropout": 0.0,
+        },
+        observations=2,
+        actions=5,
+        image=64,
+        reduces_itself=True,
+    ),
+    "tdmpc": Case(
+        config={
+            "latent_dim": 16,
+            "mlp_dim": 32,
+            "state_encoder_hidden_dim": 32,
+            "n_gaussian_samples": 16,
+            "n_pi_samples": 4,
+            "n_elites": 4,
+            "cem_iterations": 2,
+            "horizon": 3,
+        },
+        observations=4,
+        actions=3,
+        image=64,
+        camera="observation.image",
+        extra=lambda size: {
+            "next.reward": torch.linspace(0, 1, 3 * size).view(size, 3),
+            "index": torch.arange(size),
+            "observation.state_is_pad": torch.zeros(size, 4, dtype=torch.bool),
+            "next.reward_is_pad": torch.zeros(size, 3, dtype=torch.bool),
+        },
+    ),
+    "multi_task_dit": Case(
+        config={
+            "horizon": 8,
+            "n_action_steps": 4,
+            "hidden_dim": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "timestep_embed_dim": 16,
+            "image_crop_shape": None,
+            "num_train_timesteps": 10,
+            "tokenizer_max_length": 6,
+        },
+        observations=2,
+        text=True,
+        hub=tiny_clip,
+    ),
+    "pi0": Case(
+        config={
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "image_resolution": (32, 32),
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "num_inference_steps": 2,
+            "dtype": "float32",
+        },
+        text=True,
+        hub=tiny_gemma,
+    ),
+    "pi05": Case(
+        config={
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "image_resolution": (32, 32),
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "num_inference_steps": 2,
+            "dtype": "float32",
+        },
+        text=True,
+        hub=tiny_gemma,
+    ),
+    "smolvla": Case(
+        config={
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "resize_imgs_with_padding": (32, 32),
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "num_steps": 2,
+            "load_vlm_weights": False,
+            "num_vlm_layers": 2,
+            "expert_width_multiplier": 0.5,
+            "train_expert_only": False,
+            "freeze_vision_encoder": False,
+            "tokenizer_max_length": 6,
+        },
+        text=True,
+        hub=tiny_smolvlm,
+    ),
+    "xvla": Case(
+        config={
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "hidden_size": 32,
+            "depth": 2,
+            "num_heads": 2,
+            "max_action_dim": ACTION,
+            "max_state_dim": STATE,
+            "action_mode": "auto",
+            "num_denoising_steps": 2,
+            "florence_config": FLORENCE,
+            "len_soft_prompts": 4,
+            "num_image_views": 1,
+            "max_len_seq": 64,
+        },
+        text=True,
+        image=64,
+        extra=lambda size: {
+            "domain_id": torch.zeros(size, dtype=torch.long),
+            "observation.language.tokens": torch.randint(
+                3, VOCAB - 1, (size, 6), generator=torch.Generator().manual_seed(3)
+            ),
+        },
+    ),
+    "pi0_fast": Case(
+        config={
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "image_resolution": (32, 32),
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "dtype": "float32",
+            "max_action_tokens": 8,
+        },
+        text=True,
+        hub=tiny_fast,
+        extra=lambda size: {
+            "action.tokens": torch.randint(3, VOCAB - 1, (size, 5), generator=torch.Generator().manual_seed(4)),
+            "action.token_mask": torch.ones(size, 5, dtype=torch.bool),
+        },
+    ),
+}
