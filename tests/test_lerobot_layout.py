@@ -166,7 +166,14 @@ def test_the_layout_is_lerobots_to_the_file_and_its_weights_load_strictly(tmp_pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".lock", "000003", "last"]
     assert (tmp_path / "last").is_symlink() and (tmp_path / "last").readlink() == Path("000003")
     told = json.loads((path / "training_state" / "training_step.json").read_text())
-    assert told == {"step": 3, "num_processes": 2, "batch_size": 8}
+    assert told == {
+        "step": 3,
+        "num_processes": 2,
+        "dp_world_size": 2,
+        "batch_size": 8,
+        "grad_accum_steps": 1,
+        "parallelism": {"dp_replicate": 1, "dp_shard": 2, "ring_degree": 1, "ulysses_degree": 1},
+    }
     assert json.loads((path / "pretrained_model" / "train_config.json").read_text()) == {"seed": 1000}
     assert json.loads((path / "pretrained_model" / "config.json").read_text()) == {"type": "tiny", "hidden": 16}
     torch.manual_seed(1)

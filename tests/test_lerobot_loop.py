@@ -123,7 +123,14 @@ def test_the_diff_of_the_docs_trains_saves_and_goes_on(tmp_path, monkeypatch):
     own = {"config.json", "model.safetensors", "train_config.json"}
     assert pretrained == own | {"policy_preprocessor.json", "policy_postprocessor.json"}
     recorded = json.loads((last / "training_state/training_step.json").read_text())
-    assert recorded == {"step": 8, "num_processes": 2, "batch_size": 2}
+    assert recorded == {
+        "step": 8,
+        "num_processes": 2,
+        "dp_world_size": 2,
+        "batch_size": 2,
+        "grad_accum_steps": 1,
+        "parallelism": {"dp_replicate": 1, "dp_shard": 2, "ring_degree": 1, "ulysses_degree": 1},
+    }
     robot = PI0Policy.from_pretrained(last / "pretrained_model")
     batch = batch_of("pi0", 0, 0)
     torch.testing.assert_close(actions_of("pi0", robot, batch), actions_of("pi0", whole["policy"], batch))

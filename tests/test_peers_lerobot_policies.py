@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.peers import skip_without_lerobot
 from helpers.reference import Unsharded, assert_close, full_grads, full_parameters
 
-pytest.importorskip("lerobot", reason="needs the environment of `make peers`")
+skip_without_lerobot()
 
 from helpers import lerobot_policies as real
 

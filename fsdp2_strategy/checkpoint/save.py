@@ -256,7 +256,7 @@ def _plan(
         components=components,
         sidecars=on_disk.sidecars,
         tokenizer=tokenizer,
-        json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files()},
+        json_files={TRAINER_STATE: as_json(trainer_state), **request.json_files(shard_size_of_model(root))},
         rng=rng_content(),
         data=data,
         shard_size=shard_size_of_model(root),

@@ -101,10 +101,9 @@ class SaveRequest:
             "shard_size": shard_size,
         }
 
-    def json_files(self) -> dict[str, str]:
+    def json_files(self, shard_size: int) -> dict[str, str]:
         """Return the JSON files for other programs: content by file name."""
         files = {} if self.meta is None else {META: as_json(self.meta)}
         if self.layout:
-            counts = {"step": self.step, "num_processes": world_size(), "batch_size": self.layout.batch_size}
-            files[TRAINING_STEP] = as_json(counts)
+            files[TRAINING_STEP] = as_json(self.layout.training_step(self.step, world_size(), shard_size))
         return files

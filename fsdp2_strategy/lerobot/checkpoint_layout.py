@@ -38,6 +38,9 @@ class LeRobotLayout:
     """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, but at least six."""
     batch_size: int
     """Samples per batch of one process; saved in ``training_step.json``."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimizer step. LeRobot counts micro-batches: ``training_step.json`` contains this many for
+    each optimizer step."""
     train_config: Any = None
     """Content of ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass."""
     preprocessor: Any = None
@@ -51,7 +54,7 @@ class LeRobotLayout:
     resumes from separate files in ``training_state/model/``."""
 
     def __post_init__(self) -> None:
-        for name in ("total_steps", "batch_size"):
+        for name in ("total_steps", "batch_size", "gradient_accumulation_steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
@@ -59,6 +62,22 @@ class LeRobotLayout:
                     "Pass the run's optimizer steps as total_steps, and one process's samples per batch as batch_size."
                 )
         check_sidecars(self.train_config, self.preprocessor, self.postprocessor)
+
+    def training_step(self, step: int, world_size: int, shard_size: int) -> dict[str, Any]:
+        """Return the content of ``training_step.json`` after an optimizer step."""
+        return {
+            "step": step * self.gradient_accumulation_steps,
+            "num_processes": world_size,  # what LeRobot read before version 0.6
+            "dp_world_size": world_size,
+            "batch_size": self.batch_size,
+            "grad_accum_steps": self.gradient_accumulation_steps,
+            "parallelism": {
+                "dp_replicate": world_size // shard_size,
+                "dp_shard": shard_size,
+                "ring_degree": 1,
+                "ulysses_degree": 1,
+            },
+        }
 
     def tag(self, step: int) -> str:
         """Return LeRobot's name for the checkpoint of a step."""

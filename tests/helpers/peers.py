@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -18,3 +19,10 @@ def peer(path: str) -> Path:
     if not (PEERS / path).exists():
         pytest.skip(f"{PEERS / path} is missing: set FSDP2_PEERS to the folder with the peers' source")
     return PEERS / path
+
+
+def skip_without_lerobot() -> None:
+    """Skip a module of tests where LeRobot is not installed; ``benchmarks/lerobot.py`` has its name."""
+    spec = importlib.util.find_spec("lerobot")
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip("needs the environment of `make peers`", allow_module_level=True)
