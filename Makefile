@@ -49,7 +49,7 @@ big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
 
 # LeRobot needs Python 3.12 and other versions of torch and transformers than .venv has.
-PEERS_PYTHON ?= $(firstword $(foreach python,python3.12 python3.13,$(shell command -v $(python))))
+PEERS_PYTHON ?= $(shell for each in python3.12 python3.13; do $$each -c "" 2>/dev/null && echo $$each && break; done)
 FSDP2_PEERS ?= $(abspath ../shared/peers)
 export FSDP2_PEERS
 

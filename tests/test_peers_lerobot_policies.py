@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import lerobot_policies as real
 from helpers.peers import skip_without_lerobot
 from helpers.reference import Unsharded, assert_close, full_grads, full_parameters
-
-skip_without_lerobot()
-
-from helpers import lerobot_policies as real
 
 from fsdp2_strategy import FSDPV2Strategy, LeRobotLayout, StrategyConfig
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision
+
+skip_without_lerobot()
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.01}
 LAYOUT = LeRobotLayout(total_steps=100, batch_size=2)

@@ -17,9 +17,9 @@ import torch
 from helpers.peers import skip_without_lerobot
 from safetensors.torch import load_file
 
-skip_without_lerobot()
-
 from fsdp2_strategy.lerobot.generate import DatasetWriter
+
+skip_without_lerobot()
 
 THEIRS, OURS = "lerobot.scripts.lerobot_train", "fsdp2_strategy.lerobot.train"
 POLICY = {
@@ -70,7 +70,8 @@ def figures(module, *options):
     run = subprocess.run(command(module, *options), capture_output=True, text=True, timeout=300, check=False)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-4000:]
-    return re.findall(r"step:(\d+) .*?loss:(\S+) grdn:(\S+) lr:(\S+)", output)
+    held_out = re.findall(r"step (\d+): eval_loss=(\S+)", output)
+    return re.findall(r"step:(\d+) .*?loss:(\S+) grdn:(\S+) lr:(\S+)", output) + held_out
 
 
 def weights_of(folder):
@@ -98,9 +99,10 @@ SHARDED, REPLICATED = {"parallelism.dp_shard": 2}, {"parallelism.dp_replicate": 
 
 
 def test_lerobots_script_logs_what_it_logs_without_this_package(data, tmp_path):
-    ours = figures(OURS, *options_of(data, tmp_path / "ours", **SHARDED))
-    theirs = figures(THEIRS, *options_of(data, tmp_path / "theirs", **REPLICATED))
-    assert len(ours) == 4 and ours == theirs
+    held_out = {"eval_steps": 4, "dataset.eval_split": 0.5}
+    ours = figures(OURS, *options_of(data, tmp_path / "ours", **SHARDED, **held_out))
+    theirs = figures(THEIRS, *options_of(data, tmp_path / "theirs", **REPLICATED, **held_out))
+    assert len(ours) == 5 and ours == theirs, "four steps, and the loss on held-out episodes"
     assert_weights_agree(tmp_path / "ours", tmp_path / "theirs")
 
 

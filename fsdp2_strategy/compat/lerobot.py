@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp2_strategy.checkpoint.paths import TRAINING_STATE, TRAINING_STEP
+from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed.collectives import all_reduce
 from fsdp2_strategy.errors import CheckpointError, ConfigError
@@ -70,6 +71,7 @@ class Accelerator:
         self.device, self.is_main_process = self.strategy.device, self.strategy.is_rank_0()
         self.sync_gradients = False
         self._micro_batches = 0
+        self.loader: _ResumedLoader | None = None
         self._policy: Any = None
         self._optimizer: Any = None
 
@@ -85,16 +87,13 @@ class Accelerator:
             self._policy, self._optimizer = self.strategy.prepare((policy, optimizer))
         else:
             self._policy, self._optimizer, schedule = self.strategy.prepare((policy, optimizer, schedule))
-        loaders = [self._divided(given) for given in (loader, *others)]
-        return self._policy, _SteppingOptimizer(self), loaders[0], schedule, *loaders[1:]
+        self.loader = _ResumedLoader(self._divided(loader))
+        return self._policy, _SteppingOptimizer(self), self.loader, schedule, *(self._divided(each) for each in others)
 
     def _divided(self, loader: Any) -> Any:
         """Return a loader of this rank's batches, as accelerate makes it; LeRobot derives its data position from it."""
         from accelerate.data_loader import prepare_data_loader  # noqa: PLC0415  LeRobot requires it
 
-        # An iterator draws a seed for its workers. If it drew from the global generator, a resumed run, which starts
-        # its iterator later, would get other random numbers than the uninterrupted one.
-        loader.generator = torch.Generator().manual_seed(self.strategy.config.seed)
         ranks = {"num_processes": self.num_processes, "process_index": self.process_index}
         return prepare_data_loader(loader, self.device, **ranks, put_on_device=True, even_batches=True)
 
@@ -135,6 +134,29 @@ class Accelerator:
     def end_training(self) -> None:
         """Wait for the last save, and close the strategy; collective."""
         self.strategy.close()
+
+
+class _ResumedLoader:
+    """A loader whose first pass in a resumed run does not change the random state.
+
+    An iterator draws a seed for its workers. The uninterrupted run drew it before the checkpoint, and would otherwise
+    get other random numbers than the resumed run, which draws it after the load.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.random_state: bytes | None = None
+        """Random state after the load of a checkpoint; None if there was none, or after the first batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if self.random_state is not None:
+                load_rng(self.random_state)
+                self.random_state = None
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 class _SteppingOptimizer:
@@ -244,6 +266,8 @@ def resume_after_prepare(
     """Load a checkpoint's weights, optimizer, schedule and random state; collective."""
     path = Path(cfg.checkpoint_path).resolve()
     accelerator.strategy.load_ckpt(policy, path.parent, accelerator._optimizer, scheduler, tag=path.name)
+    if accelerator.loader is not None:
+        accelerator.loader.random_state = rng_content()
 
 
 def _nothing(*_arguments: Any) -> None:
