@@ -38,5 +38,5 @@ def check_versions() -> None:
                 f"cannot import fsdp2_strategy: {package} is {found}, expected {wanted} or newer. Install a newer "
                 f"version: pip install '{package}>={wanted}'."
             )
-        if installed >= NOT_TESTED.get(package, (installed[0] + 1, 0)):
+        if package in NOT_TESTED and installed >= NOT_TESTED[package]:
             warnings.warn(f"fsdp2_strategy is not tested with {package} {found}", stacklevel=2)

@@ -121,6 +121,25 @@ def test_pictures_are_what_PyAV_gives_as_rgb(pixels, size):
     assert (found.permute(1, 2, 0).numpy() == frame.to_ndarray(format="rgb24", **video._ONE_THREAD)).all()
 
 
+def test_without_an_index_of_key_frames_frames_are_the_same_and_little_is_decoded_twice(roots, monkeypatch):
+    """PyAV has no index before version 17; `_Decoder` then learns how far apart key frames are."""
+    indices = [*range(12), 3, 20, 5, *range(30, 36)]
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        expected = [dataset[i][CAMERAS[0]] for i in indices]
+    opened = video._Decoder.__init__
+
+    def without_index(decoder, *arguments):
+        opened(decoder, *arguments)
+        decoder._index = None
+
+    monkeypatch.setattr(video._Decoder, "__init__", without_index)
+    with contextlib.closing(LeRobotDataset(roots("gop 2"))) as dataset:
+        for i, picture in zip(indices, expected, strict=True):
+            assert torch.equal(dataset[i][CAMERAS[0]], picture)
+        cameras = len(dataset.metadata.video_keys)
+        assert dataset.counts["frames_decoded"] <= 3 * len(indices) * cameras
+
+
 def test_windows_are_exact_at_the_edges_of_episodes_and_say_what_is_padding(roots):
     steps = {"action": [-0.2, -0.1, 0.0, 0.1, 0.7], CAMERAS[1]: [-0.3, 0.0], "timestamp": [0.1]}
     offsets = {"action": [-2, -1, 0, 1, 7], CAMERAS[1]: [-3, 0], "timestamp": [1]}

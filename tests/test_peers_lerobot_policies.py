@@ -1,4 +1,7 @@
-"""LeRobot's real policies on two ranks: parity, what a robot loads, and an exact resume."""
+"""LeRobot's real policies on two ranks: parity, what a robot loads, and an exact resume.
+
+With the environment variable FSDP2_TABLE, they write the figures of docs/coming_from_lerobot.md to that folder.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from helpers.reference import (
     same_on_all_ranks,
 )
 from helpers.training import take_steps
+from helpers.versions import NEW_CONVERSIONS
 from helpers.worlds import USUAL, matrix, some, worlds
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -263,8 +264,8 @@ def test_an_fp32_tower_beside_bf16_is_unfrozen_midway_and_has_masters(way, tmp_p
     elif way == "added":
         for tower, one in zip(towers(), (optimizer, unsharded.optimizer), strict=True):
             one.add_param_group(group_of(tower))
-    # A master weight that rounds to the other bf16 value changes gradients by about 1e-4.
-    steps_beside(unsharded, strategy, name, model, optimizer, range(2, 4), tolerance=3e-4)
+    tolerance = 1e-5 if NEW_CONVERSIONS else 3e-4  # with transformers 5.5, for a reason that is not known
+    steps_beside(unsharded, strategy, name, model, optimizer, range(2, 4), tolerance=tolerance)
     now = full_parameters(model)
     assert not any(torch.equal(now[n], t) for n, t in frozen.items())
 

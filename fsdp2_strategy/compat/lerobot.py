@@ -1,7 +1,7 @@
 """Run LeRobot's own training script with this package, which replaces its accelerator and its checkpoints.
 
 Input: the script's configuration and the objects that it builds. Output: its loop, on a policy that `FSDPV2Strategy`
-shards, with checkpoints in LeRobot's layout. `main` replaces names in the script's module; nothing of it is edited:
+shards, with checkpoints in LeRobot's layout. `run` replaces names in the script's module; nothing of it is edited:
 
     make_accelerator                          `Accelerator`, which owns a strategy
     set_fsdp_wrap_modules,                    nothing: the strategy finds the blocks, and gathers parameters for the
@@ -32,7 +32,7 @@ from fsdp2_strategy.checkpoint.paths import TRAINING_STATE, TRAINING_STEP
 from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed.collectives import all_reduce
-from fsdp2_strategy.errors import CheckpointError, ConfigError
+from fsdp2_strategy.errors import ConfigError
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
@@ -46,7 +46,7 @@ class Accelerator:
 
     Raises:
         ConfigError: the configuration requests what this class lacks: EMA, environments in the loop, a reward model,
-            compilation, activation checkpointing, or context parallelism.
+            compilation, activation checkpointing, or context parallelism; or it saves within an optimizer step.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -195,6 +195,13 @@ def _check_supported(cfg: Any) -> None:
             f"cannot run LeRobot's training script: its configuration requests {', '.join(lacking)}, expected none of "
             "these. Leave them out, or write the loop with FSDPV2Strategy: docs/vla.md, 'Moving a LeRobot loop over'."
         )
+    micro_batches = settings.gradient_accumulation.steps
+    if cfg.save_checkpoint and (cfg.steps % micro_batches or (cfg.save_freq > 0 and cfg.save_freq % micro_batches)):
+        raise ConfigError(
+            f"cannot save checkpoints: --steps is {cfg.steps}, --save_freq is {cfg.save_freq}, expected multiples of "
+            f"{micro_batches}, because an optimizer step accumulates over {micro_batches} of LeRobot's steps. Change "
+            "them, or pass --save_checkpoint=false."
+        )
     if settings.mixed_precision not in {"no", "bf16", "fp16"}:
         raise ConfigError(
             f"cannot run LeRobot's training script: --accelerator.mixed_precision is {settings.mixed_precision!r}, "
@@ -226,18 +233,13 @@ def save_checkpoint(
     Arguments are those of LeRobot's function of this name; ``step`` counts micro-batches.
 
     Raises:
-        CheckpointError: the last optimizer step is not complete; or see `FSDPV2Strategy.save_ckpt`.
+        CheckpointError: see `FSDPV2Strategy.save_ckpt`.
     """
-    micro_batches = accelerator.strategy.accumulated_gradient
-    if step % micro_batches:
-        raise CheckpointError(
-            f"cannot save after step {step}: an optimizer step has {micro_batches} of LeRobot's steps, expected a "
-            f"multiple of {micro_batches}. Change --save_freq and --steps, or the gradient accumulation."
-        )
     layout = LeRobotLayout(
         total_steps=cfg.steps,
         batch_size=cfg.batch_size,
-        gradient_accumulation_steps=micro_batches,
+        gradient_accumulation_steps=accelerator.strategy.accumulated_gradient,
+        micro_batches=step,
         train_config=cfg,
         preprocessor=preprocessor,
         postprocessor=postprocessor,

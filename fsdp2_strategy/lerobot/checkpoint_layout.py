@@ -39,8 +39,10 @@ class LeRobotLayout:
     batch_size: int
     """Samples per batch of one process; saved in ``training_step.json``."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step. LeRobot counts micro-batches: ``training_step.json`` contains this many for
-    each optimizer step."""
+    """Micro-batches per optimizer step, for ``training_step.json``, whose step counts micro-batches."""
+    micro_batches: int | None = None
+    """Micro-batches that the run has trained on, if the trainer counts them; by default those of the optimizer steps,
+    without steps that were skipped because of their gradients."""
     train_config: Any = None
     """Content of ``train_config.json``: an object with ``save_pretrained``, a mapping or a dataclass."""
     preprocessor: Any = None
@@ -66,7 +68,7 @@ class LeRobotLayout:
     def training_step(self, step: int, world_size: int, shard_size: int) -> dict[str, Any]:
         """Return the content of ``training_step.json`` after an optimizer step."""
         return {
-            "step": step * self.gradient_accumulation_steps,
+            "step": step * self.gradient_accumulation_steps if self.micro_batches is None else self.micro_batches,
             "num_processes": world_size,  # what LeRobot read before version 0.6
             "dp_world_size": world_size,
             "batch_size": self.batch_size,

@@ -113,7 +113,7 @@ class EpisodeFetcher:
         if path not in self._packets:
             with self._source.open(path) as file, open_container(file) as container:
                 stream = container.streams.video[0]
-                entries = getattr(stream, "index_entries", ())  # before version 18, PyAV has no index of any file
+                entries = getattr(stream, "index_entries", ())  # before version 17, PyAV has no index of any file
                 found = [(e.timestamp, e.pos, e.size, e.is_keyframe) for e in entries]
                 columns = np.asarray(found, dtype=np.int64).reshape(-1, 4).T
                 seconds = columns[0] * float(stream.time_base or 0)

@@ -10,7 +10,7 @@ because several threads would decode frames ahead that are not needed. Paralleli
 transpose afterwards costs twice as much. Both give equal values if the format is in `_PLANAR`, the width is a multiple
 of 16 and the height is even, as in nearly all videos. Otherwise the values may differ, so packed RGB is used.
 
-[Note: key frames] Whether to decode on or to seek depends on whether a key frame lies between. PyAV 18 has the index of
+[Note: key frames] Whether to decode on or to seek depends on whether a key frame lies between. PyAV 17 has the index of
 a file's key frames. Before that, `_Decoder` learns how far apart they are: a seek that arrives at a key frame before
 the current position was not needed, so it would have been faster to decode on over this distance.
 """
@@ -40,8 +40,8 @@ if _PYAV < _MIN_PYAV:
         f"cannot decode videos: PyAV is {av.__version__}, expected at least {_MIN_PYAV}. Install a newer version: "
         f"pip install 'av>={_MIN_PYAV}'."
     )
-# Before version 18, PyAV converts on one thread without being told, and has no index of key frames.
-_ONE_THREAD: dict[str, Any] = {"threads": 1} if _PYAV >= 18 else {}
+# Before version 17, PyAV has no option for the number of threads of a conversion, and no index of key frames.
+_ONE_THREAD: dict[str, Any] = {"threads": 1} if _PYAV >= 17 else {}
 
 _PLANAR = {"yuv420p", "yuvj420p"}
 _BUFFER_BYTES = 1 << 15  # small, to fetch few bytes beyond the end of an episode
@@ -121,7 +121,7 @@ class _Decoder:
         context = self._stream.codec_context
         context.thread_count, context.options = 1, _STRICT
         self._time_base = float(self._stream.time_base or 0)
-        self._index: Any = getattr(self._stream, "index_entries", None)  # None before PyAV 18
+        self._index: Any = getattr(self._stream, "index_entries", None)  # None before PyAV 17
         self._key = 0  # decoding time stamp of the first packet after the last seek
         self._distance = 0  # largest distance over which decoding on is known to be faster; see [Note: key frames]
         self._reformatter = VideoReformatter()

@@ -259,6 +259,40 @@ FLORENCE = {
     },
     "projection_dim": 32,
 }
+DIFFUSION = {
+    **RESNET,
+    "down_dims": (32, 64),
+    "horizon": 8,
+    "n_action_steps": 4,
+    "drop_n_last_frames": 0,
+    "diffusion_step_embed_dim": 16,
+    "spatial_softmax_num_keypoints": 8,
+    "num_train_timesteps": 10,
+}
+VQBET = {
+    **RESNET,
+    "gpt_input_dim": 32,
+    "gpt_output_dim": 32,
+    "gpt_n_layer": 2,
+    "gpt_n_head": 2,
+    "gpt_hidden_dim": 32,
+    "vqvae_embedding_dim": 16,
+    "vqvae_enc_hidden_dim": 16,
+    "crop_shape": (56, 56),
+    "n_obs_steps": 2,
+    "n_action_pred_token": 2,
+    "action_chunk_size": 3,
+    "dropout": 0.0,
+}
+PI0 = {
+    "chunk_size": 8,
+    "n_action_steps": 8,
+    "image_resolution": (32, 32),
+    "max_state_dim": 8,
+    "max_action_dim": 8,
+    "num_inference_steps": 2,
+    "dtype": "float32",
+}
 CASES = {
     "act": Case(
         config={
@@ -273,77 +307,11 @@ CASES = {
             "n_action_steps": 8,
         }
     ),
-    "diffusion": Case(
-        config={
-            **RESNET,
-            "down_dims": (32, 64),
-            "horizon": 8,
-            "n_action_steps": 4,
-            "drop_n_last_frames": 0,
-            "diffusion_step_embed_dim": 16,
-            "spatial_softmax_num_keypoints": 8,
-            "num_train_timesteps": 10,
-        },
-        observations=2,
-        image=64,
-    ),
-    "diffusion:group_norm": Case(
-        config={
-            **RESNET,
-            "use_group_norm": True,
-            "down_dims": (32, 64),
-            "horizon": 8,
-            "n_action_steps": 4,
-            "drop_n_last_frames": 0,
-            "diffusion_step_embed_dim": 16,
-            "spatial_softmax_num_keypoints": 8,
-            "num_train_timesteps": 10,
-        },
-        observations=2,
-        image=64,
-    ),
-    "vqbet": Case(
-        config={
-            **RESNET,
-            "n_vqvae_training_steps": 0,
-            "gpt_input_dim": 32,
-            "gpt_output_dim": 32,
-            "gpt_n_layer": 2,
-            "gpt_n_head": 2,
-            "gpt_hidden_dim": 32,
-            "vqvae_embedding_dim": 16,
-            "vqvae_enc_hidden_dim": 16,
-            "crop_shape": (56, 56),
-            "n_obs_steps": 2,
-            "n_action_pred_token": 2,
-            "action_chunk_size": 3,
-            "dropout": 0.0,
-        },
-        observations=2,
-        actions=5,
-        image=64,
-    ),
+    "diffusion": Case(config=DIFFUSION, observations=2, image=64),
+    "diffusion:group_norm": Case(config={**DIFFUSION, "use_group_norm": True}, observations=2, image=64),
+    "vqbet": Case(config={**VQBET, "n_vqvae_training_steps": 0}, observations=2, actions=5, image=64),
     "vqbet:codebook": Case(
-        config={
-            **RESNET,
-            "n_vqvae_training_steps": 100,
-            "gpt_input_dim": 32,
-            "gpt_output_dim": 32,
-            "gpt_n_layer": 2,
-            "gpt_n_head": 2,
-            "gpt_hidden_dim": 32,
-            "vqvae_embedding_dim": 16,
-            "vqvae_enc_hidden_dim": 16,
-            "crop_shape": (56, 56),
-            "n_obs_steps": 2,
-            "n_action_pred_token": 2,
-            "action_chunk_size": 3,
-            "dropout": 0.0,
-        },
-        observations=2,
-        actions=5,
-        image=64,
-        reduces_itself=True,
+        config={**VQBET, "n_vqvae_training_steps": 100}, observations=2, actions=5, image=64, reduces_itself=True
     ),
     "tdmpc": Case(
         config={
@@ -383,32 +351,8 @@ CASES = {
         text=True,
         hub=tiny_clip,
     ),
-    "pi0": Case(
-        config={
-            "chunk_size": 8,
-            "n_action_steps": 8,
-            "image_resolution": (32, 32),
-            "max_state_dim": 8,
-            "max_action_dim": 8,
-            "num_inference_steps": 2,
-            "dtype": "float32",
-        },
-        text=True,
-        hub=tiny_gemma,
-    ),
-    "pi05": Case(
-        config={
-            "chunk_size": 8,
-            "n_action_steps": 8,
-            "image_resolution": (32, 32),
-            "max_state_dim": 8,
-            "max_action_dim": 8,
-            "num_inference_steps": 2,
-            "dtype": "float32",
-        },
-        text=True,
-        hub=tiny_gemma,
-    ),
+    "pi0": Case(config=PI0, text=True, hub=tiny_gemma),
+    "pi05": Case(config=PI0, text=True, hub=tiny_gemma),
     "smolvla": Case(
         config={
             "chunk_size": 8,

@@ -11,4 +11,4 @@ NEW_CONVERSIONS = hasattr(core_model_loading, "PrefixChange")
 """Whether transformers has the weight conversions of version 5.16."""
 
 needs_new_conversions = pytest.mark.skipif(not NEW_CONVERSIONS, reason="needs weight conversions of transformers 5.16")
-needs_index = pytest.mark.skipif(video._PYAV < 18, reason="needs the index of key frames of PyAV 18")
+needs_index = pytest.mark.skipif(video._PYAV < 17, reason="needs the index of key frames of PyAV 17")
