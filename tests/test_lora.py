@@ -25,6 +25,7 @@ from helpers.reference import (
     same_on_all_ranks,
 )
 from helpers.training import assert_same, full_state, take_steps
+from helpers.versions import needs_accepted_peft
 from helpers.worlds import matrix, some, worlds
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
@@ -620,6 +621,7 @@ def test_a_peft_model_may_be_the_actor_itself(tmp_path):
     assert all(torch.equal(loaded[n], t) for n, t in whole.state_dict().items())
 
 
+@needs_accepted_peft
 @pytest.mark.ranks(2)
 def test_a_model_into_which_peft_put_adapters_is_no_other(tmp_path):
     """transformers' own ``add_adapter`` puts no PeftModel around the model."""

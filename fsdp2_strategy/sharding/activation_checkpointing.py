@@ -45,12 +45,16 @@ def is_cache(value: object) -> bool:
 
 
 def decoders(model: nn.Module) -> set[str]:
-    """Return the names of the module lists whose entries accept ``past_key_values``."""
+    """Return the names of the module lists whose entries accept a key-value cache."""
     return {
         name.rpartition(".")[0]
         for name, module in model.named_modules()
-        if name.rpartition(".")[2].isdigit() and "past_key_values" in inspect.signature(module.forward).parameters
+        if name.rpartition(".")[2].isdigit() and _CACHE_ARGUMENTS & inspect.signature(module.forward).parameters.keys()
     }
+
+
+_CACHE_ARGUMENTS = {"past_key_values", "cache"}
+"""What the blocks of transformers name their cache: ``cache`` since version 5.24."""
 
 
 def _recomputed(forward: Callable[..., Any], *, shares_caches: bool) -> Callable[..., Any]:
@@ -78,22 +82,22 @@ def _with_cache(forward: Callable[..., Any], cache: Any, args: tuple[Any, ...], 
     """Checkpoint a forward that appends to a cache, and append to the real cache only once; see [Note: caches]."""
     before = _copy_cache(cache)
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[Any, ...]]]:
-        added: list[tuple[Any, ...]] = []
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        added: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         copied = _copy_cache(before)
         update = copied.update
 
-        def record(*entry: Any) -> Any:
-            added.append(entry)
-            return update(*entry)
+        def record(*entry: Any, **options: Any) -> Any:
+            added.append((entry, options))
+            return update(*entry, **options)
 
         copied.update = record
         args, kwargs = _replace(lambda value: value is cache, copied, args, kwargs)
         return forward(*args, **kwargs), added
 
     output, added = _checkpoint(run, *args, **kwargs)
-    for entry in added:
-        cache.update(*entry)
+    for entry, options in added:
+        cache.update(*entry, **options)
     return output
 
 
