@@ -13,13 +13,17 @@ from types import SimpleNamespace as Namespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.folders import tensors_in
 from helpers.reference import full_parameters
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp2_strategy import ConfigError
+from fsdp2_strategy.checkpoint import verify_checkpoint
 from fsdp2_strategy.compat import lerobot as compat
 from fsdp2_strategy.compat.lerobot import Accelerator
+from fsdp2_strategy.compat.lerobot.averages import Averages
+from fsdp2_strategy.model.placeholders import full_tensor_of
 
 OFF = Namespace(enable=False)
 
@@ -37,7 +41,7 @@ def configuration(steps=8, save_freq=4, accumulation=2, precision="no", **more):
         activation_checkpointing=Namespace(mode=Namespace(value="none")),
     )
     run = {"seed": 1, "steps": steps, "save_freq": save_freq, "save_checkpoint": True, "batch_size": 2}
-    lacking = {"ema": OFF, "env": None, "peft": None, "is_reward_model_training": False}
+    lacking = {"policy": None, "ema": OFF, "env": None, "peft": None, "is_reward_model_training": False}
     topology = Namespace(dp_shard=2, cp_size=1)
     writes_nothing = {"save_pretrained": lambda _folder: None}
     return Namespace(**{**run, **lacking, **writes_nothing, "accelerator": settings, "parallelism": topology, **more})
@@ -140,9 +144,7 @@ def test_lerobots_options_are_settings_of_the_strategy():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ema": Namespace(enable=True)}, "--ema.enable"),
-        ({"env": Namespace(type="pusht")}, "--env.type"),
-        ({"peft": Namespace()}, "--peft"),
+        ({"ema": Namespace(enable=True), "peft": Namespace()}, "--ema.enable with --peft"),
         ({"is_reward_model_training": True}, "a reward model"),
         ({"parallelism": Namespace(dp_shard=2, cp_size=2)}, "context_parallel"),
         ({"save_freq": 3}, "expected multiples of 2.*--save_checkpoint=false"),
@@ -160,11 +162,171 @@ def test_a_script_that_is_not_lerobots_is_an_error():
         compat.run(types.ModuleType("other"))
 
 
+class RefusesAdapters(Namespace):
+    def _validate_distributed(self):
+        if self.peft is not None or self.env is not None or self.compile:
+            raise ValueError("not supported under sharded training")
+
+
 def test_the_names_of_a_script_are_replaced_while_it_runs_and_not_after():
     script, seen = types.ModuleType("script"), {}
-    for name in compat._REPLACED:
+    replaced = (
+        "make_accelerator", "set_fsdp_wrap_modules", "finalize_sharded_policy", "save_checkpoint",
+        "update_last_checkpoint", "resume_before_prepare", "resume_after_prepare", "eval_policy_all",
+    )  # fmt: skip
+    for name in replaced:
         setattr(script, name, name)
-    script.main = lambda: seen.update({name: getattr(script, name) for name in compat._REPLACED})
+    script.TrainPipelineConfig = RefusesAdapters
+    adapted = RefusesAdapters(peft="r=2", env="pusht", compile=False)
+
+    def main():
+        seen.update({name: getattr(script, name) for name in replaced})
+        adapted._validate_distributed()
+        with pytest.raises(ValueError, match="not supported"):
+            RefusesAdapters(peft=None, env=None, compile=True)._validate_distributed()
+
+    script.main = main
     compat.run(script)
-    assert seen == compat._REPLACED
-    assert all(getattr(script, name) == name for name in compat._REPLACED)
+    assert all(callable(function) for function in seen.values())
+    assert seen["save_checkpoint"] is compat.save_checkpoint
+    assert (adapted.peft, adapted.env) == ("r=2", "pusht")
+    assert all(getattr(script, name) == name for name in replaced)
+    with pytest.raises(ValueError, match="not supported"):
+        adapted._validate_distributed()
+
+
+def averaging(**options):
+    return Namespace(**{
+        "enable": True, "decay": None, "update_after_step": 0, "inv_gamma": 1.0, "power": 0.75, "min_decay": 0.0,
+        "max_decay": 0.9999, "use_for_eval": True, **options,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.0, 1 - 2**-0.75, 1 - 3**-0.75]),
+        ({"inv_gamma": 2.0, "max_decay": 0.3}, [0.0, 1 - 1.5**-0.75, 0.3]),
+        ({"min_decay": 0.5, "update_after_step": 1}, [0.0, 0.0, 0.5]),
+        ({"decay": 0.99}, [0.0, 0.99, 0.99]),
+    ],
+)
+def test_the_decay_follows_the_schedule_of_lerobots_averages(options, expected):
+    policy = small_policy()
+    averages, found = Averages(policy, averaging(**options)), []
+    reference = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    for decay in expected:
+        with torch.no_grad():
+            for name, p in policy.named_parameters():
+                p.add_(1.0)
+                reference[name] = decay * reference[name] + (1 - decay) * p
+        averages.update(policy)
+        found.append(averages.decay)
+    assert found == pytest.approx(expected)
+    assert all(torch.allclose(averages.ema.averages[name], reference[name]) for name in reference)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_has_the_averaged_policy_and_a_resumed_run_continues_its_averages(tmp_path):
+    cfg = configuration(ema=averaging())
+    accelerator, policy, optimizer, loader, schedule = built(cfg)
+    assert not cfg.ema.enable, "the script would refuse it"
+    assert accelerator.config.ema.enable
+    for _, batch in zip(range(4), loader, strict=False):
+        step_as_lerobot(accelerator, policy, optimizer, schedule, batch)
+    assert accelerator.averages.steps == 2, "one for each optimizer step, not for each micro-batch"
+    compat.save_checkpoint(tmp_path / "000004", 4, cfg, policy, optimizer, schedule, accelerator=accelerator)
+    averages = {name: full_tensor_of(a) for name, a in accelerator.averages.ema.averages.items()}
+    parameters = full_parameters(policy)
+    in_files = tensors_in(tmp_path / "000004/pretrained_model_ema")
+    assert in_files.keys() == averages.keys()
+    assert all(torch.equal(in_files[name], averages[name]) for name in averages)
+    assert not all(torch.equal(in_files[name], parameters[name]) for name in averages)
+    assert verify_checkpoint(tmp_path / "000004").ok
+
+    cfg = configuration(ema=averaging(), checkpoint_path=tmp_path / "last")
+    accelerator, policy, optimizer, loader, schedule = built(cfg)
+    compat.resume_after_prepare(cfg, accelerator, policy, optimizer, schedule)
+    assert accelerator.averages.steps == 2
+    resumed = accelerator.averages.ema.averages
+    assert all(torch.equal(full_tensor_of(resumed[name]), averages[name]) for name in averages)
+
+
+@pytest.mark.ranks(2)
+def test_averages_that_a_checkpoint_lacks_start_from_its_weights(tmp_path):
+    cfg = configuration()
+    accelerator, policy, optimizer, loader, schedule = built(cfg)
+    for _, batch in zip(range(2), loader, strict=False):
+        step_as_lerobot(accelerator, policy, optimizer, schedule, batch)
+    compat.save_checkpoint(tmp_path / "000002", 2, cfg, policy, optimizer, schedule, accelerator=accelerator)
+    weights = full_parameters(policy)
+    assert not (tmp_path / "000002/pretrained_model_ema").exists()
+
+    cfg = configuration(ema=averaging(), checkpoint_path=tmp_path / "last")
+    accelerator, policy, optimizer, loader, schedule = built(cfg)
+    compat.resume_after_prepare(cfg, accelerator, policy, optimizer, schedule)
+    assert accelerator.averages.steps == 0
+    started = accelerator.averages.ema.averages
+    assert all(torch.equal(full_tensor_of(started[name]), weights[name]) for name in started)
+
+
+class Robot(nn.Module):
+    """A policy whose ``select_action`` calls another method, draws noise, and keeps a queue, as LeRobot's do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.reset()
+
+    def reset(self):
+        self.queue = []
+
+    def forward(self, batch):
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch
+
+    def predict_action_chunk(self, batch):
+        noise = torch.rand(1)
+        return [self(batch["state"]) + 0 * noise + number for number in range(2)]
+
+    def select_action(self, batch):
+        if not self.queue:
+            self.queue = self.predict_action_chunk(batch)
+        return self.queue.pop(0)
+
+
+def actions_of(policy):
+    """Run an episode as LeRobot's rollout does."""
+    policy.eval()
+    policy.reset()
+    with torch.inference_mode():
+        actions = [policy.select_action({"state": torch.full((1, 4), float(number))}) for number in range(5)]
+    policy.train()
+    return torch.cat(actions)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_wait_run_the_policy_that_rank_0_evaluates_alone():
+    accelerator = Accelerator(configuration(env=Namespace(type="pusht"), ema=averaging(decay=0.5)))
+    expected = actions_of(Robot().apply(lambda module: [p.data.mul_(1.5) for p in module.parameters(recurse=False)]))
+    policy = Robot()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    policy, *_ = accelerator.prepare(policy, optimizer, DataLoader(micro_batches(), 2), None)
+    with torch.no_grad():
+        for average in accelerator.averages.ema.averages.values():
+            average.mul_(1.5)
+    weights, state = full_parameters(policy), torch.get_rng_state()
+    if dist.get_rank() == 0:
+        with accelerator.evaluation.leading(policy):
+            assert torch.allclose(actions_of(policy), expected, atol=1e-6), "averaged weights are evaluated"
+        with pytest.raises(ValueError, match="the environment failed"), accelerator.evaluation.leading(policy):
+            raise ValueError("the environment failed")
+    accelerator.wait_for_everyone()
+    assert policy.training and len(policy.queue) == 1, "every rank has made the calls of rank 0"
+    assert dist.get_rank() == 0 or torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, weights[n]) for n, t in full_parameters(policy).items())
+    # the next step trains on all ranks, although the evaluation ran in inference mode
+    with accelerator.accumulate(policy):
+        accelerator.backward(policy(torch.ones(1, 4)).sum())

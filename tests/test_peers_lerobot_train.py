@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,13 +75,13 @@ def figures(module, *options):
     return re.findall(r"step:(\d+) .*?loss:(\S+) grdn:(\S+) lr:(\S+)", output) + held_out
 
 
-def weights_of(folder):
-    return load_file(folder / "pretrained_model/model.safetensors")
+def weights_of(checkpoint, folder="pretrained_model"):
+    return load_file(checkpoint / folder / "model.safetensors")
 
 
-def assert_weights_agree(one, other):
+def assert_weights_agree(one, other, folder="pretrained_model"):
     """Compare weights after four steps of at most 1e-5 each, by which rounding moves those without gradient."""
-    mine, reference = weights_of(one / "checkpoints/000004"), weights_of(other / "checkpoints/000004")
+    mine, reference = (weights_of(run / "checkpoints/000004", folder) for run in (one, other))
     assert mine.keys() == reference.keys()
     assert max((mine[name] - reference[name]).abs().max().item() for name in mine) < 1e-5
     differences = torch.cat([(mine[name] - reference[name]).abs().flatten() for name in mine])
@@ -141,8 +142,131 @@ def test_a_killed_run_resumes_to_the_bit_by_lerobots_command_line(data, tmp_path
     assert all((mine[name] == whole[name]).all() for name in whole)
 
 
+def resumed_to_the_bit(out, files):
+    """Resume a run of four steps from its second; return whether it writes the same files again."""
+    checkpoints = out / "checkpoints"
+    whole = {file: load_file(checkpoints / "000004" / file) for file in files}
+    shutil.rmtree(checkpoints / "000004")
+    (checkpoints / "last").unlink()
+    (checkpoints / "last").symlink_to("000002")
+    figures(OURS, f"--config_path={checkpoints / 'last/pretrained_model/train_config.json'}", "--resume=true")
+    again = {file: load_file(checkpoints / "000004" / file) for file in files}
+    return all(torch.equal(again[file][name], whole[file][name]) for file in files for name in whole[file])
+
+
+def test_averaged_weights_are_lerobots_and_resume_to_the_bit(data, tmp_path):
+    pytest.importorskip("diffusers")
+    more = {"ema.enable": "true", "ema.inv_gamma": 2.0}
+    for module, topology, name in ((OURS, SHARDED, "ours"), (THEIRS, REPLICATED, "theirs")):
+        figures(module, *options_of(data, tmp_path / name, **topology, **more))
+    assert_weights_agree(tmp_path / "ours", tmp_path / "theirs", "pretrained_model_ema")
+    averaged = weights_of(tmp_path / "ours/checkpoints/000004", "pretrained_model_ema")
+    trained = weights_of(tmp_path / "ours/checkpoints/000004")
+    assert any(not torch.equal(averaged[name], trained[name]) for name in trained)
+    assert 'enable": true' in (tmp_path / "ours/checkpoints/000004/pretrained_model/train_config.json").read_text()
+    files = ["pretrained_model/model.safetensors", "pretrained_model_ema/model.safetensors"]
+    assert resumed_to_the_bit(tmp_path / "ours", files)
+
+
+def test_adapters_train_as_with_lerobot_and_resume_to_the_bit(data, tmp_path):
+    figures(OURS, *options_of(data, tmp_path / "base", **SHARDED))
+    base = tmp_path / "base/checkpoints/000004/pretrained_model"
+    more = {"policy.path": base, "policy.push_to_hub": "false", "peft.r": 2, "peft.target_modules": r".*linear[12]"}
+    run = dict(each.removeprefix("--").split("=", 1) for each in options_of(data, tmp_path / "x"))
+    run = {name: value for name, value in run.items() if not name.startswith("policy.")} | more
+    for module, topology, name in ((OURS, SHARDED, "ours"), (THEIRS, REPLICATED, "theirs")):
+        options = {**run, **topology, "output_dir": tmp_path / name}
+        figures(module, *(f"--{key}={value}" for key, value in options.items()))
+    folder = "checkpoints/000004/pretrained_model/adapter_model.safetensors"
+    ours, theirs = load_file(tmp_path / "ours" / folder), load_file(tmp_path / "theirs" / folder)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+    assert resumed_to_the_bit(tmp_path / "ours", ["pretrained_model/adapter_model.safetensors"])
+
+
+ENVIRONMENT = """
+from dataclasses import dataclass, field
+
+import gymnasium as gym
+import numpy as np
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.envs.configs import EnvConfig
+
+
+class Small(gym.Env):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    observation_space = gym.spaces.Dict({
+        "pixels": gym.spaces.Dict({"top": gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)}),
+        "agent_pos": gym.spaces.Box(-9, 9, (4,), np.float64),
+    })
+    action_space = gym.spaces.Box(-9, 9, (3,), np.float32)
+    render_mode = "rgb_array"
+
+    def observe(self):
+        pixels = np.full((64, 64, 3), 20 * self.count, np.uint8)
+        return {"pixels": {"top": pixels}, "agent_pos": np.append(self.position, self.count)}
+
+    def reset(self, *, seed=None, options=None):
+        self.position, self.count = np.zeros(3), 0
+        return self.observe(), {"is_success": False}
+
+    def step(self, action):
+        self.position, self.count = np.clip(self.position + action, -9, 9), self.count + 1
+        return self.observe(), float(self.position.sum()), False, False, {"is_success": False}
+
+    def render(self):
+        return self.observe()["pixels"]["top"]
+
+
+gym.register("gym_small/Small-v0", Small, max_episode_steps=10)
+
+
+@EnvConfig.register_subclass("small")
+@dataclass
+class SmallConfig(EnvConfig):
+    task: str = "Small-v0"
+    features: dict = field(default_factory=lambda: {
+        "action": PolicyFeature(type=FeatureType.ACTION, shape=(3,)),
+        "agent_pos": PolicyFeature(type=FeatureType.STATE, shape=(4,)),
+        "pixels/top": PolicyFeature(type=FeatureType.VISUAL, shape=(64, 64, 3)),
+    })
+    features_map: dict = field(default_factory=lambda: {
+        "action": "action", "agent_pos": "observation.state", "pixels/top": "observation.images.top"
+    })
+    gym_kwargs = {}
+"""
+
+
+def rewards(module, *options):
+    """Run a training script; return the losses, and the rewards of each evaluation, as it logs them."""
+    run = subprocess.run(command(module, *options), capture_output=True, text=True, timeout=300, check=False)
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output[-4000:]
+    found = re.findall(r"Suite overall aggregated: .*?'avg_sum_reward': (\S+),", output)
+    return re.findall(r"step:(\d+) .*?loss:(\S+)", output), [float(each) for each in found]
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_sharded_policy_is_evaluated_in_the_environment_as_with_lerobot(data, tmp_path, monkeypatch, averages):
+    pytest.importorskip("gymnasium")
+    (tmp_path / "small_environment").mkdir()
+    (tmp_path / "small_environment/__init__.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    more = {"env.discover_packages_path": "small_environment", "env.type": "small", "env_eval_freq": 2}
+    more |= {"eval.n_episodes": 2, "eval.batch_size": 2, "eval.use_async_envs": "false"}
+    if averages:
+        pytest.importorskip("diffusers")
+        more |= {"ema.enable": "true", "ema.decay": 0.5, "optimizer_lr": 0.01}
+        more["policy.optimizer_lr"] = more.pop("optimizer_lr")
+    ours = rewards(OURS, *options_of(data, tmp_path / "ours", **SHARDED, **more))
+    theirs = rewards(THEIRS, *options_of(data, tmp_path / "theirs", **REPLICATED, **more))
+    assert ours[0] == theirs[0], "an evaluation changes no random number of the training"
+    assert len(ours[1]) == 2 and ours[1] == pytest.approx(theirs[1], rel=1e-4)
+
+
 def test_what_the_accelerator_lacks_is_an_error_that_names_it(data, tmp_path):
-    options = [*options_of(data, tmp_path / "ema", **REPLICATED), "--ema.enable=true"]
+    options = [*options_of(data, tmp_path / "compile", **REPLICATED), "--accelerator.fsdp.ignored_modules=.*model"]
     run = subprocess.run(command(OURS, *options), capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode
-    assert "its configuration requests --ema.enable, expected none of these" in run.stdout + run.stderr
+    message = "its configuration requests --accelerator.fsdp.ignored_modules, expected none of these"
+    assert message in run.stdout + run.stderr

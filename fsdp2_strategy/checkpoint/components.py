@@ -43,6 +43,7 @@ from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_m
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout, PolicySidecars
 from fsdp2_strategy.model.fsdp_state import class_name
+from fsdp2_strategy.model.master_weights import masters_of
 from fsdp2_strategy.model.names import named_parameters, persistent_buffers
 from fsdp2_strategy.model.state import Slot, model_state
 
@@ -92,11 +93,24 @@ class ModelComponents:
 
     @classmethod
     def of_policy(
-        cls, root: nn.Module, paths: CheckpointPaths, lerobot: LeRobotLayout, left_out: Container[str] | None
+        cls,
+        root: nn.Module,
+        paths: CheckpointPaths,
+        lerobot: LeRobotLayout,
+        left_out: Container[str] | None,
+        ema: Mapping[str, torch.Tensor] | None,
     ) -> ModelComponents:
         """Lay out a policy as LeRobot does; collective.
 
-        ``lerobot`` contains the trainer's objects to save; the other arguments are those of `of`.
+        If there are averages, the policy is laid out twice: with its parameters, and in another folder with the
+        averages. The second folder is left out for a policy with adapters, and for one that writes itself.
+
+        Args:
+            root: the policy.
+            paths: the checkpoint's paths.
+            lerobot: the trainer's objects to save.
+            left_out: see `of`.
+            ema: averages of parameters by name, or None.
 
         Raises:
             CheckpointError: on every rank: the policy trains other parameters in addition to its adapters; or its own
@@ -107,12 +121,25 @@ class ModelComponents:
         with all_or_none("lay out a policy", CheckpointError):
             base = without_adapter_modules(root)
             regions: Mapping[str, Region] = {}
+            has_averaged_folder = False
             if left_out is None:
                 own = tensors_to_write(base)
                 layout = _cached_tensor_layout(root, base, own)
                 regions = layout.regions
                 folder = paths.state / MODEL if lerobot.gather_for_save_pretrained else paths.model
                 components = [Component.of(folder, own, regions, max_file_bytes=sys.maxsize, metadata=layout.metadata)]
+                if has_averaged_folder := bool(ema) and adapters is None and not lerobot.gather_for_save_pretrained:
+                    averaged = _averaged(root, own, ema or {})
+                    layout = choose_layout(meta_skeleton(base), averaged)
+                    components.append(
+                        Component.of(
+                            paths.averaged,
+                            averaged,
+                            layout.regions,
+                            max_file_bytes=sys.maxsize,
+                            metadata=layout.metadata,
+                        )
+                    )
             else:
                 components = cls.of(root, paths, left_out).components
             if adapters is not None:
@@ -126,6 +153,7 @@ class ModelComponents:
                 adapters=adapters,
                 policy=PolicySidecars.of(base, lerobot.train_config, lerobot.preprocessor, lerobot.postprocessor),
                 full_policy=full_policy,
+                also_in=paths.averaged if has_averaged_folder else None,
             )
         return cls(components, sidecars)
 
@@ -148,6 +176,8 @@ class SidecarFiles:
     policy: PolicySidecars | None = None
     full_policy: nn.Module | None = None
     """On rank 0, the unsharded policy, if its own `save_pretrained` writes weights and configuration."""
+    also_in: Path | None = None
+    """A second folder that gets the same files."""
 
     @classmethod
     def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> SidecarFiles:
@@ -170,6 +200,8 @@ class SidecarFiles:
 
         Without ``tokenizer``, the tokenizer files are copied from ``source``.
         """
+        if self.also_in is not None:
+            replace(self, folder=self.also_in, also_in=None).write(tokenizer)
         if self.skeleton is not None:
             write_configuration(self.folder, self.skeleton, self.regions)
         if self.adapters is not None:
@@ -179,12 +211,26 @@ class SidecarFiles:
             self.policy.write(self.folder)
         if self.full_policy is not None:  # last, because it replaces the configuration that was written above
             save_with_own_method(self.full_policy, self.folder)
+        self._write_tokenizer(tokenizer)
+
+    def _write_tokenizer(self, tokenizer: Any) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(self.folder)
         elif self.source is not None:
             for name in _TOKENIZER_FILES:
                 for file in self.source.glob(name):
                     shutil.copyfile(file, self.folder / file.name)
+
+
+def _averaged(
+    root: nn.Module, tensors: Mapping[str, torch.Tensor], ema: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return a policy's tensors to write, with the averages in place of the parameters and their master weights."""
+    masters, average_of = masters_of(root), {}
+    for name, parameter in named_parameters(root).items():
+        if name in ema:
+            average_of[id(parameter)] = average_of[id(masters.get(id(parameter), parameter))] = ema[name]
+    return {name: average_of.get(id(tensor), tensor) for name, tensor in tensors.items()}
 
 
 def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ Input: a checkpoint's directory. Output: the paths.
 
     <tag>/ in our own layout       <tag>/ in LeRobot's layout
       model/                         pretrained_model/
+                                     pretrained_model_ema/   if there are averages: the policy with them
       wrapper/ ... manifest.json     training_state/
                                        wrapper/ ... manifest.json
                                        training_step.json
@@ -29,6 +30,7 @@ META = "meta.json"
 MANIFEST = "manifest.json"
 
 PRETRAINED_MODEL = "pretrained_model"
+AVERAGED_MODEL = "pretrained_model_ema"
 TRAINING_STATE = "training_state"
 TRAINING_STEP = "training_step.json"
 
@@ -77,6 +79,11 @@ class CheckpointPaths:
         return own if own.is_dir() else self.model
 
     @property
+    def averaged(self) -> Path:
+        """The folder that other programs load the averaged policy from, in LeRobot's layout."""
+        return self.root / AVERAGED_MODEL
+
+    @property
     def manifest(self) -> Path:
         """The manifest, which is written last. A directory without a manifest is not a checkpoint."""
         return self.state / MANIFEST
@@ -106,4 +113,4 @@ def has_only_checkpoint_entries(root: Path) -> bool:
     if TRAINING_STATE not in top:
         return top <= _ENTRIES
     state = {entry.name for entry in (root / TRAINING_STATE).iterdir()}
-    return top <= {PRETRAINED_MODEL, TRAINING_STATE} and state <= _ENTRIES
+    return top <= {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and state <= _ENTRIES

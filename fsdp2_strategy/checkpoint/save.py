@@ -158,7 +158,9 @@ def save_checkpoint(
     paths = request.partial_paths
     left_out = LeftOut.of(root) if only_trainable or (layout and has_adapters(root)) else None
     weights = left_out.weights if left_out else None
-    policy = ModelComponents.of_policy(root, paths, request.layout, weights) if request.layout else None
+    policy = None
+    if request.layout is not None:
+        policy = ModelComponents.of_policy(root, paths, request.layout, weights, ema)
     staging = background_save.staging()
     with all_or_none("save", CheckpointError):
         plan = _plan(

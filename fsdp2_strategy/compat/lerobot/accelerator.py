@@ -1,39 +1,29 @@
-"""Run LeRobot's own training script with this package, which replaces its accelerator and its checkpoints.
+"""Give LeRobot's training script an accelerator over `FSDPV2Strategy`.
 
-Input: the script's configuration and the objects that it builds. Output: its loop, on a policy that `FSDPV2Strategy`
-shards, with checkpoints in LeRobot's layout. `run` replaces names in the script's module; nothing of it is edited:
-
-    make_accelerator                          `Accelerator`, which owns a strategy
-    set_fsdp_wrap_modules,                    nothing: the strategy finds the blocks, and gathers parameters for the
-    finalize_sharded_policy                   policy's entry points
-    save_checkpoint, update_last_checkpoint   `FSDPV2Strategy.save_ckpt`, which also sets the link ``last``
-    resume_before_prepare                     the step of ``training_step.json``
-    resume_after_prepare                      `FSDPV2Strategy.load_ckpt`
-
-Source of the names: LeRobot 0.6.2, ``lerobot/scripts/lerobot_train.py`` and ``lerobot/distributed``.
+Input: the script's configuration, and the policy, optimizer and loaders that it builds. Output: the methods of
+accelerate's ``Accelerator`` that the script calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
+import logging
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp2_strategy.checkpoint.paths import TRAINING_STATE, TRAINING_STEP
-from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
+from fsdp2_strategy.checkpoint.random_state import load_rng
+from fsdp2_strategy.compat.lerobot.averages import Averages
+from fsdp2_strategy.compat.lerobot.evaluation import Evaluation
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.distributed.collectives import all_reduce
+from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
 
@@ -45,12 +35,13 @@ class Accelerator:
             ``accelerator.gradient_accumulation`` and ``accelerator.fsdp`` become the configuration of the strategy.
 
     Raises:
-        ConfigError: the configuration requests what this class lacks: EMA, environments in the loop, a reward model,
-            compilation, activation checkpointing, or context parallelism; or it saves within an optimizer step.
+        ConfigError: the configuration requests what this class lacks: a reward model, EMA of adapters, compilation,
+            activation checkpointing, or context parallelism; or it saves within an optimizer step.
     """
 
     def __init__(self, cfg: Any) -> None:
         _check_supported(cfg)
+        self._cfg = cfg
         settings, sharding = cfg.accelerator, cfg.accelerator.fsdp
         self.strategy = FSDPV2Strategy(
             config=StrategyConfig(
@@ -71,9 +62,16 @@ class Accelerator:
         self.device, self.is_main_process = self.strategy.device, self.strategy.is_rank_0()
         self.sync_gradients = False
         self._micro_batches = 0
-        self.loader: _ResumedLoader | None = None
+        self.loader: ResumedLoader | None = None
+        self.optimizer: Any = None
+        """The optimizer that checkpoints save, and that the script's optimizer steps."""
+        self.averages: Averages | None = None
+        """Averaged weights, with ``--ema.enable``."""
+        self.evaluation: Evaluation | None = None
+        """Evaluations in an environment, with ``--env.type``."""
+        if cfg.env is not None:
+            self.evaluation = Evaluation(self.device, self._evaluated_weights, self.autocast)
         self._policy: Any = None
-        self._optimizer: Any = None
 
     def prepare(
         self, policy: nn.Module, optimizer: Optimizer, loader: Any, schedule: Any, *others: Any
@@ -84,11 +82,39 @@ class Accelerator:
             The arguments, in this order. ``step`` of the optimizer calls the strategy.
         """
         if schedule is None:
-            self._policy, self._optimizer = self.strategy.prepare((policy, optimizer))
+            self._policy, self.optimizer = self.strategy.prepare((policy, optimizer))
         else:
-            self._policy, self._optimizer, schedule = self.strategy.prepare((policy, optimizer, schedule))
-        self.loader = _ResumedLoader(self._divided(loader))
-        return self._policy, _SteppingOptimizer(self), self.loader, schedule, *(self._divided(each) for each in others)
+            self._policy, self.optimizer, schedule = self.strategy.prepare((policy, optimizer, schedule))
+        if self._cfg.ema.enable:
+            self._average(self._cfg.ema)
+        self.loader = ResumedLoader(self._divided(loader))
+        return self._policy, SteppingOptimizer(self), self.loader, schedule, *(self._divided(each) for each in others)
+
+    def _average(self, options: Any) -> None:
+        """Average the weights here, and hide the option from the script, which refuses it for a sharded policy."""
+        self.averages = Averages(self._policy, options)
+        self._cfg.ema = copy.copy(options)
+        self._cfg.ema.enable = False
+        log("averaging the weights (--ema.enable); checkpoints have them in pretrained_model_ema")
+        if getattr(self._cfg.policy, "push_to_hub", False):
+            log(
+                "--policy.push_to_hub publishes the trained weights only; to publish their averages, upload the folder "
+                "pretrained_model_ema of the last checkpoint",
+                level=logging.WARNING,
+            )
+
+    @property
+    def config(self) -> Any:
+        """LeRobot's configuration as it was given."""
+        config = copy.copy(self._cfg)
+        if self.averages is not None:
+            config.ema = self.averages.options
+        return config
+
+    def _evaluated_weights(self) -> contextlib.AbstractContextManager[Any]:
+        if self.averages is None or not self.averages.options.use_for_eval:
+            return contextlib.nullcontext()
+        return self.averages.ema.swapped_in(self._policy)
 
     def _divided(self, loader: Any) -> Any:
         """Return a loader of this rank's batches, as accelerate makes it; LeRobot derives its data position from it."""
@@ -112,7 +138,7 @@ class Accelerator:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of one micro-batch; collective."""
-        self.strategy.backward(loss, self._policy, self._optimizer)
+        self.strategy.backward(loss, self._policy, self.optimizer)
 
     def clip_grad_norm_(self, _parameters: Any, max_norm: float) -> torch.Tensor:
         """Clip the policy's gradients, and return their norm before; collective."""
@@ -128,15 +154,18 @@ class Accelerator:
         return reduced
 
     def wait_for_everyone(self) -> None:
-        """Wait for all ranks; collective."""
-        dist.barrier()
+        """Wait for all ranks, and take part in the evaluations of rank 0 until then; collective."""
+        if self.evaluation is None:
+            dist.barrier()
+        else:
+            self.evaluation.wait(self._policy)
 
     def end_training(self) -> None:
         """Wait for the last save, and close the strategy; collective."""
         self.strategy.close()
 
 
-class _ResumedLoader:
+class ResumedLoader:
     """A loader whose first pass in a resumed run does not change the random state.
 
     An iterator draws a seed for its workers. The uninterrupted run drew it before the checkpoint, and would otherwise
@@ -159,20 +188,24 @@ class _ResumedLoader:
         return len(self._loader)
 
 
-class _SteppingOptimizer:
+class SteppingOptimizer:
     """The optimizer as LeRobot's script uses it: steps with the strategy, which also clears the gradients."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator, self.optimizer = accelerator, accelerator._optimizer
+        self._accelerator, self.optimizer = accelerator, accelerator.optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups; the script logs their learning rate."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
     def step(self) -> None:
         """End a micro-batch; after the last one, step the optimizer and clear the gradients; collective."""
-        self._accelerator.strategy.optimizer_step(self.optimizer, self._accelerator._policy)
+        accelerator = self._accelerator
+        accelerator.strategy.optimizer_step(self.optimizer, accelerator._policy)
+        if accelerator.averages is not None and accelerator.sync_gradients:
+            accelerator.averages.update(accelerator._policy)
 
     def zero_grad(self) -> None:
         """Do nothing: after a step the gradients are cleared, and before it they accumulate."""
@@ -181,9 +214,7 @@ class _SteppingOptimizer:
 def _check_supported(cfg: Any) -> None:
     settings, topology = cfg.accelerator, cfg.parallelism
     requested = {
-        "--ema.enable": cfg.ema.enable,
-        "--env.type": cfg.env is not None,
-        "--peft": cfg.peft is not None,
+        "--ema.enable with --peft": cfg.ema.enable and cfg.peft is not None,
         "a reward model": cfg.is_reward_model_training,
         "--accelerator.compile.enabled": settings.compile.enabled,
         "--accelerator.activation_checkpointing.mode": settings.activation_checkpointing.mode.value != "none",
@@ -207,101 +238,3 @@ def _check_supported(cfg: Any) -> None:
             f"cannot run LeRobot's training script: --accelerator.mixed_precision is {settings.mixed_precision!r}, "
             "expected 'no', 'bf16' or 'fp16'. Pass one of these."
         )
-
-
-def make_accelerator(cfg: Any) -> Accelerator:
-    """Resolve the configured parallelism for the launched ranks, and return the accelerator; collective."""
-    from lerobot.configs.parallelism import world_size_from_env  # noqa: PLC0415  not a dependency
-
-    cfg.parallelism.resolve(world_size_from_env())
-    return Accelerator(cfg)
-
-
-def save_checkpoint(
-    checkpoint_dir: Path,
-    step: int,
-    cfg: Any,
-    policy: nn.Module,
-    optimizer: _SteppingOptimizer,
-    scheduler: Any = None,
-    preprocessor: Any = None,
-    postprocessor: Any = None,
-    accelerator: Any = None,
-) -> None:
-    """Save a checkpoint in LeRobot's layout, and set the link ``last``; collective.
-
-    Arguments are those of LeRobot's function of this name; ``step`` counts micro-batches.
-
-    Raises:
-        CheckpointError: see `FSDPV2Strategy.save_ckpt`.
-    """
-    layout = LeRobotLayout(
-        total_steps=cfg.steps,
-        batch_size=cfg.batch_size,
-        gradient_accumulation_steps=accelerator.strategy.accumulated_gradient,
-        micro_batches=step,
-        train_config=cfg,
-        preprocessor=preprocessor,
-        postprocessor=postprocessor,
-    )
-    accelerator.strategy.save_ckpt(
-        policy,
-        checkpoint_dir.parent,
-        checkpoint_dir.name,
-        max_num=None,
-        max_mem=None,
-        optimizer=optimizer.optimizer,
-        scheduler=scheduler,
-        layout=layout,
-    )
-
-
-def resume_before_prepare(cfg: Any) -> int:
-    """Return the number of micro-batches that a checkpoint's run has trained on."""
-    recorded = json.loads((cfg.checkpoint_path / TRAINING_STATE / TRAINING_STEP).read_text())
-    return int(recorded["step"])
-
-
-def resume_after_prepare(
-    cfg: Any, accelerator: Accelerator, policy: nn.Module, _optimizer: Any, scheduler: Any
-) -> None:
-    """Load a checkpoint's weights, optimizer, schedule and random state; collective."""
-    path = Path(cfg.checkpoint_path).resolve()
-    accelerator.strategy.load_ckpt(policy, path.parent, accelerator._optimizer, scheduler, tag=path.name)
-    if accelerator.loader is not None:
-        accelerator.loader.random_state = rng_content()
-
-
-def _nothing(*_arguments: Any) -> None:
-    """Replace a step of the script that the strategy does itself."""
-
-
-_REPLACED = {
-    "make_accelerator": make_accelerator,
-    "set_fsdp_wrap_modules": _nothing,
-    "finalize_sharded_policy": _nothing,
-    "save_checkpoint": save_checkpoint,
-    "update_last_checkpoint": _nothing,
-    "resume_before_prepare": resume_before_prepare,
-    "resume_after_prepare": resume_after_prepare,
-}
-
-
-def run(script: ModuleType) -> None:
-    """Run a training script with its accelerator and its checkpoints replaced.
-
-    Args:
-        script: the module ``lerobot.scripts.lerobot_train``, or an edited copy that has its names.
-
-    Raises:
-        ConfigError: the script lacks one of the names that are replaced.
-    """
-    if missing := [name for name in _REPLACED if not hasattr(script, name)]:
-        raise ConfigError(
-            f"cannot run {script.__name__}: it lacks {', '.join(missing)}, expected LeRobot 0.6's training script. "
-            "Install LeRobot 0.6."
-        )
-    with contextlib.ExitStack() as stack:
-        for name, value in _REPLACED.items():
-            stack.enter_context(patch.object(script, name, value))
-        script.main()
