@@ -19,9 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp2_strategy import ConfigError
-from fsdp2_strategy.checkpoint import verify_checkpoint
 from fsdp2_strategy.compat import lerobot as compat
-from fsdp2_strategy.compat.lerobot import Accelerator
+from fsdp2_strategy.compat.lerobot import Accelerator, checkpoints
 from fsdp2_strategy.compat.lerobot.averages import Averages
 from fsdp2_strategy.model.placeholders import full_tensor_of
 
@@ -77,6 +76,23 @@ def built(cfg):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     return accelerator, *accelerator.prepare(policy, optimizer, DataLoader(micro_batches(), 2), schedule)
+
+
+def save_after(cfg, count, folder):
+    """Train on a number of micro-batches, and save."""
+    accelerator, policy, optimizer, loader, schedule = built(cfg)
+    for _, batch in zip(range(count), loader, strict=False):
+        step_as_lerobot(accelerator, policy, optimizer, schedule, batch)
+    path = folder / f"{count:06}"
+    compat.save_checkpoint(path, count, cfg, policy, optimizer, schedule, accelerator=accelerator)
+    return accelerator, policy, path
+
+
+def resume(cfg, folder):
+    cfg.checkpoint_path = folder / "last"
+    accelerator, policy, optimizer, _, schedule = built(cfg)
+    compat.resume_after_prepare(cfg, accelerator, policy, optimizer, schedule)
+    return accelerator
 
 
 @pytest.mark.ranks(2)
@@ -229,45 +245,38 @@ def test_the_decay_follows_the_schedule_of_lerobots_averages(options, expected):
 @pytest.mark.ranks(2)
 def test_a_checkpoint_has_the_averaged_policy_and_a_resumed_run_continues_its_averages(tmp_path):
     cfg = configuration(ema=averaging())
-    accelerator, policy, optimizer, loader, schedule = built(cfg)
+    accelerator, policy, path = save_after(cfg, 4, tmp_path)
     assert not cfg.ema.enable, "the script would refuse it"
     assert accelerator.config.ema.enable
-    for _, batch in zip(range(4), loader, strict=False):
-        step_as_lerobot(accelerator, policy, optimizer, schedule, batch)
     assert accelerator.averages.steps == 2, "one for each optimizer step, not for each micro-batch"
-    compat.save_checkpoint(tmp_path / "000004", 4, cfg, policy, optimizer, schedule, accelerator=accelerator)
     averages = {name: full_tensor_of(a) for name, a in accelerator.averages.ema.averages.items()}
-    parameters = full_parameters(policy)
-    in_files = tensors_in(tmp_path / "000004/pretrained_model_ema")
+    parameters, in_files = full_parameters(policy), tensors_in(path / "pretrained_model_ema")
     assert in_files.keys() == averages.keys()
     assert all(torch.equal(in_files[name], averages[name]) for name in averages)
     assert not all(torch.equal(in_files[name], parameters[name]) for name in averages)
-    assert verify_checkpoint(tmp_path / "000004").ok
 
-    cfg = configuration(ema=averaging(), checkpoint_path=tmp_path / "last")
-    accelerator, policy, optimizer, loader, schedule = built(cfg)
-    compat.resume_after_prepare(cfg, accelerator, policy, optimizer, schedule)
-    assert accelerator.averages.steps == 2
-    resumed = accelerator.averages.ema.averages
-    assert all(torch.equal(full_tensor_of(resumed[name]), averages[name]) for name in averages)
+    resumed = resume(configuration(ema=averaging()), tmp_path).averages
+    assert resumed.steps == 2
+    assert all(torch.equal(full_tensor_of(resumed.ema.averages[name]), averages[name]) for name in averages)
 
 
 @pytest.mark.ranks(2)
 def test_averages_that_a_checkpoint_lacks_start_from_its_weights(tmp_path):
-    cfg = configuration()
-    accelerator, policy, optimizer, loader, schedule = built(cfg)
-    for _, batch in zip(range(2), loader, strict=False):
-        step_as_lerobot(accelerator, policy, optimizer, schedule, batch)
-    compat.save_checkpoint(tmp_path / "000002", 2, cfg, policy, optimizer, schedule, accelerator=accelerator)
+    _, policy, path = save_after(configuration(), 2, tmp_path)
     weights = full_parameters(policy)
-    assert not (tmp_path / "000002/pretrained_model_ema").exists()
+    assert not (path / "pretrained_model_ema").exists()
 
-    cfg = configuration(ema=averaging(), checkpoint_path=tmp_path / "last")
-    accelerator, policy, optimizer, loader, schedule = built(cfg)
-    compat.resume_after_prepare(cfg, accelerator, policy, optimizer, schedule)
-    assert accelerator.averages.steps == 0
-    started = accelerator.averages.ema.averages
-    assert all(torch.equal(full_tensor_of(started[name]), weights[name]) for name in started)
+    started = resume(configuration(ema=averaging()), tmp_path).averages
+    assert started.steps == 0
+    assert all(torch.equal(full_tensor_of(a), weights[name]) for name, a in started.ema.averages.items())
+
+
+@pytest.mark.ranks(2)
+def test_averages_that_another_trainer_saved_continue_at_the_step_of_its_checkpoint(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(checkpoints, "_AVERAGED_STEPS", "unknown to this package")
+        save_after(configuration(ema=averaging()), 4, tmp_path)
+    assert resume(configuration(ema=averaging()), tmp_path).averages.steps == 2
 
 
 class Robot(nn.Module):

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdp2_strategy.checkpoint.save as saving
 from fsdp2_strategy import (
+    EMA,
     CheckpointError,
     ConfigError,
     FSDPV2Strategy,
@@ -613,6 +614,30 @@ def test_a_transformers_policy_with_adapters_has_its_configuration_beside_them(t
 
 
 # --- a folder for a robot --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_mp_opt", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_averages_are_a_second_folder_for_robots(tmp_path, use_mp_opt, async_save):
+    run = strategy, policy, _ = start(bf16=True, use_mp_opt=use_mp_opt)
+    ema = EMA(policy)
+    train(*run, range(2))
+    ema.update(policy, 0.5)
+    averages = {name: full(a) for name, a in ema.averages.items()}
+    for _ in range(2):  # the second save replaces the first one
+        strategy.save_ckpt(policy, tmp_path, "000002", ema=ema, layout=layout_of(), async_save=async_save)
+        strategy.wait_for_checkpoint()
+    folder = tmp_path / "000002/pretrained_model_ema"
+    assert files_in(folder) == sorted([*BESIDE, "model.safetensors"])
+    robot = TinyPolicy(PolicyConfig())
+    load_model(robot, folder / "model.safetensors", strict=True)
+    assert_same(dict(robot.named_parameters()), averages)
+    assert_same({"mean": robot.mean}, {"mean": policy.mean})
+    assert verify_checkpoint(tmp_path / "000002").ok
+    before, ema = averages, EMA(policy)
+    strategy.load_ckpt(policy, tmp_path, ema=ema)
+    assert_same({name: full(a) for name, a in ema.averages.items()}, before)
 
 
 @pytest.mark.ranks(2)

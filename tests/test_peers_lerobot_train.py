@@ -265,7 +265,7 @@ def test_a_sharded_policy_is_evaluated_in_the_environment_as_with_lerobot(data, 
 
 
 def test_what_the_accelerator_lacks_is_an_error_that_names_it(data, tmp_path):
-    options = [*options_of(data, tmp_path / "compile", **REPLICATED), "--accelerator.fsdp.ignored_modules=.*model"]
+    options = [*options_of(data, tmp_path / "lacks", **REPLICATED), "--accelerator.fsdp.ignored_modules=.*model"]
     run = subprocess.run(command(OURS, *options), capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode
     message = "its configuration requests --accelerator.fsdp.ignored_modules, expected none of these"

@@ -40,17 +40,19 @@ def run(script: ModuleType) -> None:
         ConfigError: the script lacks one of the names that are replaced.
     """
     replacements = _Replacements(script)
-    missing = [name for name in (*replacements.functions, "TrainPipelineConfig") if not hasattr(script, name)]
+    missing = [name for name in replacements.functions if not hasattr(script, name)]
+    config = getattr(script, "TrainPipelineConfig", None)
+    if not hasattr(config, "_validate_distributed"):
+        missing.append("TrainPipelineConfig._validate_distributed")
     if missing:
         raise ConfigError(
             f"cannot run {script.__name__}: it lacks {', '.join(missing)}, expected LeRobot 0.6's training script. "
             "Install LeRobot 0.6."
         )
-    config = script.TrainPipelineConfig
     with contextlib.ExitStack() as stack:
         for name, function in replacements.functions.items():
             stack.enter_context(patch.object(script, name, function))
-        validate = _validate_distributed(config._validate_distributed)
+        validate = _validate_distributed(config._validate_distributed)  # type: ignore[union-attr]
         stack.enter_context(patch.object(config, "_validate_distributed", validate))
         script.main()
 

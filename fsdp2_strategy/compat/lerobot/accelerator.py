@@ -158,7 +158,7 @@ class Accelerator:
         if self.evaluation is None:
             dist.barrier()
         else:
-            self.evaluation.wait(self._policy)
+            self.evaluation.wait(None if self._policy is None else self.unwrap_model(self._policy))
 
     def end_training(self) -> None:
         """Wait for the last save, and close the strategy; collective."""

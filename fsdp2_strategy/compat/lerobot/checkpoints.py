@@ -86,7 +86,8 @@ def resume_after_prepare(
         ema=averages.ema if averages is not None and has_averages else None,
     )
     if averages is not None and has_averages:
-        averages.steps = client_state[_AVERAGED_STEPS]
+        steps = resume_before_prepare(cfg) // accelerator.strategy.accumulated_gradient
+        averages.steps = client_state.get(_AVERAGED_STEPS, steps)  # another trainer does not record them
     elif averages is not None:
         accelerator.averages = Averages(policy, averages.options)
         log("%s has no averages (ema); they start from its weights", path, level=logging.WARNING)
