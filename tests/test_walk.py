@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -32,6 +34,7 @@ from torch import nn
 from fsdp2_strategy import FSDPV2Strategy, ShardError, StrategyConfig, explain, find_blocks
 from fsdp2_strategy.distributed.torch_internals import fsdp_state_of, param_groups_of
 from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.sharding.known_policies import ENTRY_POINTS, _registered, policy_of
 from fsdp2_strategy.vla import register_policy
@@ -58,9 +61,10 @@ def test_a_function_that_is_run_again_in_backward_changes_no_number():
 
 
 @pytest.mark.ranks(2)
-def test_a_bypassed_unit_costs_the_collectives_of_any_other_and_one_pair_is_gathered_at_a_time():
+@pytest.mark.parametrize("ahead", [None, 1, 2])
+def test_a_bypassed_unit_costs_the_collectives_of_any_other_and_one_pair_is_gathered_at_a_time(ahead):
     model = build()
-    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=["Block"]))
+    strategy = FSDPV2Strategy(config=StrategyConfig(bf16=False, block_class_names=["Block"], prefetch_depth=ahead))
     strategy.prepare_model(model, is_training=True)
     optimizer = strategy.create_optimizer(model, lr=1e-2)
     units = [*model.left, *model.right]
@@ -76,7 +80,7 @@ def test_a_bypassed_unit_costs_the_collectives_of_any_other_and_one_pair_is_gath
     for unit in units:
         unit.outward.register_forward_hook(look)
         unit.inward.register_full_backward_hook(look_back)
-    for _ in range(2):
+    for _ in range(3):
         with CountCollectives() as counted:
             strategy.backward(loss_of(model, batch_of(0, dist.get_rank())), model, optimizer)
         # The root, and six blocks: gathered in both passes but for the root, which stays; reduced once.
@@ -97,6 +101,37 @@ def test_a_model_runs_by_its_forward_by_name_and_by_methods_that_call_each_other
     for _ in range(2):
         for run, value in zip((model.forward, model.one_stack, model.twice), expected, strict=True):
             torch.testing.assert_close(run(x), value)
+
+
+@pytest.mark.ranks(2)
+def test_each_kind_of_pass_prefetches_the_units_that_it_runs_and_no_others():
+    counts = {}
+    for ahead in (None, 1):
+        model = build()
+        methods = ["one_stack", "twice"]
+        config = StrategyConfig(bf16=False, block_class_names=["Block"], forward_methods=methods, prefetch_depth=ahead)
+        FSDPV2Strategy(config=config).prepare_model(model)
+        counts[ahead] = []
+        with torch.no_grad():
+            for run in (model, model.one_stack, model.twice, model.one_stack, model, model.twice):
+                with CountCollectives() as counted:
+                    run(batch_of(0, 0))
+                reshard(model)
+                counts[ahead].append(counted.counts)
+    assert counts[1] == counts[None]
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_prefetches_is_freed():
+    model = build()
+    config = StrategyConfig(bf16=False, block_class_names=["Block"], prefetch_depth=1)
+    FSDPV2Strategy(config=config).prepare_model(model, is_training=True)
+    for _ in range(2):
+        loss_of(model, batch_of(0, 0)).backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 class Changing(Paired):

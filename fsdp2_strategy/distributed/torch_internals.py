@@ -110,6 +110,7 @@ def prefetch_for_forward(state: FSDPState) -> None:
 
 UNIT_CALLS = {
     "gather": "unshard",
+    "gather for forward": "pre_forward",
     "reduce": "post_backward",
     "choose gradient dtypes": "_init_mp_dtypes",
     "record forward order": "_record_post_forward",

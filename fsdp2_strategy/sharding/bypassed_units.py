@@ -68,6 +68,7 @@ from fsdp2_strategy.distributed.torch_internals import (
 )
 from fsdp2_strategy.errors import ShardError, some
 from fsdp2_strategy.sharding.activation_checkpointing import decoders, is_cache
+from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 
 _PassKind = tuple[str, bool, bool]
 """The kind of a pass: its method, whether the model is in training mode, whether gradients are enabled."""
@@ -118,8 +119,9 @@ class BypassHooks:
         self._are_hooks_needed = is_bypassed
         self._kinds_without_hooks: set[_PassKind] = set()
         """Kinds of passes that were observed and do not need the hooks."""
-        self._observed_kind: _PassKind | None = None
-        """The kind of the running pass if this pass is observed, else None."""
+        self._kind: _PassKind | None = None
+        """The kind of the running pass; None if none is running."""
+        self._prefetch: PrefetchOrder | None = None
         for module, around in self._units_around.items():
             if not around:
                 module.register_forward_pre_hook(self._check_running)
@@ -130,14 +132,16 @@ class BypassHooks:
         root.register_forward_pre_hook(functools.partial(self._enter, "forward"))
         root.register_forward_hook(self._leave, always_call=True)
 
-    def add_entry_points(self, methods: Sequence[str]) -> None:
+    def add_entry_points(self, methods: Sequence[str], prefetch: PrefetchOrder | None = None) -> None:
         """Wrap methods of the sharded root, so that calling one of them gathers the root unit.
 
         ``forward`` is wrapped, too, because a direct call of ``model.forward(...)`` runs no hooks.
 
         Args:
             methods: names of methods; those that the root lacks are skipped.
+            prefetch: is told when a pass of the root starts and ends.
         """
+        self._prefetch = prefetch
         for unit in self._units:
             unit.register_forward_pre_hook(self._init_root, prepend=True)
         for name in methods:
@@ -202,10 +206,13 @@ class BypassHooks:
 
     def _enter(self, method: str, *_: object) -> None:
         self._depth += 1
-        kind = (method, self._root.training, torch.is_grad_enabled())
-        if self._depth == 1 and not self._are_hooks_needed and kind not in self._kinds_without_hooks:
-            self._observed_kind = kind
+        if self._depth > 1:
+            return
+        self._kind = (method, self._root.training, torch.is_grad_enabled())
+        if not self._are_hooks_needed and self._kind not in self._kinds_without_hooks:
             self._register_hooks()
+        if self._prefetch is not None:
+            self._prefetch.start_pass(self._kind)
 
     def _register_hooks(self) -> None:
         """Register hooks on the modules with direct parameters.
@@ -235,8 +242,12 @@ class BypassHooks:
             names = some(sorted(self._bypassed_names), "unit")
             log("%s: the forward of %s is bypassed; their submodules gather them", self._name, names)
             self._bypassed_names = None
-        kind, self._observed_kind = self._observed_kind, None
-        if kind is None or self._are_hooks_needed:
+        kind, self._kind = self._kind, None
+        if kind is None:
+            return
+        if self._prefetch is not None:
+            self._prefetch.end_pass(kind, completed=output is not None, has_gradients=kind[2])
+        if self._are_hooks_needed:
             return
         if output is not None:
             self._kinds_without_hooks.add(kind)

@@ -36,9 +36,10 @@ from fsdp2_strategy.sharding.gradient_dtypes import fix_gradient_dtypes, reduce_
 from fsdp2_strategy.sharding.input_casts import cast_first, cast_inputs, cast_outputs
 from fsdp2_strategy.sharding.plan import ShardPlan, modules_to_recompute, plan_units
 from fsdp2_strategy.sharding.precision import Precision
+from fsdp2_strategy.sharding.prefetch import PrefetchOrder
 from fsdp2_strategy.sharding.rank_divergence import detect_divergence
 from fsdp2_strategy.sharding.same_weights import check_same_everywhere
-from fsdp2_strategy.sharding.units import check_reshard, prefetch, shard_units
+from fsdp2_strategy.sharding.units import check_reshard, shard_units
 from fsdp2_strategy.sharding.vision_encoders import (
     add_zero_gradients,
     attach_graph,
@@ -180,9 +181,9 @@ def shard_model(
             if masters_in_optimizer:
                 reduce_to_fp32(param_group)
         _add_collective_hooks(plan, debug_divergence_seconds)
-        if prefetch_depth is not None:
-            prefetch([unit.module for unit in plan.units if unit.kind not in ("root", "vision")], prefetch_depth)
-        hooks.add_entry_points((*forward_methods, *plan.entry_points))
+        units = [unit.module for unit in plan.units if unit.kind not in ("root", "vision")]
+        prefetch = None if prefetch_depth is None else PrefetchOrder(units, prefetch_depth)
+        hooks.add_entry_points((*forward_methods, *plan.entry_points), prefetch)
         model_state(root).set(_IS_FOR_TRAINING, is_training)
         if is_training:
             model_state(root).set(_DTYPES, {name: parameter.dtype for name, parameter in root.named_parameters()})

@@ -1,4 +1,4 @@
-"""Call `fully_shard` on the units of a plan, with their precision, offload and resharding, and set their prefetching.
+"""Call `fully_shard` on the units of a plan, with their precision, offload and resharding.
 
 Input: a plan, and a mesh. Output: units with DTensor parameters, and hooks that average the gradients of parameters
 that are not sharded.
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -116,11 +115,3 @@ def _replicate(plan: ShardPlan) -> set[nn.Parameter]:
         parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         average_gradient(parameter)
     return set(dtypes)
-
-
-def prefetch(units: list[nn.Module], depth: int) -> None:
-    """Make each unit prefetch the next ``depth`` units in forward, and the previous ``depth`` units in backward."""
-    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for i, unit in enumerate(sharded):
-        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + depth])
-        unit.set_modules_to_backward_prefetch(sharded[max(0, i - depth) : i][::-1])
