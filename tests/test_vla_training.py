@@ -26,9 +26,18 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from tqdm import tqdm
 from train_vla import open_demonstrations, write_demonstrations
 
-from fsdp2_strategy import CheckpointError, ConfigError, OptimizerError, ShardError, StepError, list_checkpoints
+from fsdp2_strategy import (
+    CheckpointError,
+    ConfigError,
+    LeRobotLayout,
+    OptimizerError,
+    ShardError,
+    StepError,
+    list_checkpoints,
+)
 from fsdp2_strategy.data import ResumableLoader
 from fsdp2_strategy.errors import DataError
+from fsdp2_strategy.lerobot.checkpoint_layout import TRAIN_CONFIG
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
@@ -233,6 +242,33 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(tmp_path, loader, mic
     assert [c.tag for c in list_checkpoints(tmp_path / "killed" / "checkpoints")] == [
         c.tag for c in list_checkpoints(tmp_path / "whole" / "checkpoints")
     ]
+
+
+@pytest.mark.ranks(2)
+def test_a_run_in_lerobots_layout_resumes_with_the_same_losses(tmp_path):
+    layout = LeRobotLayout(total_steps=7, batch_size=2, gradient_accumulation_steps=2, train_config={"seed": 3})
+    options = {"per_device_batch_size": 2, "global_batch_size": 8, "layout": layout}
+    whole, expected = run(tmp_path / "whole", "resumable", **options)
+    run(tmp_path / "killed", "resumable", stop_after=5, **options)
+    strategy, records = run(tmp_path / "killed", "resumable", seed=7, **options)
+    assert records == {step: record for step, record in expected.items() if step > 5}
+    assert_same(full_state(strategy.vla, strategy.optimizer), full_state(whole.vla, whole.optimizer))
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    # The epochs end within steps 3 and 5, and after step 7; the newest three are kept, and each step has one name.
+    assert [c.tag for c in list_checkpoints(checkpoints)] == ["000005", "000006", "000007"]
+    assert (checkpoints / "last").readlink().name == "000007"
+    assert {p.name for p in (checkpoints / "last/pretrained_model").iterdir()} == {"model.safetensors", TRAIN_CONFIG}
+    step = json.loads((checkpoints / "last/training_state/training_step.json").read_text())
+    assert (step["step"], step["batch_size"], step["grad_accum_steps"]) == (14, 2, 2)
+    assert json.loads((checkpoints / "last/training_state/meta.json").read_text()) == {"epoch": 2, "global_step": 7}
+
+
+@pytest.mark.ranks(2)
+def test_a_layout_for_another_batch_size_or_accumulation_is_an_error():
+    for wrong in ({"batch_size": 4, "gradient_accumulation_steps": 2}, {"batch_size": 2}):
+        layout = LeRobotLayout(total_steps=7, **{"batch_size": 2, **wrong})
+        with pytest.raises(ConfigError, match=r"of layout is [14], expected 2, as this strategy trains"):
+            strategy_of(Policy(), layout=layout)
 
 
 @pytest.mark.ranks(2)

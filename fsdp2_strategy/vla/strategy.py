@@ -35,6 +35,7 @@ from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.preemption import Preemption
 from fsdp2_strategy.distributed.progress import Progress
 from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.optim.schedule import BACKBONE_FREEZE, check_schedule_name
 from fsdp2_strategy.sharding.blocks import Classes, class_names_of
 from fsdp2_strategy.training import TrainingStrategy
@@ -100,6 +101,8 @@ class VLAFSDPStrategy(TrainingStrategy):
         max_num: maximum number of checkpoints to keep; None for all.
         max_mem: maximum total size of all checkpoints in GB (10^9 bytes); None for no limit.
         async_save: whether `run_training` writes checkpoints in the background.
+        layout: write checkpoints in LeRobot's layout and under its names, such as ``005000``, into the same directory.
+            Its batch size and accumulation must be those of this strategy.
         config: further settings; the arguments above take precedence.
 
     Raises:
@@ -139,6 +142,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         max_num: int | None = 3,
         max_mem: float | None = 1000,
         async_save: bool = True,
+        layout: LeRobotLayout | None = None,
         config: StrategyConfig | None = None,
     ) -> None:
         _check_choice("sharding_strategy", sharding_strategy, _RESHARDS)
@@ -179,6 +183,17 @@ class VLAFSDPStrategy(TrainingStrategy):
         self.cast_buffers, self.shard_size = cast_buffers, shard_size
         self.max_num, self.max_mem, self.async_save = max_num, max_mem, async_save
         self.grad_accumulation_steps = self.accumulated_gradient
+        self.layout = layout
+        if layout is not None:
+            for name, value in (
+                ("batch_size", per_device_batch_size),
+                ("gradient_accumulation_steps", self.grad_accumulation_steps),
+            ):
+                if getattr(layout, name) != value:
+                    raise ConfigError(
+                        f"cannot configure: {name} of layout is {getattr(layout, name)}, expected {value}, as this "
+                        f"strategy trains. Pass LeRobotLayout({name}={value})."
+                    )
         self._resumed: Resumed | None = None
         self._data: Epochs | None = None
         self._interrupted = False
@@ -448,7 +463,8 @@ class VLAFSDPStrategy(TrainingStrategy):
     ) -> Path:
         """Save as ``<run_dir>/checkpoints/epoch={epoch}-step={global_step}[.end].ckpt``; collective.
 
-        Then delete old checkpoints, as ``max_num`` and ``max_mem`` require.
+        With a ``layout``, the name is LeRobot's for this step, and the end of an epoch replaces a checkpoint of the
+        same step. Then delete old checkpoints, as ``max_num`` and ``max_mem`` require.
 
         Args:
             run_dir: directory of the run.
@@ -465,6 +481,8 @@ class VLAFSDPStrategy(TrainingStrategy):
             CheckpointError: on every rank; see `save_ckpt`.
         """
         tag = f"epoch={epoch}-step={global_step}{'.end' if is_epoch_end else ''}.ckpt"
+        if self.layout is not None:
+            tag = self.layout.tag(global_step)
         progress = {"epoch": epoch, "global_step": global_step}
         if self._resumed is not None:
             message = "saving before run_training: a run that loads this checkpoint starts at the beginning of an epoch"
@@ -482,6 +500,7 @@ class VLAFSDPStrategy(TrainingStrategy):
                     dataloader=loader,
                     async_save=async_save,
                     only_trainable=only_trainable,
+                    layout=self.layout,
                     meta=progress,
                 )
         finally:
