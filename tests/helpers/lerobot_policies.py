@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +34,7 @@ class Case:
     image: int = 32
     camera: str = "observation.images.top"
     text: bool = False
-    extra: Callable[[int], Batch] = lambda size: {}
+    extra: Callable[[int, torch.Generator], Batch] = lambda size, draw: {}
     hub: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
     reduces_itself: bool = False
     """Whether its forward reduces over the ranks, so that nothing in one process equals it."""
@@ -98,7 +99,7 @@ def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
     if case.text:
         batch["observation.language.tokens"] = torch.randint(3, VOCAB - 1, (size, 6), generator=draw)
         batch["observation.language.attention_mask"] = torch.ones(size, 6, dtype=torch.bool)
-    return batch | case.extra(size)
+    return batch | case.extra(size, draw)
 
 
 def loss_of(case_name: str, policy: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
@@ -205,6 +206,77 @@ def tiny_smolvlm(module: Any) -> Iterator[None]:
         patch.object(inner.AutoProcessor, "from_pretrained", lambda *_a, **_k: Processor()),
     ):
         yield
+
+
+IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = VOCAB - 1, VOCAB - 2, VOCAB - 3, VOCAB - 4
+
+
+def tiny_qwen3_vl() -> transformers.Qwen3VLConfig:
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 8, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+    tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens, tie_word_embeddings=True)
+
+
+def qwen_tokens(size: int, draw: torch.Generator, *, patch: int, last: Sequence[int] = ()) -> Batch:
+    """Return the tokens and patches of one image of 4 x 4 patches and a text, as processors of Qwen-VL do."""
+    words = torch.randint(3, VISION_END, (size, 5), generator=draw)
+    image = torch.tensor([VISION_START, *[IMAGE_TOKEN] * 4, VISION_END]).expand(size, -1)
+    tokens = torch.cat([image, words, torch.tensor(last, dtype=torch.long).expand(size, -1)], dim=1)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": torch.randn(size * 16, 3 * 2 * patch**2, generator=draw),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * size),
+        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(),
+    }
+
+
+@contextlib.contextmanager
+def tiny_groot(module: Any) -> Iterator[None]:
+    """Save a base checkpoint, which GR00T finds where it would download one."""
+    inner = importlib.import_module("lerobot.policies.groot.groot_n1_7")
+    head = {"attention_head_dim": 8, "num_attention_heads": 4, "positional_embeddings": None, "final_dropout": True}
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_qwen3_vl().save_pretrained(f"{folder}/backbone")
+        config = inner.GR00TN17Config(
+            model_name=f"{folder}/backbone",
+            backbone_embedding_dim=32,
+            select_layer=2,
+            max_state_dim=8,
+            max_action_dim=8,
+            action_horizon=8,
+            hidden_size=32,
+            input_embedding_dim=32,
+            max_seq_len=16,
+            max_num_embodiments=2,
+            diffusion_model_cfg={
+                **head,
+                "num_layers": 4,
+                "norm_type": "ada_norm",
+                "dropout": 0.2,
+                "output_dim": 32,
+                "interleave_self_attention": True,
+            },
+            vl_self_attention_cfg={**head, "num_layers": 2, "dropout": 0.2},
+            num_inference_timesteps=2,
+        )
+        inner.GR00TN17(config, load_backbone_weights=False).save_pretrained(f"{folder}/base")
+        with patch.object(inner, "snapshot_download", lambda *_a, **_k: f"{folder}/base"):
+            yield
+
+
+def groot_inputs(size: int, draw: torch.Generator) -> Batch:
+    return qwen_tokens(size, draw, patch=8) | {
+        "state": torch.randn(size, 1, 8, generator=draw),
+        "action": torch.rand(size, 8, 8, generator=draw) * 2 - 1,
+        "action_mask": torch.ones(size, 8, 8),
+        "embodiment_id": torch.arange(size) % 2,
+    }
 
 
 @contextlib.contextmanager
@@ -328,7 +400,7 @@ CASES = {
         actions=3,
         image=64,
         camera="observation.image",
-        extra=lambda size: {
+        extra=lambda size, draw: {
             "next.reward": torch.linspace(0, 1, 3 * size).view(size, 3),
             "index": torch.arange(size),
             "observation.state_is_pad": torch.zeros(size, 4, dtype=torch.bool),
@@ -389,7 +461,7 @@ CASES = {
         },
         text=True,
         image=64,
-        extra=lambda size: {
+        extra=lambda size, draw: {
             "domain_id": torch.zeros(size, dtype=torch.long),
             "observation.language.tokens": torch.randint(
                 3, VOCAB - 1, (size, 6), generator=torch.Generator().manual_seed(3)
@@ -408,9 +480,22 @@ CASES = {
         },
         text=True,
         hub=tiny_fast,
-        extra=lambda size: {
+        extra=lambda size, draw: {
             "action.tokens": torch.randint(3, VOCAB - 1, (size, 5), generator=torch.Generator().manual_seed(4)),
             "action.token_mask": torch.ones(size, 5, dtype=torch.bool),
         },
+    ),
+    "groot": Case(
+        config={
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "tune_llm": True,
+            "tune_visual": True,
+            "use_bf16": False,
+        },
+        hub=tiny_groot,
+        extra=groot_inputs,
     ),
 }
