@@ -102,7 +102,7 @@ register_policy("pi0", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "Siglip
 register_policy("pi05", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "SiglipEncoderLayer"], bypassed=True)
 register_policy("pi0_fast", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "SiglipEncoderLayer"])
 register_policy("smolvla", ["LlamaDecoderLayer", "SmolVLMEncoderLayer"], bypassed=True)
-register_policy("vla_jepa", ["BasicTransformerBlock"])
+register_policy("vla_jepa", ["BasicTransformerBlock", "ACBlock"])
 register_policy("xvla", ["TransformerBlock"])
 register_policy(
     "PI0ForConditionalGeneration", ["GemmaDecoderLayer", "SiglipEncoderLayer"], entry_points=["sample_actions"]

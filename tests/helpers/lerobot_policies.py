@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -208,7 +209,35 @@ def tiny_smolvlm(module: Any) -> Iterator[None]:
         yield
 
 
-IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = VOCAB - 1, VOCAB - 2, VOCAB - 3, VOCAB - 4
+SPECIAL = ("<pad>", "<unk>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+WORDS = ("reach", "Your", "task", "is", "and", "actions")
+CHAT = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        additional_special_tokens=list(SPECIAL[3:]),
+    )
+
+
+def tiny_qwen3_vl_processor() -> transformers.Qwen3VLProcessor:
+    size = {"patch_size": 8, "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32}}
+    return transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**size),
+        video_processor=transformers.Qwen3VLVideoProcessor(**size),
+        tokenizer=tiny_tokenizer(),
+        chat_template=CHAT,
+    )
 
 
 def tiny_qwen3_vl() -> transformers.Qwen3VLConfig:
@@ -217,22 +246,22 @@ def tiny_qwen3_vl() -> transformers.Qwen3VLConfig:
     text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"patch_size": 8, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
-    tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    tokens = {f"{token[2:-2].removesuffix('_pad')}_token_id": SPECIAL.index(token) for token in SPECIAL[3:]}
     return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens, tie_word_embeddings=True)
 
 
 def qwen_tokens(size: int, draw: torch.Generator, *, patch: int, last: Sequence[int] = ()) -> Batch:
     """Return the tokens and patches of one image of 4 x 4 patches and a text, as processors of Qwen-VL do."""
-    words = torch.randint(3, VISION_END, (size, 5), generator=draw)
-    image = torch.tensor([VISION_START, *[IMAGE_TOKEN] * 4, VISION_END]).expand(size, -1)
+    start, end, image_token = (SPECIAL.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad"))
+    words = torch.randint(len(SPECIAL), VOCAB, (size, 5), generator=draw)
+    image = torch.tensor([start, *[image_token] * 4, end]).expand(size, -1)
     tokens = torch.cat([image, words, torch.tensor(last, dtype=torch.long).expand(size, -1)], dim=1)
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
         "pixel_values": torch.randn(size * 16, 3 * 2 * patch**2, generator=draw),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * size),
-        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(),
+        "mm_token_type_ids": (tokens == image_token).int(),
     }
 
 
@@ -277,6 +306,31 @@ def groot_inputs(size: int, draw: torch.Generator) -> Batch:
         "action_mask": torch.ones(size, 8, 8),
         "embodiment_id": torch.arange(size) % 2,
     }
+
+
+@contextlib.contextmanager
+def tiny_vla_jepa(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.vla_jepa.qwen_interface")
+    video = transformers.VJEPA2Config(
+        crop_size=32,
+        frames_per_clip=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        mlp_ratio=2,
+        pred_hidden_size=32,
+        pred_num_attention_heads=2,
+        pred_num_hidden_layers=1,
+        pred_num_mask_tokens=1,
+    )
+    qwen, frames = inner.Qwen3VLForConditionalGeneration, transformers.VJEPA2VideoProcessor(crop_size=32, size=32)
+    with (
+        patch.object(qwen, "from_pretrained", lambda *_a, **_k: qwen(tiny_qwen3_vl())),
+        patch.object(inner.AutoProcessor, "from_pretrained", lambda *_a, **_k: tiny_qwen3_vl_processor()),
+        patch.object(module.AutoModel, "from_pretrained", lambda *_a, **_k: transformers.VJEPA2Model(video)),
+        patch.object(module.AutoVideoProcessor, "from_pretrained", lambda *_a, **_k: frames),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -497,5 +551,27 @@ CASES = {
         },
         hub=tiny_groot,
         extra=groot_inputs,
+    ),
+    "vla_jepa": Case(
+        config={
+            "chunk_size": 4,
+            "n_action_steps": 4,
+            "num_action_tokens_per_timestep": 2,
+            "num_embodied_action_tokens_per_instruction": 3,
+            "num_inference_timesteps": 2,
+            "action_hidden_size": 32,
+            "action_model_type": "DiT-test",
+            "action_num_layers": 2,
+            "action_max_seq_len": 16,
+            "num_video_frames": 4,
+            "predictor_depth": 2,
+            "predictor_num_heads": 2,
+            "world_model_num_views": 1,
+            "repeated_diffusion_steps": 2,
+            "torch_dtype": "float32",
+        },
+        observations=4,
+        actions=4,
+        hub=tiny_vla_jepa,
     ),
 }
