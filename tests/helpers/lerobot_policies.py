@@ -119,7 +119,8 @@ def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -
         observation = {
             k: v[:, -1] if k.startswith("observation.") and "language" not in k else v for k, v in observation.items()
         }
-    with torch.no_grad(), _tokens_as_actions(policy), warnings.catch_warnings():
+    case, module = CASES[case_name], classes(case_name.partition(":")[0])[0]
+    with torch.no_grad(), case.hub(module), _tokens_as_actions(policy), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a codebook that is not trained yet
         return policy.select_action(observation)
 
@@ -210,6 +211,8 @@ def tiny_smolvlm(module: Any) -> Iterator[None]:
 
 
 SPECIAL = ("<pad>", "<unk>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SPECIAL += ("<|im_start|>", "<|im_end|>", "<|propri|>", "<|action|>")
+QWEN_TOKENS = {f"{token[2:-2].removesuffix('_pad')}_token_id": SPECIAL.index(token) for token in SPECIAL[3:7]}
 WORDS = ("reach", "Your", "task", "is", "and", "actions")
 CHAT = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"
@@ -246,8 +249,16 @@ def tiny_qwen3_vl() -> transformers.Qwen3VLConfig:
     text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"patch_size": 8, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    tokens = {f"{token[2:-2].removesuffix('_pad')}_token_id": SPECIAL.index(token) for token in SPECIAL[3:]}
-    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens, tie_word_embeddings=True)
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS, tie_word_embeddings=True)
+
+
+def tiny_qwen25_vl(**text_options: Any) -> dict[str, Any]:
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, **text_options}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 14, "window_size": 28, "fullatt_block_indexes": [1]}
+    return {"text_config": text, "vision_config": vision, **QWEN_TOKENS}
 
 
 def qwen_tokens(size: int, draw: torch.Generator, *, patch: int, last: Sequence[int] = ()) -> Batch:
@@ -329,6 +340,39 @@ def tiny_vla_jepa(module: Any) -> Iterator[None]:
         patch.object(inner.AutoProcessor, "from_pretrained", lambda *_a, **_k: tiny_qwen3_vl_processor()),
         patch.object(module.AutoModel, "from_pretrained", lambda *_a, **_k: transformers.VJEPA2Model(video)),
         patch.object(module.AutoVideoProcessor, "from_pretrained", lambda *_a, **_k: frames),
+    ):
+        yield
+
+
+class Float32Torch:
+    """The module torch, in which bfloat16 means float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def tiny_wall_x(module: Any) -> Iterator[None]:
+    """Run in fp32 what Wall-X casts to bf16, so that values can be compared."""
+    experts = [{"hidden_size": 32, "intermediate_size": size, "hidden_act": "silu"} for size in (48, 24)]
+    text = {"mlp_moe": True, "num_experts": 2, "experts": experts, "dim_inputs": (32, 32)}
+    config = module.Qwen2_5_VLConfig(**tiny_qwen25_vl(**text, dof_config={"arm": 8}))
+    config.agent_pos_config = {"arm": 8}
+    size = {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}}
+    processor = transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**size),
+        video_processor=transformers.Qwen2VLVideoProcessor(**size),
+        tokenizer=tiny_tokenizer(),
+        chat_template=CHAT,
+    )
+    with (
+        patch.object(module, "torch", Float32Torch()),
+        patch.object(module.Qwen2_5_VLConfig, "from_pretrained", lambda *_a, **_k: copy.deepcopy(config)),
+        patch.object(module.AutoProcessor, "from_pretrained", lambda *_a, **_k: processor),
+        patch.object(module, "cached_file", lambda *_a, **_k: ""),
+        patch.object(module, "load_file", lambda *_a, **_k: {}),
     ):
         yield
 
@@ -573,5 +617,9 @@ CASES = {
         observations=4,
         actions=4,
         hub=tiny_vla_jepa,
+    ),
+    "wall_x": Case(
+        config={"chunk_size": 8, "n_action_steps": 8, "max_state_dim": 8, "max_action_dim": 8},
+        hub=tiny_wall_x,
     ),
 }
