@@ -96,6 +96,7 @@ def _declared(module: nn.Module, attribute: str) -> Sequence[str] | None:
 # The policies of LeRobot, and one of transformers.
 register_policy("act", ["ACTEncoderLayer", "ACTDecoderLayer"])
 register_policy("diffusion")
+register_policy("evo1", ["BasicTransformerBlock"])
 register_policy("groot", ["BasicTransformerBlock", "CategorySpecificMLP", "MultiEmbodimentActionEncoder"])
 register_policy("multi_task_dit", ["TransformerBlock"])
 register_policy("pi0", ["_PiGemmaDecoderLayerBase", "GemmaDecoderLayer", "SiglipEncoderLayer"], bypassed=True)

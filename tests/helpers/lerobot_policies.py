@@ -35,8 +35,12 @@ class Case:
     image: int = 32
     camera: str = "observation.images.top"
     text: bool = False
+    task: bool = True
     extra: Callable[[int, torch.Generator], Batch] = lambda size, draw: {}
     hub: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
+    loss: Callable[[Any, Batch], torch.Tensor] = lambda outputs, batch: (
+        outputs[0] if isinstance(outputs, tuple) else outputs
+    )
     reduces_itself: bool = False
     """Whether its forward reduces over the ranks, so that nothing in one process equals it."""
 
@@ -95,8 +99,9 @@ def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
         case.camera: torch.rand(size, *steps, 3, case.image, case.image, generator=draw),
         "action": torch.rand(size, case.actions, ACTION, generator=draw) * 2 - 1,
         "action_is_pad": torch.zeros(size, case.actions, dtype=torch.bool),
-        "task": ["reach"] * size,
     }
+    if case.task:
+        batch["task"] = ["reach"] * size
     if case.text:
         batch["observation.language.tokens"] = torch.randint(3, VOCAB - 1, (size, 6), generator=draw)
         batch["observation.language.attention_mask"] = torch.ones(size, 6, dtype=torch.bool)
@@ -105,8 +110,7 @@ def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
 
 def loss_of(case_name: str, policy: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
-    loss = policy(dict(batch))
-    return loss[0] if isinstance(loss, tuple) else loss
+    return CASES[case_name].loss(policy(dict(batch)), batch)
 
 
 def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -> torch.Tensor:
@@ -114,7 +118,7 @@ def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -
     policy.eval()
     getattr(policy, "reset", lambda: None)()
     torch.manual_seed(seed)
-    observation = {key: value for key, value in batch.items() if not key.startswith("action")}
+    observation = {k: v for k, v in batch.items() if not k.startswith("action") or k == "action_token_id"}
     if CASES[case_name].observations:
         observation = {
             k: v[:, -1] if k.startswith("observation.") and "language" not in k else v for k, v in observation.items()
@@ -211,7 +215,7 @@ def tiny_smolvlm(module: Any) -> Iterator[None]:
 
 
 SPECIAL = ("<pad>", "<unk>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-SPECIAL += ("<|im_start|>", "<|im_end|>", "<|propri|>", "<|action|>")
+SPECIAL += ("<|im_start|>", "<|im_end|>", "<|propri|>", "<|action|>", "<img>", "</img>", "<IMG_CONTEXT>")
 QWEN_TOKENS = {f"{token[2:-2].removesuffix('_pad')}_token_id": SPECIAL.index(token) for token in SPECIAL[3:7]}
 WORDS = ("reach", "Your", "task", "is", "and", "actions")
 CHAT = (
@@ -373,6 +377,29 @@ def tiny_wall_x(module: Any) -> Iterator[None]:
         patch.object(module.AutoProcessor, "from_pretrained", lambda *_a, **_k: processor),
         patch.object(module, "cached_file", lambda *_a, **_k: ""),
         patch.object(module, "load_file", lambda *_a, **_k: {}),
+    ):
+        yield
+
+
+def eo1_inputs(size: int, draw: torch.Generator) -> Batch:
+    state, action = SPECIAL.index("<|propri|>"), SPECIAL.index("<|action|>")
+    tokens = qwen_tokens(size, draw, patch=14, last=[state] + [action] * 8)
+    return tokens | {"state_token_id": state, "action_token_id": action}
+
+
+@contextlib.contextmanager
+def tiny_evo1(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.evo1.internvl3_embedder")
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.InternVLConfig(
+        vision_config={**size, "image_size": [32, 32], "patch_size": [8, 8]},
+        text_config={"model_type": "qwen2", **size, "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0},
+        image_token_id=SPECIAL.index("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    with (
+        patch.object(inner.AutoTokenizer, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
+        patch.object(inner.AutoModel, "from_pretrained", lambda *_a, **_k: transformers.InternVLModel(config)),
     ):
         yield
 
@@ -621,5 +648,51 @@ CASES = {
     "wall_x": Case(
         config={"chunk_size": 8, "n_action_steps": 8, "max_state_dim": 8, "max_action_dim": 8},
         hub=tiny_wall_x,
+    ),
+    "eo1": Case(
+        config={
+            "pretrained_path": "built from vlm_config",
+            "vlm_config": tiny_qwen25_vl(),
+            "dtype": "float32",
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "num_denoise_steps": 2,
+        },
+        extra=eo1_inputs,
+    ),
+    "evo1": Case(
+        config={
+            "training_stage": "stage2",
+            "chunk_size": 8,
+            "n_action_steps": 8,
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "max_views": 1,
+            "image_resolution": (32, 32),
+            "vlm_num_layers": 2,
+            "vlm_dtype": "float32",
+            "use_flash_attn": False,
+            "embed_dim": 32,
+            "hidden_dim": 32,
+            "state_hidden_dim": 32,
+            "num_heads": 2,
+            "num_layers": 2,
+            "num_inference_timesteps": 2,
+        },
+        hub=tiny_evo1,
+    ),
+    "gaussian_actor": Case(
+        config={
+            "freeze_vision_encoder": False,
+            "num_discrete_actions": 3,
+            "image_encoder_hidden_dim": 8,
+            "latent_dim": 16,
+        },
+        image=64,
+        camera="observation.image",
+        task=False,
+        loss=lambda outputs, batch: (
+            outputs["log_prob"].mean() + (outputs["action_mean"] - batch["action"][:, 0]).square().mean()
+        ),
     ),
 }
