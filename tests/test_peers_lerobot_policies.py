@@ -117,7 +117,7 @@ def test_a_real_policy_trains_with_parity_and_comes_back(name, tmp_path):
         assert close or real.CASES[name].reduces_itself, tensor_name
     strategy.save_ckpt(policy, tmp_path, layout=LAYOUT)
 
-    batch = batch_of(name, 5, 0)
+    batch = real.batch_of(name, 5, 0, real.CASES[name].acts_on)
     ours = real.actions_of(name, policy, batch)
     robot = real.reload(name, tmp_path / "000002/pretrained_model")
     assert torch.equal(ours, real.actions_of(name, robot, batch)), "on every rank"

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import diffusers
 import tokenizers
 import torch
 import transformers
 from torch import nn
+from torch.nn.attention.flex_attention import create_mask
 
 STATE, ACTION, VOCAB = 4, 3, 64
 Batch = dict[str, Any]
@@ -32,12 +34,17 @@ class Case:
     observations: int = 0
     """Observation steps of a batch; 0 without such a dimension."""
     actions: int = 8
+    acts_on: int = 2
+    """Samples of a batch from which the policy selects actions."""
     image: int = 32
     camera: str = "observation.images.top"
     text: bool = False
     task: bool = True
     extra: Callable[[int, torch.Generator], Batch] = lambda size, draw: {}
     hub: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
+    """What replaces the hub while the policy is built."""
+    run: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
+    """What is replaced while the policy is built and runs."""
     loss: Callable[[Any, Batch], torch.Tensor] = lambda outputs, batch: (
         outputs[0] if isinstance(outputs, tuple) else outputs
     )
@@ -74,20 +81,28 @@ def classes(name: str) -> tuple[Any, Any, Any]:
     return module, config, policy
 
 
+def module_of(case_name: str) -> Any:
+    return classes(case_name.partition(":")[0])[0]
+
+
 def build(case_name: str, seed: int = 0) -> nn.Module:
     case, name = CASES[case_name], case_name.partition(":")[0]
     module, config, policy = classes(name)
     torch.manual_seed(seed)
-    with case.hub(module):
-        return policy(config(**features(case), device="cpu", **case.config))
+    with case.hub(module), case.run(module):
+        built = policy(config(**features(case), device="cpu", **case.config))
+        getattr(built, "_ensure_frozen_modules", lambda: None)()
+        return built
 
 
 def reload(case_name: str, folder: Any) -> nn.Module:
     """Load a policy as a robot does."""
     case, name = CASES[case_name], case_name.partition(":")[0]
     module, _, policy = classes(name)
-    with case.hub(module):
-        return policy.from_pretrained(folder)
+    with case.hub(module), case.run(module):
+        loaded = policy.from_pretrained(folder)
+        getattr(loaded, "_ensure_frozen_modules", lambda: None)()
+        return loaded
 
 
 def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
@@ -110,7 +125,8 @@ def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
 
 def loss_of(case_name: str, policy: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
-    return CASES[case_name].loss(policy(dict(batch)), batch)
+    with CASES[case_name].run(module_of(case_name)):
+        return CASES[case_name].loss(policy(dict(batch)), batch)
 
 
 def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -> torch.Tensor:
@@ -123,8 +139,8 @@ def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -
         observation = {
             k: v[:, -1] if k.startswith("observation.") and "language" not in k else v for k, v in observation.items()
         }
-    case, module = CASES[case_name], classes(case_name.partition(":")[0])[0]
-    with torch.no_grad(), case.hub(module), _tokens_as_actions(policy), warnings.catch_warnings():
+    run = CASES[case_name].run(module_of(case_name))
+    with torch.no_grad(), run, _tokens_as_actions(policy), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a codebook that is not trained yet
         return policy.select_action(observation)
 
@@ -357,9 +373,13 @@ class Float32Torch:
         return getattr(torch, name)
 
 
+def float32(module: Any) -> Any:
+    """Run in fp32 what a policy casts to bf16, so that values can be compared."""
+    return patch.object(module, "torch", Float32Torch())
+
+
 @contextlib.contextmanager
 def tiny_wall_x(module: Any) -> Iterator[None]:
-    """Run in fp32 what Wall-X casts to bf16, so that values can be compared."""
     experts = [{"hidden_size": 32, "intermediate_size": size, "hidden_act": "silu"} for size in (48, 24)]
     text = {"mlp_moe": True, "num_experts": 2, "experts": experts, "dim_inputs": (32, 32)}
     config = module.Qwen2_5_VLConfig(**tiny_qwen25_vl(**text, dof_config={"arm": 8}))
@@ -372,7 +392,6 @@ def tiny_wall_x(module: Any) -> Iterator[None]:
         chat_template=CHAT,
     )
     with (
-        patch.object(module, "torch", Float32Torch()),
         patch.object(module.Qwen2_5_VLConfig, "from_pretrained", lambda *_a, **_k: copy.deepcopy(config)),
         patch.object(module.AutoProcessor, "from_pretrained", lambda *_a, **_k: processor),
         patch.object(module, "cached_file", lambda *_a, **_k: ""),
@@ -400,6 +419,92 @@ def tiny_evo1(module: Any) -> Iterator[None]:
     with (
         patch.object(inner.AutoTokenizer, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
         patch.object(inner.AutoModel, "from_pretrained", lambda *_a, **_k: transformers.InternVLModel(config)),
+    ):
+        yield
+
+
+def tiny_wan_vae(*_args: Any, **_more: Any) -> nn.Module:
+    """Return the same VAE each time, as policies do not save it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return diffusers.AutoencoderKLWan(
+            base_dim=8,
+            decoder_base_dim=8,
+            z_dim=48,
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[0.0] * 48,
+            latents_std=[1.0] * 48,
+            is_residual=True,
+            in_channels=12,
+            out_channels=12,
+            patch_size=2,
+            scale_factor_spatial=16,
+        )
+
+
+def tiny_umt5(*_args: Any, **_more: Any) -> nn.Module:
+    """Return the same text encoder each time, as policies do not save it."""
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.UMT5EncoderModel(transformers.UMT5Config(**size, vocab_size=VOCAB)).eval()
+
+
+@contextlib.contextmanager
+def tiny_fastwam(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.fastwam.wan.components")
+    with (
+        patch.object(inner.AutoencoderKLWan, "from_pretrained", tiny_wan_vae),
+        patch.object(inner.UMT5EncoderModel, "from_pretrained", tiny_umt5),
+        patch.object(inner.AutoTokenizer, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def on_a_cpu(module: Any) -> Iterator[None]:
+    """Ignore that a policy's autocast on CUDA does nothing on a CPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CUDA is not available")
+        yield
+
+
+@contextlib.contextmanager
+def tiny_lingbot_va(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.lingbot_va.utils")
+    with (
+        patch.object(inner.AutoencoderKLWan, "from_pretrained", tiny_wan_vae),
+        patch.object(inner.UMT5EncoderModel, "from_pretrained", tiny_umt5),
+        patch.object(inner.T5TokenizerFast, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def dense_attention(module: Any) -> Iterator[None]:
+    """Run LingBot-VA in fp32, without the compiled flex attention, which has no backward on a CPU.
+
+    It is trained with flex attention and its masks, and run with `custom_sdpa`.
+    """
+    inner = importlib.import_module("lerobot.policies.lingbot_va.utils")
+    flex = inner.FlexAttnFunc
+
+    def attend(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return inner.custom_sdpa(q, k, v)
+        mask = flex.cross_attention_mask if self.is_cross else flex.attention_mask
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    def mask_of(mask: Any, *sizes: int, device: Any, **_more: Any) -> torch.Tensor:
+        return create_mask(mask, *sizes, device=device)
+
+    with (
+        float32(inner),
+        patch.object(flex, "forward", attend),
+        patch.object(flex, "flex_attn", attend),
+        patch.object(flex, "compiled_create_block_mask", mask_of),
     ):
         yield
 
@@ -490,6 +595,7 @@ PI0 = {
     "num_inference_steps": 2,
     "dtype": "float32",
 }
+WAN = {"ffn_dim": 48, "freq_dim": 16, "text_dim": 16, "num_heads": 2, "attn_head_dim": 16, "num_layers": 2, "eps": 1e-6}
 CASES = {
     "act": Case(
         config={
@@ -648,6 +754,7 @@ CASES = {
     "wall_x": Case(
         config={"chunk_size": 8, "n_action_steps": 8, "max_state_dim": 8, "max_action_dim": 8},
         hub=tiny_wall_x,
+        run=float32,
     ),
     "eo1": Case(
         config={
@@ -694,5 +801,55 @@ CASES = {
         loss=lambda outputs, batch: (
             outputs["log_prob"].mean() + (outputs["action_mean"] - batch["action"][:, 0]).square().mean()
         ),
+    ),
+    "lingbot_va": Case(
+        config={
+            "attn_mode": "flex",
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "action_dim": 4,
+            "text_dim": 16,
+            "freq_dim": 16,
+            "ffn_dim": 48,
+            "num_layers": 2,
+            "dtype": "float32",
+            "obs_cam_keys": ["observation.images.top"],
+            "height": 32,
+            "width": 32,
+            "frame_chunk_size": 2,
+            "num_inference_steps": 2,
+            "action_num_inference_steps": 2,
+            "used_action_channel_ids": [0, 1, 2],
+        },
+        observations=8,
+        acts_on=1,
+        hub=tiny_lingbot_va,
+        run=dense_attention,
+    ),
+    "fastwam": Case(
+        config={
+            "action_dim": ACTION,
+            "proprio_dim": STATE,
+            "action_horizon": 8,
+            "n_action_steps": 8,
+            "num_video_frames": 17,
+            "image_size": (32, 32),
+            "tokenizer_max_len": 6,
+            "torch_dtype": "float32",
+            "num_inference_steps": 2,
+            "video_dit_config": {
+                **WAN,
+                "patch_size": [1, 2, 2],
+                "in_dim": 48,
+                "out_dim": 48,
+                "hidden_dim": 32,
+                "seperated_timestep": True,
+                "video_attention_mask_mode": "first_frame_causal",
+            },
+            "action_dit_config": {**WAN, "action_dim": ACTION, "hidden_dim": 24},
+        },
+        observations=5,
+        hub=tiny_fastwam,
+        run=on_a_cpu,
     ),
 }
