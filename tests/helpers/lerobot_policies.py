@@ -510,6 +510,60 @@ def dense_attention(module: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def tiny_molmoact2(module: Any) -> Iterator[None]:
+    """Save a base checkpoint, which MolmoAct2 finds where it would download one."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {**heads, "hidden_size": 16, "intermediate_size": 24}
+    config = module.HFMolmoAct2Config(
+        vit_config={**vision, "num_hidden_layers": 2, "image_default_input_size": (28, 28), "image_num_pos": 4},
+        adapter_config={**vision, "vit_layers": (-1, -2), "text_hidden_size": 32},
+        text_config={
+            **heads,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "vocab_size": VOCAB,
+            "additional_vocab_size": 8,
+            "max_position_embeddings": 64,
+            "use_qk_norm": True,
+        },
+        action_expert_config={
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "ffn_multiple_of": 16,
+            "timestep_embed_dim": 16,
+        },
+        image_patch_id=SPECIAL.index("<IMG_CONTEXT>"),
+        image_end_token_id=SPECIAL.index("</img>"),
+        eos_token_id=SPECIAL.index("<eos>"),
+        flow_matching_num_steps=2,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        module.MolmoAct2ForConditionalGeneration(config).save_pretrained(folder)
+        with patch.object(module, "_resolve_checkpoint_location", lambda *_a, **_k: folder):
+            yield
+
+
+def molmoact2_inputs(size: int, draw: torch.Generator) -> Batch:
+    """Return tokens of an image of four patches, pooled in pairs, and of a text; actions are padded to 32."""
+    image = torch.tensor([SPECIAL.index("<IMG_CONTEXT>")] * 2 + [SPECIAL.index("</img>")]).expand(size, -1)
+    tokens = torch.cat([image, torch.randint(len(SPECIAL), VOCAB, (size, 5), generator=draw)], dim=1)
+    actions = torch.zeros(size, 8, 32)
+    actions[..., :ACTION] = torch.rand(size, 8, ACTION, generator=draw) * 2 - 1
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": torch.rand(size, 4, 3 * 14 * 14, generator=draw) * 2 - 1,
+        "image_token_pooling": torch.tensor([[0, 1], [2, 3]]).repeat(size, 1),
+        "image_grids": torch.tensor([[1, 2, 0, 0]] * size),
+        "image_num_crops": torch.ones(size, dtype=torch.long),
+        "action": actions,
+        "action_dim_is_pad": (torch.arange(32) >= ACTION).expand(size, -1),
+    }
+
+
+@contextlib.contextmanager
 def tiny_fast(module: Any) -> Iterator[None]:
     class Tokenizer:
         vocab_size, bos_token_id, eos_token_id, pad_token_id = VOCAB, 2, 1, 0
@@ -596,6 +650,7 @@ PI0 = {
     "dtype": "float32",
 }
 WAN = {"ffn_dim": 48, "freq_dim": 16, "text_dim": 16, "num_heads": 2, "attn_head_dim": 16, "num_layers": 2, "eps": 1e-6}
+MOLMOACT2 = {"chunk_size": 8, "n_action_steps": 8, "num_flow_timesteps": 2, "dtype": "float32"}
 CASES = {
     "act": Case(
         config={
@@ -801,6 +856,11 @@ CASES = {
         loss=lambda outputs, batch: (
             outputs["log_prob"].mean() + (outputs["action_mean"] - batch["action"][:, 0]).square().mean()
         ),
+    ),
+    "molmoact2": Case(
+        config={**MOLMOACT2, "train_mode_vlm": "fft"},
+        hub=tiny_molmoact2,
+        extra=molmoact2_inputs,
     ),
     "lingbot_va": Case(
         config={
