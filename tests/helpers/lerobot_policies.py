@@ -862,6 +862,11 @@ CASES = {
         hub=tiny_molmoact2,
         extra=molmoact2_inputs,
     ),
+    "molmoact2:lora": Case(
+        config={**MOLMOACT2, "train_mode_vlm": "lora", "lora_rank": 4},
+        hub=tiny_molmoact2,
+        extra=molmoact2_inputs,
+    ),
     "lingbot_va": Case(
         config={
             "attn_mode": "flex",
