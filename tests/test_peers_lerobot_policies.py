@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import lerobot_full_size as full_size
 from helpers import lerobot_policies as real
 from helpers.peers import skip_without_lerobot
 from helpers.reference import Unsharded, assert_close, full_grads, full_parameters
@@ -130,6 +131,16 @@ def test_a_real_policy_trains_with_parity_and_comes_back(name, tmp_path):
     assert [step_of(strategy, name, policy, optimizer, step) for step in (2, 3)] == uninterrupted
     if rank == 0 and (folder := os.environ.get("FSDP2_TABLE")):
         (Path(folder) / f"{name}.json").write_text(json.dumps({"units": units, "root": share}))
+
+
+@pytest.mark.parametrize("name", full_size.POLICIES)
+def test_the_root_of_a_policy_of_full_size_is_small(name):
+    """The table of policies names their blocks: what no block holds stays gathered from forward to backward."""
+    policy = full_size.build(name)
+    units, share = units_of(policy)
+    assert sum(p.numel() for p in policy.parameters()) > 5e8 and share < 0.07
+    if folder := os.environ.get("FSDP2_TABLE"):
+        (Path(folder) / f"{name} of full size.json").write_text(json.dumps({"units": units, "root": share}))
 
 
 @pytest.mark.ranks(2)
