@@ -650,6 +650,24 @@ PI0 = {
     "dtype": "float32",
 }
 WAN = {"ffn_dim": 48, "freq_dim": 16, "text_dim": 16, "num_heads": 2, "attn_head_dim": 16, "num_layers": 2, "eps": 1e-6}
+GROOT = {"chunk_size": 8, "n_action_steps": 8, "max_state_dim": 8, "max_action_dim": 8, "use_bf16": False}
+EVO1 = {
+    "chunk_size": 8,
+    "n_action_steps": 8,
+    "max_state_dim": 8,
+    "max_action_dim": 8,
+    "max_views": 1,
+    "image_resolution": (32, 32),
+    "vlm_num_layers": 2,
+    "vlm_dtype": "float32",
+    "use_flash_attn": False,
+    "embed_dim": 32,
+    "hidden_dim": 32,
+    "state_hidden_dim": 32,
+    "num_heads": 2,
+    "num_layers": 2,
+    "num_inference_timesteps": 2,
+}
 MOLMOACT2 = {"chunk_size": 8, "n_action_steps": 8, "num_flow_timesteps": 2, "dtype": "float32"}
 CASES = {
     "act": Case(
@@ -772,18 +790,11 @@ CASES = {
         },
     ),
     "groot": Case(
-        config={
-            "chunk_size": 8,
-            "n_action_steps": 8,
-            "max_state_dim": 8,
-            "max_action_dim": 8,
-            "tune_llm": True,
-            "tune_visual": True,
-            "use_bf16": False,
-        },
+        config={**GROOT, "tune_llm": True, "tune_visual": True},
         hub=tiny_groot,
         extra=groot_inputs,
     ),
+    "groot:frozen": Case(config=GROOT, hub=tiny_groot, extra=groot_inputs),
     "vla_jepa": Case(
         config={
             "chunk_size": 4,
@@ -822,27 +833,8 @@ CASES = {
         },
         extra=eo1_inputs,
     ),
-    "evo1": Case(
-        config={
-            "training_stage": "stage2",
-            "chunk_size": 8,
-            "n_action_steps": 8,
-            "max_state_dim": 8,
-            "max_action_dim": 8,
-            "max_views": 1,
-            "image_resolution": (32, 32),
-            "vlm_num_layers": 2,
-            "vlm_dtype": "float32",
-            "use_flash_attn": False,
-            "embed_dim": 32,
-            "hidden_dim": 32,
-            "state_hidden_dim": 32,
-            "num_heads": 2,
-            "num_layers": 2,
-            "num_inference_timesteps": 2,
-        },
-        hub=tiny_evo1,
-    ),
+    "evo1": Case(config={**EVO1, "training_stage": "stage2"}, hub=tiny_evo1),
+    "evo1:frozen": Case(config={**EVO1, "training_stage": "stage1"}, hub=tiny_evo1),
     "gaussian_actor": Case(
         config={
             "freeze_vision_encoder": False,
