@@ -6,6 +6,7 @@ With the environment variable FSDP2_TABLE, they write the figures of docs/coming
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 from pathlib import Path
@@ -131,6 +132,12 @@ def test_a_real_policy_trains_with_parity_and_comes_back(name, tmp_path):
     assert [step_of(strategy, name, policy, optimizer, step) for step in (2, 3)] == uninterrupted
     if rank == 0 and (folder := os.environ.get("FSDP2_TABLE")):
         (Path(folder) / f"{name}.json").write_text(json.dumps({"units": units, "root": share}))
+
+
+def test_every_policy_of_lerobot_is_run():
+    importlib.import_module("lerobot.policies")
+    names = importlib.import_module("lerobot.configs.policies").PreTrainedConfig.get_known_choices()
+    assert {name.partition(":")[0] for name in real.CASES} == set(names)
 
 
 @pytest.mark.parametrize("name", full_size.POLICIES)

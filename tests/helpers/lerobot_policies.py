@@ -854,6 +854,11 @@ CASES = {
         hub=tiny_molmoact2,
         extra=molmoact2_inputs,
     ),
+    "molmoact2:checkpointing": Case(
+        config={**MOLMOACT2, "train_mode_vlm": "fft", "gradient_checkpointing": True},
+        hub=tiny_molmoact2,
+        extra=molmoact2_inputs,
+    ),
     "molmoact2:lora": Case(
         config={**MOLMOACT2, "train_mode_vlm": "lora", "lora_rank": 4},
         hub=tiny_molmoact2,
