@@ -597,6 +597,37 @@ def test_a_policy_with_adapters_is_saved_as_peft_does_and_resumes_to_the_bit(tmp
     assert verify_checkpoint(path).ok
 
 
+class PolicyWithOwnAdapters(TinyPolicy):
+    """As MolmoAct2: it adapts one of its modules itself, and trains others in full."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["inward"], init_lora_weights=False))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_policy_that_builds_adapters_itself_is_saved_with_all_its_weights(tmp_path, gather):
+    run = strategy, policy, _ = start(policy=PolicyWithOwnAdapters(PolicyConfig()))
+    train(*run, range(2))
+    ema = EMA(policy)
+    layout = layout_of(gather_for_save_pretrained=gather)
+    path = Path(strategy.save_ckpt(policy, tmp_path / "runs", layout=layout, ema=ema))
+    save_policy(policy, tmp_path / "robot")
+    trained = full_parameters(policy)
+    expected = train(*run, range(2, 4))
+    dist.barrier()
+    assert not list(tmp_path.rglob("adapter_*"))
+    for folder in (path / "pretrained_model", tmp_path / "robot"):
+        robot = PolicyWithOwnAdapters(PolicyConfig(hidden=json.loads((folder / "config.json").read_text())["hidden"]))
+        load_model(robot, folder / "model.safetensors", strict=True)
+        assert_same(dict(robot.named_parameters()), trained)
+    assert (path / "pretrained_model_ema/model.safetensors").exists() != gather
+    again = start(seed=1, policy=PolicyWithOwnAdapters(PolicyConfig()))
+    again[0].load_ckpt(again[1], tmp_path / "runs")
+    assert train(*again, range(2, 4)) == expected
+
+
 @pytest.mark.ranks(2)
 def test_a_transformers_policy_with_adapters_has_its_configuration_beside_them(tmp_path):
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

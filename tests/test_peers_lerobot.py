@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import sys
 import types
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +33,9 @@ def pi_gemma():
     spec = importlib.util.spec_from_file_location("pi_gemma", source)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # transformers looks its classes up there
-    with patch.dict(sys.modules, {**packages, stub.__name__: stub}):
+    with pytest.MonkeyPatch.context() as patched:  # keeps what transformers imports meanwhile, unlike patch.dict
+        for name, replaced in {**packages, stub.__name__: stub}.items():
+            patched.setitem(sys.modules, name, replaced)
         spec.loader.exec_module(module)
     return module
 

@@ -35,7 +35,7 @@ from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
 from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS, AdapterFiles
-from fsdp2_strategy.hf.peft.merge import has_adapters, names_without_adapters, without_adapter_modules
+from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_without_adapters, without_adapter_modules
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
@@ -116,10 +116,10 @@ class ModelComponents:
             CheckpointError: on every rank: the policy trains other parameters in addition to its adapters; or its own
                 `save_pretrained` was requested and cannot be used.
         """
-        adapters, tensors = AdapterFiles.of(root) if has_adapters(root) else (None, {})
+        adapters, tensors = AdapterFiles.of(root) if is_peft_model(root) else (None, {})
         full_policy = gathered_policy(root) if lerobot.gather_for_save_pretrained else None
         with all_or_none("lay out a policy", CheckpointError):
-            base = without_adapter_modules(root)
+            base = root if adapters is None else without_adapter_modules(root)
             regions: Mapping[str, Region] = {}
             has_averaged_folder = False
             if left_out is None:
@@ -309,10 +309,11 @@ def _match_trainable(
 def _match_full(root: nn.Module, paths: CheckpointPaths) -> tuple[LoadTargets, LoadReport]:
     inner = root if paths.is_lerobot else inner_model(root)
     wrapper = paths.state / WRAPPER
-    origin = open_folder(inner, paths.weights)
-    known: dict[nn.Module, tuple[WeightsSource, str]]
-    known = {m: (origin, name) for m, name in names_without_adapters(inner).items()}
-    is_wrapped = inner is not root or has_adapters(inner)
+    builds_adapters = paths.is_lerobot and not is_peft_model(inner)
+    origin = open_folder(inner, paths.weights, has_adapters=builds_adapters)
+    names = {m: n for n, m in inner.named_modules()} if builds_adapters else names_without_adapters(inner)
+    known: dict[nn.Module, tuple[WeightsSource, str]] = {m: (origin, name) for m, name in names.items()}
+    is_wrapped = inner is not root or (has_adapters(inner) and not builds_adapters)
     if is_wrapped and wrapper.is_dir():
         rest = open_folder(root, wrapper, has_model_names=True)
         known = {m: (rest, name) for name, m in root.named_modules()} | known

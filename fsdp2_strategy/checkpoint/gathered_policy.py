@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.peft.merge import has_adapters
+from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.names import clean
@@ -35,9 +35,9 @@ def gathered_policy(root: nn.Module) -> nn.Module | None:
     """
     with all_or_none("gather a policy", CheckpointError):
         problem = "it has no save_pretrained, expected save_pretrained(folder, state_dict=...)"
-        if has_adapters(root):
+        if is_peft_model(root):
             problem = "it has adapters, expected none, because peft saves only the adapters"
-        if has_adapters(root) or not hasattr(root, "save_pretrained"):
+        if is_peft_model(root) or not hasattr(root, "save_pretrained"):
             raise CheckpointError(
                 f"cannot save {class_name(root)} with its own save_pretrained: {problem}. "
                 "Omit gather_for_save_pretrained."

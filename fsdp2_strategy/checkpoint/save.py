@@ -40,7 +40,7 @@ from fsdp2_strategy.distributed.process_group import is_rank_0, rank, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.checksums import blocks_of, blocks_of_file
 from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write_text
-from fsdp2_strategy.hf.peft.merge import has_adapters
+from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
@@ -121,7 +121,7 @@ def save_checkpoint(
         meta: JSON content of ``meta.json``, for other programs.
         layout: LeRobot's layout, which also holds the configurations and processors to save; by default our own layout.
             In LeRobot's layout, a peft model is saved as with ``only_trainable``, and its adapters also in peft's
-            format.
+            format. A policy that contains a peft model is saved with all its weights.
 
     Returns:
         The checkpoint's directory; an asynchronous save creates it when it commits.
@@ -156,7 +156,7 @@ def save_checkpoint(
             tokenizer = copy.deepcopy(tokenizer) if is_rank_0() else None
             request = request.snapshot()
     paths = request.partial_paths
-    left_out = LeftOut.of(root) if only_trainable or (layout and has_adapters(root)) else None
+    left_out = LeftOut.of(root) if only_trainable or (layout and is_peft_model(root)) else None
     weights = left_out.weights if left_out else None
     policy = None
     if request.layout is not None:

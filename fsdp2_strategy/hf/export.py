@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from fsdp2_strategy.hf.output_files import (
     write_configuration,
 )
 from fsdp2_strategy.hf.peft.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles
-from fsdp2_strategy.hf.peft.merge import without_adapters
+from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.round_trip import round_trips
 from fsdp2_strategy.hf.save_plan import (
@@ -106,7 +106,33 @@ def save_model(
     assert output_dir is not None
     if not merge_adapters:
         save_adapters(model, tokenizer, output_dir, dtype=dtype, **kwargs)
-        return
+    else:
+        save_all_weights(
+            model, tokenizer, output_dir, without_adapters, dtype=dtype, max_shard_size=max_shard_size, kwargs=kwargs
+        )
+
+
+def save_all_weights(
+    model: nn.Module,
+    tokenizer: Any,
+    output_dir: str | Path,
+    merge: Callable[[nn.Module], Merged],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Write all weights of a model as `save_model` does; collective.
+
+    Args:
+        model: see `save_model`, also for the other arguments and the errors.
+        tokenizer: tokenizer or processor, or None.
+        output_dir: the folder.
+        merge: `without_adapters`, or `Merged` to write adapters with the model's own names.
+        dtype: dtype of floating-point parameters.
+        max_shard_size: maximum size of a file.
+        kwargs: arguments of ``save_pretrained``.
+    """
     with all_or_none("export", CheckpointError):
         root = unwrap_model(model)
         check_usable(root)
@@ -116,7 +142,7 @@ def save_model(
         _check_arguments(kwargs)
         suffix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         reshard(root)
-        merged = without_adapters(root)
+        merged = merge(root)
         skeleton = meta_skeleton(merged.model)
         tensors = tensors_to_write(merged.model, skeleton)
         regions = _regions_that_load(skeleton, tensors, dtype, hub_names=kwargs.get("save_original_format", True))

@@ -60,13 +60,16 @@ def origin_of(module: nn.Module) -> tuple[WeightsSource, str] | None:
     return attached(module, _ORIGIN)
 
 
-def open_folder(model: nn.Module, path: str | Path, *, has_model_names: bool = False) -> WeightsSource:
+def open_folder(
+    model: nn.Module, path: str | Path, *, has_model_names: bool = False, has_adapters: bool = False
+) -> WeightsSource:
     """Return the origin for a folder, a safetensors file or an index.
 
     Args:
-        model: the model; if it has adapters, the files are those of the model without adapters.
+        model: the model; if it has adapters, the files are those of the model without adapters by default.
         path: the folder, file or index.
         has_model_names: whether the files use the model's own names, including adapters, instead of Hugging Face names.
+        has_adapters: whether the files contain the model's adapters in addition to the weights of the base model.
 
     Raises:
         CheckpointError: the folder does not exist, it contains no weights, or its index is invalid.
@@ -82,11 +85,10 @@ def open_folder(model: nn.Module, path: str | Path, *, has_model_names: bool = F
         )
     index = chosen if chosen.name.endswith(".index.json") else None
     files = tuple(sorted({chosen.parent / name for name in read_index(index).values()})) if index else (chosen,)
-    origin = (
-        WeightsSource(model=meta_skeleton(model), files=())
-        if has_model_names
-        else source_of_weights(base_skeleton(model))
-    )
+    if has_model_names:
+        origin = WeightsSource(model=meta_skeleton(model), files=())
+    else:
+        origin = source_of_weights(meta_skeleton(model) if has_adapters else base_skeleton(model))
     return replace(origin, files=files, index=index, where=str(path))
 
 

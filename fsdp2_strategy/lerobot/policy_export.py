@@ -15,10 +15,10 @@ from torch import nn
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError
-from fsdp2_strategy.hf.export import save_model
+from fsdp2_strategy.hf.export import save_adapters, save_all_weights
 from fsdp2_strategy.hf.output_files import write_configuration
 from fsdp2_strategy.hf.peft.files import ADAPTER_WEIGHTS
-from fsdp2_strategy.hf.peft.merge import has_adapters, without_adapter_modules
+from fsdp2_strategy.hf.peft.merge import Merged, is_peft_model, without_adapter_modules
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.lerobot.checkpoint_layout import PolicySidecars
 from fsdp2_strategy.model.ranks import on_model_ranks
@@ -38,7 +38,8 @@ def save_policy(
     """Write a policy as one ``model.safetensors``, with sidecar files; collective.
 
     Each rank writes its own byte ranges. For a PEFT model, write only the adapters, which ``PeftModel.from_pretrained``
-    loads, and the configuration of the base model.
+    loads, and the configuration of the base model. If the policy builds adapters itself, in one of its modules, write
+    all weights with the policy's own names.
 
     Args:
         policy: a policy, sharded or not, or a wrapper of one.
@@ -53,15 +54,20 @@ def save_policy(
 
     Raises:
         CheckpointError: on every rank, if an object cannot be saved; if the policy has adapters and the folder contains
-            full weights, or the reverse; or if `save_model` raises.
+            full weights, or the reverse; or if `save_model` would raise.
     """
-    folder, adapted = Path(output_dir), has_adapters(policy)
+    folder = Path(output_dir)
     with all_or_none("export a policy", CheckpointError):
+        root = unwrap_model(policy)
+        adapted = is_peft_model(root)
         if is_rank_0():
             _check_folder(folder, adapted=adapted)
-        base = meta_skeleton(without_adapter_modules(unwrap_model(policy)))
+        base = meta_skeleton(without_adapter_modules(root) if adapted else root)
         sidecars = PolicySidecars.of(base, train_config, preprocessor, postprocessor)
-    save_model(policy, output_dir=folder, dtype=dtype, max_shard_size=sys.maxsize, merge_adapters=not adapted)
+    if adapted:
+        save_adapters(policy, None, folder, dtype=dtype)
+    else:
+        save_all_weights(policy, None, folder, Merged, dtype=dtype, max_shard_size=sys.maxsize, kwargs={})
     with all_or_none("export a policy", CheckpointError):
         if is_rank_0():
             if adapted:

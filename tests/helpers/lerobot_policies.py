@@ -8,15 +8,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import diffusers
+import tokenizers
 import torch
 import transformers
 from torch import nn
+from torch.nn.attention.flex_attention import create_mask
 
 STATE, ACTION, VOCAB = 4, 3, 64
 Batch = dict[str, Any]
@@ -30,11 +34,20 @@ class Case:
     observations: int = 0
     """Observation steps of a batch; 0 without such a dimension."""
     actions: int = 8
+    acts_on: int = 2
+    """Samples of a batch from which the policy selects actions."""
     image: int = 32
     camera: str = "observation.images.top"
     text: bool = False
-    extra: Callable[[int], Batch] = lambda size: {}
+    task: bool = True
+    extra: Callable[[int, torch.Generator], Batch] = lambda size, draw: {}
     hub: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
+    """What replaces the hub while the policy is built."""
+    run: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda module: contextlib.nullcontext()
+    """What is replaced while the policy is built and runs."""
+    loss: Callable[[Any, Batch], torch.Tensor] = lambda outputs, batch: (
+        outputs[0] if isinstance(outputs, tuple) else outputs
+    )
     reduces_itself: bool = False
     """Whether its forward reduces over the ranks, so that nothing in one process equals it."""
 
@@ -68,20 +81,28 @@ def classes(name: str) -> tuple[Any, Any, Any]:
     return module, config, policy
 
 
+def module_of(case_name: str) -> Any:
+    return classes(case_name.partition(":")[0])[0]
+
+
 def build(case_name: str, seed: int = 0) -> nn.Module:
     case, name = CASES[case_name], case_name.partition(":")[0]
     module, config, policy = classes(name)
     torch.manual_seed(seed)
-    with case.hub(module):
-        return policy(config(**features(case), device="cpu", **case.config))
+    with case.hub(module), case.run(module):
+        built = policy(config(**features(case), device="cpu", **case.config))
+        getattr(built, "_ensure_frozen_modules", lambda: None)()
+        return built
 
 
 def reload(case_name: str, folder: Any) -> nn.Module:
     """Load a policy as a robot does."""
     case, name = CASES[case_name], case_name.partition(":")[0]
     module, _, policy = classes(name)
-    with case.hub(module):
-        return policy.from_pretrained(folder)
+    with case.hub(module), case.run(module):
+        loaded = policy.from_pretrained(folder)
+        getattr(loaded, "_ensure_frozen_modules", lambda: None)()
+        return loaded
 
 
 def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
@@ -93,18 +114,19 @@ def batch_of(case_name: str, step: int, rank: int, size: int = 2) -> Batch:
         case.camera: torch.rand(size, *steps, 3, case.image, case.image, generator=draw),
         "action": torch.rand(size, case.actions, ACTION, generator=draw) * 2 - 1,
         "action_is_pad": torch.zeros(size, case.actions, dtype=torch.bool),
-        "task": ["reach"] * size,
     }
+    if case.task:
+        batch["task"] = ["reach"] * size
     if case.text:
         batch["observation.language.tokens"] = torch.randint(3, VOCAB - 1, (size, 6), generator=draw)
         batch["observation.language.attention_mask"] = torch.ones(size, 6, dtype=torch.bool)
-    return batch | case.extra(size)
+    return batch | case.extra(size, draw)
 
 
 def loss_of(case_name: str, policy: nn.Module, batch: Batch, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
-    loss = policy(dict(batch))
-    return loss[0] if isinstance(loss, tuple) else loss
+    with CASES[case_name].run(module_of(case_name)):
+        return CASES[case_name].loss(policy(dict(batch)), batch)
 
 
 def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -> torch.Tensor:
@@ -112,12 +134,13 @@ def actions_of(case_name: str, policy: nn.Module, batch: Batch, seed: int = 7) -
     policy.eval()
     getattr(policy, "reset", lambda: None)()
     torch.manual_seed(seed)
-    observation = {key: value for key, value in batch.items() if not key.startswith("action")}
+    observation = {k: v for k, v in batch.items() if not k.startswith("action") or k == "action_token_id"}
     if CASES[case_name].observations:
         observation = {
             k: v[:, -1] if k.startswith("observation.") and "language" not in k else v for k, v in observation.items()
         }
-    with torch.no_grad(), _tokens_as_actions(policy), warnings.catch_warnings():
+    run = CASES[case_name].run(module_of(case_name))
+    with torch.no_grad(), run, _tokens_as_actions(policy), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a codebook that is not trained yet
         return policy.select_action(observation)
 
@@ -207,6 +230,339 @@ def tiny_smolvlm(module: Any) -> Iterator[None]:
         yield
 
 
+SPECIAL = ("<pad>", "<unk>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SPECIAL += ("<|im_start|>", "<|im_end|>", "<|propri|>", "<|action|>", "<img>", "</img>", "<IMG_CONTEXT>")
+QWEN_TOKENS = {f"{token[2:-2].removesuffix('_pad')}_token_id": SPECIAL.index(token) for token in SPECIAL[3:7]}
+WORDS = ("reach", "Your", "task", "is", "and", "actions")
+CHAT = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        additional_special_tokens=list(SPECIAL[3:]),
+    )
+
+
+def tiny_qwen3_vl_processor() -> transformers.Qwen3VLProcessor:
+    size = {"patch_size": 8, "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32}}
+    return transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**size),
+        video_processor=transformers.Qwen3VLVideoProcessor(**size),
+        tokenizer=tiny_tokenizer(),
+        chat_template=CHAT,
+    )
+
+
+def tiny_qwen3_vl() -> transformers.Qwen3VLConfig:
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 8, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS, tie_word_embeddings=True)
+
+
+def tiny_qwen25_vl(**text_options: Any) -> dict[str, Any]:
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, **text_options}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 14, "window_size": 28, "fullatt_block_indexes": [1]}
+    return {"text_config": text, "vision_config": vision, **QWEN_TOKENS}
+
+
+def qwen_tokens(size: int, draw: torch.Generator, *, patch: int, last: Sequence[int] = ()) -> Batch:
+    """Return the tokens and patches of one image of 4 x 4 patches and a text, as processors of Qwen-VL do."""
+    start, end, image_token = (SPECIAL.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad"))
+    words = torch.randint(len(SPECIAL), VOCAB, (size, 5), generator=draw)
+    image = torch.tensor([start, *[image_token] * 4, end]).expand(size, -1)
+    tokens = torch.cat([image, words, torch.tensor(last, dtype=torch.long).expand(size, -1)], dim=1)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": torch.randn(size * 16, 3 * 2 * patch**2, generator=draw),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * size),
+        "mm_token_type_ids": (tokens == image_token).int(),
+    }
+
+
+@contextlib.contextmanager
+def tiny_groot(module: Any) -> Iterator[None]:
+    """Save a base checkpoint, which GR00T finds where it would download one."""
+    inner = importlib.import_module("lerobot.policies.groot.groot_n1_7")
+    head = {"attention_head_dim": 8, "num_attention_heads": 4, "positional_embeddings": None, "final_dropout": True}
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_qwen3_vl().save_pretrained(f"{folder}/backbone")
+        config = inner.GR00TN17Config(
+            model_name=f"{folder}/backbone",
+            backbone_embedding_dim=32,
+            select_layer=2,
+            max_state_dim=8,
+            max_action_dim=8,
+            action_horizon=8,
+            hidden_size=32,
+            input_embedding_dim=32,
+            max_seq_len=16,
+            max_num_embodiments=2,
+            diffusion_model_cfg={
+                **head,
+                "num_layers": 4,
+                "norm_type": "ada_norm",
+                "dropout": 0.2,
+                "output_dim": 32,
+                "interleave_self_attention": True,
+            },
+            vl_self_attention_cfg={**head, "num_layers": 2, "dropout": 0.2},
+            num_inference_timesteps=2,
+        )
+        inner.GR00TN17(config, load_backbone_weights=False).save_pretrained(f"{folder}/base")
+        with patch.object(inner, "snapshot_download", lambda *_a, **_k: f"{folder}/base"):
+            yield
+
+
+def groot_inputs(size: int, draw: torch.Generator) -> Batch:
+    return qwen_tokens(size, draw, patch=8) | {
+        "state": torch.randn(size, 1, 8, generator=draw),
+        "action": torch.rand(size, 8, 8, generator=draw) * 2 - 1,
+        "action_mask": torch.ones(size, 8, 8),
+        "embodiment_id": torch.arange(size) % 2,
+    }
+
+
+@contextlib.contextmanager
+def tiny_vla_jepa(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.vla_jepa.qwen_interface")
+    video = transformers.VJEPA2Config(
+        crop_size=32,
+        frames_per_clip=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        mlp_ratio=2,
+        pred_hidden_size=32,
+        pred_num_attention_heads=2,
+        pred_num_hidden_layers=1,
+        pred_num_mask_tokens=1,
+    )
+    qwen, frames = inner.Qwen3VLForConditionalGeneration, transformers.VJEPA2VideoProcessor(crop_size=32, size=32)
+    with (
+        patch.object(qwen, "from_pretrained", lambda *_a, **_k: qwen(tiny_qwen3_vl())),
+        patch.object(inner.AutoProcessor, "from_pretrained", lambda *_a, **_k: tiny_qwen3_vl_processor()),
+        patch.object(module.AutoModel, "from_pretrained", lambda *_a, **_k: transformers.VJEPA2Model(video)),
+        patch.object(module.AutoVideoProcessor, "from_pretrained", lambda *_a, **_k: frames),
+    ):
+        yield
+
+
+class Float32Torch:
+    """The module torch, in which bfloat16 means float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def float32(module: Any) -> Any:
+    """Run in fp32 what a policy casts to bf16, so that values can be compared."""
+    return patch.object(module, "torch", Float32Torch())
+
+
+@contextlib.contextmanager
+def tiny_wall_x(module: Any) -> Iterator[None]:
+    experts = [{"hidden_size": 32, "intermediate_size": size, "hidden_act": "silu"} for size in (48, 24)]
+    text = {"mlp_moe": True, "num_experts": 2, "experts": experts, "dim_inputs": (32, 32)}
+    config = module.Qwen2_5_VLConfig(**tiny_qwen25_vl(**text, dof_config={"arm": 8}))
+    config.agent_pos_config = {"arm": 8}
+    size = {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}}
+    processor = transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**size),
+        video_processor=transformers.Qwen2VLVideoProcessor(**size),
+        tokenizer=tiny_tokenizer(),
+        chat_template=CHAT,
+    )
+    with (
+        patch.object(module.Qwen2_5_VLConfig, "from_pretrained", lambda *_a, **_k: copy.deepcopy(config)),
+        patch.object(module.AutoProcessor, "from_pretrained", lambda *_a, **_k: processor),
+        patch.object(module, "cached_file", lambda *_a, **_k: ""),
+        patch.object(module, "load_file", lambda *_a, **_k: {}),
+    ):
+        yield
+
+
+def eo1_inputs(size: int, draw: torch.Generator) -> Batch:
+    state, action = SPECIAL.index("<|propri|>"), SPECIAL.index("<|action|>")
+    tokens = qwen_tokens(size, draw, patch=14, last=[state] + [action] * 8)
+    return tokens | {"state_token_id": state, "action_token_id": action}
+
+
+@contextlib.contextmanager
+def tiny_evo1(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.evo1.internvl3_embedder")
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.InternVLConfig(
+        vision_config={**size, "image_size": [32, 32], "patch_size": [8, 8]},
+        text_config={"model_type": "qwen2", **size, "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0},
+        image_token_id=SPECIAL.index("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    with (
+        patch.object(inner.AutoTokenizer, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
+        patch.object(inner.AutoModel, "from_pretrained", lambda *_a, **_k: transformers.InternVLModel(config)),
+    ):
+        yield
+
+
+def tiny_wan_vae(*_args: Any, **_more: Any) -> nn.Module:
+    """Return the same VAE each time, as policies do not save it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return diffusers.AutoencoderKLWan(
+            base_dim=8,
+            decoder_base_dim=8,
+            z_dim=48,
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[0.0] * 48,
+            latents_std=[1.0] * 48,
+            is_residual=True,
+            in_channels=12,
+            out_channels=12,
+            patch_size=2,
+            scale_factor_spatial=16,
+        )
+
+
+def tiny_umt5(*_args: Any, **_more: Any) -> nn.Module:
+    """Return the same text encoder each time, as policies do not save it."""
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.UMT5EncoderModel(transformers.UMT5Config(**size, vocab_size=VOCAB)).eval()
+
+
+@contextlib.contextmanager
+def tiny_fastwam(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.fastwam.wan.components")
+    with (
+        patch.object(inner.AutoencoderKLWan, "from_pretrained", tiny_wan_vae),
+        patch.object(inner.UMT5EncoderModel, "from_pretrained", tiny_umt5),
+        patch.object(inner.AutoTokenizer, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def on_a_cpu(module: Any) -> Iterator[None]:
+    """Ignore that a policy's autocast on CUDA does nothing on a CPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CUDA is not available")
+        yield
+
+
+@contextlib.contextmanager
+def tiny_lingbot_va(module: Any) -> Iterator[None]:
+    inner = importlib.import_module("lerobot.policies.lingbot_va.utils")
+    with (
+        patch.object(inner.AutoencoderKLWan, "from_pretrained", tiny_wan_vae),
+        patch.object(inner.UMT5EncoderModel, "from_pretrained", tiny_umt5),
+        patch.object(inner.T5TokenizerFast, "from_pretrained", lambda *_a, **_k: tiny_tokenizer()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def dense_attention(module: Any) -> Iterator[None]:
+    """Run LingBot-VA in fp32, without the compiled flex attention, which has no backward on a CPU.
+
+    It is trained with flex attention and its masks, and run with `custom_sdpa`.
+    """
+    inner = importlib.import_module("lerobot.policies.lingbot_va.utils")
+    flex = inner.FlexAttnFunc
+
+    def attend(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return inner.custom_sdpa(q, k, v)
+        mask = flex.cross_attention_mask if self.is_cross else flex.attention_mask
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    def mask_of(mask: Any, *sizes: int, device: Any, **_more: Any) -> torch.Tensor:
+        return create_mask(mask, *sizes, device=device)
+
+    with (
+        float32(inner),
+        patch.object(flex, "forward", attend),
+        patch.object(flex, "flex_attn", attend),
+        patch.object(flex, "compiled_create_block_mask", mask_of),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tiny_molmoact2(module: Any) -> Iterator[None]:
+    """Save a base checkpoint, which MolmoAct2 finds where it would download one."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {**heads, "hidden_size": 16, "intermediate_size": 24}
+    config = module.HFMolmoAct2Config(
+        vit_config={**vision, "num_hidden_layers": 2, "image_default_input_size": (28, 28), "image_num_pos": 4},
+        adapter_config={**vision, "vit_layers": (-1, -2), "text_hidden_size": 32},
+        text_config={
+            **heads,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "vocab_size": VOCAB,
+            "additional_vocab_size": 8,
+            "max_position_embeddings": 64,
+            "use_qk_norm": True,
+        },
+        action_expert_config={
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "ffn_multiple_of": 16,
+            "timestep_embed_dim": 16,
+        },
+        image_patch_id=SPECIAL.index("<IMG_CONTEXT>"),
+        image_end_token_id=SPECIAL.index("</img>"),
+        eos_token_id=SPECIAL.index("<eos>"),
+        flow_matching_num_steps=2,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        module.MolmoAct2ForConditionalGeneration(config).save_pretrained(folder)
+        with patch.object(module, "_resolve_checkpoint_location", lambda *_a, **_k: folder):
+            yield
+
+
+def molmoact2_inputs(size: int, draw: torch.Generator) -> Batch:
+    """Return tokens of an image of four patches, pooled in pairs, and of a text; actions are padded to 32."""
+    image = torch.tensor([SPECIAL.index("<IMG_CONTEXT>")] * 2 + [SPECIAL.index("</img>")]).expand(size, -1)
+    tokens = torch.cat([image, torch.randint(len(SPECIAL), VOCAB, (size, 5), generator=draw)], dim=1)
+    actions = torch.zeros(size, 8, 32)
+    actions[..., :ACTION] = torch.rand(size, 8, ACTION, generator=draw) * 2 - 1
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": torch.rand(size, 4, 3 * 14 * 14, generator=draw) * 2 - 1,
+        "image_token_pooling": torch.tensor([[0, 1], [2, 3]]).repeat(size, 1),
+        "image_grids": torch.tensor([[1, 2, 0, 0]] * size),
+        "image_num_crops": torch.ones(size, dtype=torch.long),
+        "action": actions,
+        "action_dim_is_pad": (torch.arange(32) >= ACTION).expand(size, -1),
+    }
+
+
 @contextlib.contextmanager
 def tiny_fast(module: Any) -> Iterator[None]:
     class Tokenizer:
@@ -293,6 +649,26 @@ PI0 = {
     "num_inference_steps": 2,
     "dtype": "float32",
 }
+WAN = {"ffn_dim": 48, "freq_dim": 16, "text_dim": 16, "num_heads": 2, "attn_head_dim": 16, "num_layers": 2, "eps": 1e-6}
+GROOT = {"chunk_size": 8, "n_action_steps": 8, "max_state_dim": 8, "max_action_dim": 8, "use_bf16": False}
+EVO1 = {
+    "chunk_size": 8,
+    "n_action_steps": 8,
+    "max_state_dim": 8,
+    "max_action_dim": 8,
+    "max_views": 1,
+    "image_resolution": (32, 32),
+    "vlm_num_layers": 2,
+    "vlm_dtype": "float32",
+    "use_flash_attn": False,
+    "embed_dim": 32,
+    "hidden_dim": 32,
+    "state_hidden_dim": 32,
+    "num_heads": 2,
+    "num_layers": 2,
+    "num_inference_timesteps": 2,
+}
+MOLMOACT2 = {"chunk_size": 8, "n_action_steps": 8, "num_flow_timesteps": 2, "dtype": "float32"}
 CASES = {
     "act": Case(
         config={
@@ -328,7 +704,7 @@ CASES = {
         actions=3,
         image=64,
         camera="observation.image",
-        extra=lambda size: {
+        extra=lambda size, draw: {
             "next.reward": torch.linspace(0, 1, 3 * size).view(size, 3),
             "index": torch.arange(size),
             "observation.state_is_pad": torch.zeros(size, 4, dtype=torch.bool),
@@ -389,7 +765,7 @@ CASES = {
         },
         text=True,
         image=64,
-        extra=lambda size: {
+        extra=lambda size, draw: {
             "domain_id": torch.zeros(size, dtype=torch.long),
             "observation.language.tokens": torch.randint(
                 3, VOCAB - 1, (size, 6), generator=torch.Generator().manual_seed(3)
@@ -408,9 +784,134 @@ CASES = {
         },
         text=True,
         hub=tiny_fast,
-        extra=lambda size: {
+        extra=lambda size, draw: {
             "action.tokens": torch.randint(3, VOCAB - 1, (size, 5), generator=torch.Generator().manual_seed(4)),
             "action.token_mask": torch.ones(size, 5, dtype=torch.bool),
         },
+    ),
+    "groot": Case(
+        config={**GROOT, "tune_llm": True, "tune_visual": True},
+        hub=tiny_groot,
+        extra=groot_inputs,
+    ),
+    "groot:frozen": Case(config=GROOT, hub=tiny_groot, extra=groot_inputs),
+    "vla_jepa": Case(
+        config={
+            "chunk_size": 4,
+            "n_action_steps": 4,
+            "num_action_tokens_per_timestep": 2,
+            "num_embodied_action_tokens_per_instruction": 3,
+            "num_inference_timesteps": 2,
+            "action_hidden_size": 32,
+            "action_model_type": "DiT-test",
+            "action_num_layers": 2,
+            "action_max_seq_len": 16,
+            "num_video_frames": 4,
+            "predictor_depth": 2,
+            "predictor_num_heads": 2,
+            "world_model_num_views": 1,
+            "repeated_diffusion_steps": 2,
+            "torch_dtype": "float32",
+        },
+        observations=4,
+        actions=4,
+        hub=tiny_vla_jepa,
+    ),
+    "wall_x": Case(
+        config={"chunk_size": 8, "n_action_steps": 8, "max_state_dim": 8, "max_action_dim": 8},
+        hub=tiny_wall_x,
+        run=float32,
+    ),
+    "eo1": Case(
+        config={
+            "pretrained_path": "built from vlm_config",
+            "vlm_config": tiny_qwen25_vl(),
+            "dtype": "float32",
+            "max_state_dim": 8,
+            "max_action_dim": 8,
+            "num_denoise_steps": 2,
+        },
+        extra=eo1_inputs,
+    ),
+    "evo1": Case(config={**EVO1, "training_stage": "stage2"}, hub=tiny_evo1),
+    "evo1:frozen": Case(config={**EVO1, "training_stage": "stage1"}, hub=tiny_evo1),
+    "gaussian_actor": Case(
+        config={
+            "freeze_vision_encoder": False,
+            "num_discrete_actions": 3,
+            "image_encoder_hidden_dim": 8,
+            "latent_dim": 16,
+        },
+        image=64,
+        camera="observation.image",
+        task=False,
+        loss=lambda outputs, batch: (
+            outputs["log_prob"].mean() + (outputs["action_mean"] - batch["action"][:, 0]).square().mean()
+        ),
+    ),
+    "molmoact2": Case(
+        config={**MOLMOACT2, "train_mode_vlm": "fft"},
+        hub=tiny_molmoact2,
+        extra=molmoact2_inputs,
+    ),
+    "molmoact2:checkpointing": Case(
+        config={**MOLMOACT2, "train_mode_vlm": "fft", "gradient_checkpointing": True},
+        hub=tiny_molmoact2,
+        extra=molmoact2_inputs,
+    ),
+    "molmoact2:lora": Case(
+        config={**MOLMOACT2, "train_mode_vlm": "lora", "lora_rank": 4},
+        hub=tiny_molmoact2,
+        extra=molmoact2_inputs,
+    ),
+    "lingbot_va": Case(
+        config={
+            "attn_mode": "flex",
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "action_dim": 4,
+            "text_dim": 16,
+            "freq_dim": 16,
+            "ffn_dim": 48,
+            "num_layers": 2,
+            "dtype": "float32",
+            "obs_cam_keys": ["observation.images.top"],
+            "height": 32,
+            "width": 32,
+            "frame_chunk_size": 2,
+            "num_inference_steps": 2,
+            "action_num_inference_steps": 2,
+            "used_action_channel_ids": [0, 1, 2],
+        },
+        observations=8,
+        acts_on=1,
+        hub=tiny_lingbot_va,
+        run=dense_attention,
+    ),
+    "fastwam": Case(
+        config={
+            "action_dim": ACTION,
+            "proprio_dim": STATE,
+            "action_horizon": 8,
+            "n_action_steps": 8,
+            "num_video_frames": 17,
+            "image_size": (32, 32),
+            "tokenizer_max_len": 6,
+            "torch_dtype": "float32",
+            "num_inference_steps": 2,
+            "video_dit_config": {
+                **WAN,
+                "patch_size": [1, 2, 2],
+                "in_dim": 48,
+                "out_dim": 48,
+                "hidden_dim": 32,
+                "seperated_timestep": True,
+                "video_attention_mask_mode": "first_frame_causal",
+            },
+            "action_dit_config": {**WAN, "action_dim": ACTION, "hidden_dim": 24},
+        },
+        observations=5,
+        hub=tiny_fastwam,
+        run=on_a_cpu,
     ),
 }

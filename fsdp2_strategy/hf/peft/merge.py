@@ -125,6 +125,19 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether peft wrapped or changed the model itself, rather than only a module within it.
+
+    LeRobot saves such a model as its adapters. A policy that contains a peft model builds the adapters itself, and is
+    saved with all its weights.
+    """
+    if not has_adapters(model):
+        return False
+    from peft import PeftMixedModel, PeftModel  # noqa: PLC0415
+
+    return isinstance(model, PeftModel | PeftMixedModel) or "peft_config" in vars(model)
+
+
 # --- module tree without adapters ------------------------------------------------------------------------------------
 
 
