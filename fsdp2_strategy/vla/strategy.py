@@ -48,7 +48,7 @@ from fsdp2_strategy.vla.training_loop import Loop
 _CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints
 _RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
-# Keys of a batch -> arguments of the model's forward.
+# Keys of a batch -> arguments of the model's forward, unless it has a parameter with the name of the key.
 _INPUTS = {
     "pixel_values": "rgb",
     "input_ids": "input_ids",
@@ -393,10 +393,11 @@ class VLAFSDPStrategy(TrainingStrategy):
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; override it for other models.
 
-        ``pixel_values`` is passed as ``rgb``, and ``actions`` as ``action_labels``. VITRA's other inputs, and keys that
-        are parameters of the forward, keep their names. Other keys are dropped. ``data_source=["action"]`` is added.
+        Keys that are parameters of the forward keep their names. Otherwise ``pixel_values`` is passed as ``rgb``, and
+        ``actions`` as ``action_labels``; VITRA's other inputs keep their names, and other keys are dropped.
+        ``data_source=["action"]`` is added.
         """
-        given = {_INPUTS.get(name, name): value for name, value in batch.items()}
+        given = {name if name in self._accepted else _INPUTS.get(name, name): value for name, value in batch.items()}
         inputs = {name: value for name, value in given.items() if name in _INPUTS.values() or name in self._accepted}
         return inputs | {"data_source": ["action"]}
 
