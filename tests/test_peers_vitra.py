@@ -100,7 +100,7 @@ def test_a_checkpoint_that_vitra_wrote_goes_on_as_vitra_would(configure, theirs)
     folder, config = configure("resumed", **PLAIN, model_load_path=str(written))
     with pytest.raises(AssertionError, match="trust=True"):
         run.run(folder, config, seeded=6, options=AS_THEIRS, name="untrusted")
-    ours = run.run(folder, config, seeded=6, options=AS_THEIRS, trust=True)
+    ours = run.run(folder, config, seeded=6, options=AS_THEIRS, more=[run.FROM_VITRA])
     assert_same_losses(ours, [rank[6:] for rank in theirs[1]])
 
 

@@ -704,6 +704,18 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
         strategy.run_training(resumable(), metrics)
 
 
+@pytest.mark.ranks(1)
+def test_keys_that_are_parameters_of_the_forward_keep_their_names():
+    class Named(nn.Module):
+        def forward(self, pixel_values, input_ids, actions=None, **kwargs): ...
+
+    batch = dict.fromkeys(("pixel_values", "input_ids", "actions", "fov", "labels"))
+    given = ["pixel_values", "input_ids", "actions", "fov", "data_source"]
+    assert list(strategy_of(Named()).forward_inputs(batch)) == given
+    given = ["rgb", "input_ids", "action_labels", "fov", "data_source"]
+    assert list(strategy_of(Policy()).forward_inputs(batch)) == given
+
+
 @pytest.mark.ranks(2)
 def test_a_loader_that_fails_or_ends_on_one_rank_ends_all(tmp_path):
     class Broken(Samples):

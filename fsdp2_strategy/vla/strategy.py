@@ -199,11 +199,12 @@ class VLAFSDPStrategy(TrainingStrategy):
             run_dir: directory of the run.
             n_train_examples: number of samples per epoch.
             auto_wrap_policy_modules: classes, or class names, of the modules that become units; by default those that
-                `find_blocks` finds.
+                `find_blocks` finds. Classes that match no module are ignored if another one does.
             checkpointing_policy_modules: classes, or class names, of the modules whose activations are recomputed.
 
         Raises:
-            ShardError, OptimizerError: on every rank: a class matches no module, or no parameter is trainable.
+            ShardError, OptimizerError: on every rank: a class name or all classes match no module, or no parameter is
+                trainable.
         """
         self.run_dir = Path(run_dir)
         self.config, shard_size, reshard = self._sharding(

@@ -179,6 +179,7 @@ def configuration(folder, model, data, **changed):
             "weight_decay": 0.1, "max_epochs": 2, "max_steps": 6, "reduce_in_full_precision": True,
             "enable_mixed_precision_training": False, "enable_gradient_checkpointing": True,
             "action_model_learning_rate": 1e-3, "llm_freeze_step": 0, "warmup_ratio": None,
+            "optimizer_betas": [0.9, 0.95],
         },
         "train_dataset": {
             "data_root_dir": str(data), "augmentation": True, "set_none_ratio": 0.0, "data_mix": "magic_mix",

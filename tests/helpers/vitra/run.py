@@ -15,11 +15,19 @@ from helpers.peers import peer
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from_vitra.md"
 SCRIPT = "scripts/train.py"
 RANKS = 2
+CHANGES, FROM_VITRA, NEWER = "Changes to the script", "Resume a run of VITRA", "Versions of transformers"
+"""Sections of the page that show changes."""
 
 
 def changes():
-    """Return the diffs of the script that the page shows: for all runs, and for one from a checkpoint of VITRA."""
-    return re.findall(rf"```diff\n--- a/{SCRIPT}\n\+\+\+ b/{SCRIPT}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Return the diffs of the script that the page shows, by the headings of its sections."""
+    found = re.findall(rf"^## ([^\n]*)|```diff\n--- a/{SCRIPT}\n\+\+\+ b/{SCRIPT}\n(.*?)```", PAGE.read_text(), re.M | re.S)
+    diffs, heading = {}, ""
+    for title, diff in found:
+        heading = title or heading
+        if diff:
+            diffs[heading] = diff
+    return diffs
 
 
 def changed_lines(diff):
@@ -27,13 +35,13 @@ def changed_lines(diff):
     return tuple(sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+")
 
 
-def changed_script(folder, trust):
-    """Write the script with the changes to a folder, and return its path."""
+def changed_script(folder, headings):
+    """Write the script with the changes of some sections to a folder, and return its path."""
     path = Path(folder) / SCRIPT
     path.parent.mkdir(parents=True, exist_ok=True)
     text = (peer("vitra") / SCRIPT).read_text()
-    for diff in changes()[: 2 if trust else 1]:
-        text = with_changes(text, diff)
+    for heading in headings:
+        text = with_changes(text, changes()[heading])
     path.write_text(text)
     return path
 
@@ -49,7 +57,7 @@ def with_changes(text, diff):
     return text
 
 
-def start(folder, config, *, strategy="ours", seeded=None, options=None, trust=False, patches=(), packages=None, name="record"):
+def start(folder, config, *, strategy="ours", seeded=None, options=None, more=(), patches=(), packages=None, name="record"):
     """Start the script on two ranks; return the process of the launcher.
 
     Args:
@@ -58,13 +66,13 @@ def start(folder, config, *, strategy="ours", seeded=None, options=None, trust=F
         strategy: "ours", or "theirs" for the script as published.
         seeded: see `child.record_losses`.
         options: further arguments of our strategy.
-        trust: whether to load checkpoints that VITRA wrote.
+        more: sections of the page whose changes are needed, too.
         patches: names of functions of `patches`.
         packages: a folder of packages that precede the installed ones.
         name: the name of the records and of the log.
     """
     source = peer("vitra")
-    script = changed_script(folder, trust) if strategy == "ours" else source / SCRIPT
+    script = changed_script(folder, (CHANGES, *more)) if strategy == "ours" else source / SCRIPT
     settings = {
         "peer": str(source), "script": str(script), "record": str(Path(folder) / name), "seeded": seeded,
         "options": options or {}, "patches": list(patches),
