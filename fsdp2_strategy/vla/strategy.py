@@ -83,7 +83,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         max_grad_norm: maximum global norm of the gradients; 0 or None for no clipping.
         lr_scheduler_type: "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or
             "backbone-freeze-warmup"; see `build_scheduler`.
-        warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps.
+        warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps; None for no warm-up.
         enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
         enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise compute in fp32.
         reduce_in_full_precision: with mixed precision, reduce gradients and keep buffers in fp32 (if true) or bf16 (if
@@ -119,7 +119,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         weight_decay: float,
         max_grad_norm: float | None,
         lr_scheduler_type: str,
-        warmup_ratio: float,
+        warmup_ratio: float | None,
         enable_gradient_checkpointing: bool = True,
         enable_mixed_precision_training: bool = True,
         reduce_in_full_precision: bool = False,
