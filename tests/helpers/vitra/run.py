@@ -21,7 +21,9 @@ CHANGES, FROM_VITRA, NEWER = "Changes to the script", "Resume a run of VITRA", "
 
 def changes():
     """Return the diffs of the script that the page shows, by the headings of its sections."""
-    found = re.findall(rf"^## ([^\n]*)|```diff\n--- a/{SCRIPT}\n\+\+\+ b/{SCRIPT}\n(.*?)```", PAGE.read_text(), re.M | re.S)
+    found = re.findall(
+        rf"^## ([^\n]*)|```diff\n--- a/{SCRIPT}\n\+\+\+ b/{SCRIPT}\n(.*?)```", PAGE.read_text(), re.M | re.S
+    )
     diffs, heading = {}, ""
     for title, diff in found:
         heading = title or heading
@@ -57,7 +59,9 @@ def with_changes(text, diff):
     return text
 
 
-def start(folder, config, *, strategy="ours", seeded=None, options=None, more=(), patches=(), packages=None, name="record"):
+def start(
+    folder, config, *, strategy="ours", seeded=None, options=None, more=(), patches=(), packages=None, name="record"
+):
     """Start the script on two ranks; return the process of the launcher.
 
     Args:
