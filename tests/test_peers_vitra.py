@@ -177,10 +177,24 @@ def other_transformers(version):
     return folder
 
 
-def test_the_shims_compute_what_transformers_4_47_computes(configure, theirs):
+@pytest.fixture(scope="module")
+def of_4_47(configure):
+    """Run the steps of ``theirs`` with the transformers that VITRA requires, and without shims."""
+    packages = other_transformers("4.47.1")
     folder, config = configure("old", **PLAIN)
-    losses = run.run(folder, config, strategy="theirs", seeded=0, packages=other_transformers("4.47.1"))
-    assert largest_difference(losses, theirs[1]) < 1e-5
+    return folder, run.run(folder, config, strategy="theirs", seeded=0, packages=packages)
+
+
+def test_the_shims_compute_what_transformers_4_47_computes(of_4_47, theirs):
+    assert largest_difference(of_4_47[1], theirs[1]) < 1e-5
+
+
+def test_a_checkpoint_of_transformers_4_47_goes_on_with_newer_names(configure, of_4_47):
+    written = run.checkpoints(of_4_47[0]) / "epoch=0-step=3.ckpt"
+    assert "backbone.language_model.model.embed_tokens.weight" in torch.load(written / "weights.pt")
+    folder, config = configure("renamed", **PLAIN, model_load_path=str(written))
+    losses = run.run(folder, config, seeded=6, options=AS_THEIRS, more=[run.FROM_VITRA])
+    assert largest_difference(losses, [rank[6:] for rank in of_4_47[1]]) < TOLERANCE
 
 
 def test_with_newer_transformers_the_script_needs_another_class(configure, theirs):

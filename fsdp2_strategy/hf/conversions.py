@@ -108,12 +108,13 @@ def renames(model: nn.Module, described: Mapping[str, tuple[tuple[int, ...], tor
     found = {}
     for name, region in recipe_for(origin, entries).regions.items():
         piece = region.only_piece
-        if piece and isinstance(piece.source, Entry) and (piece.shape, piece.strides) == _whole(piece.source):
+        if piece and isinstance(piece.source, Entry) and (piece.shape, piece.strides) == _layout(piece.source):
             found[piece.source.name] = name
     return found
 
 
-def _whole(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the strides of a stored tensor."""
     return entry.shape, row_major(entry.shape)
 
 
