@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -25,12 +26,15 @@ from helpers.vitra import convert, folders, redirections, run, shims, stubs
 pytestmark = pytest.mark.xdist_group("vitra")  # the runs are shared
 
 PLAIN = {"augmentation": False, "learning_rate": 1e-4, "action_model_learning_rate": 1e-4}
-"""Samples without random numbers, so that both strategies see the same. Larger rates amplify rounding, by Adam."""
+"""Samples without random numbers, so that both strategies see the same."""
 
-AS_THEIRS = {"as_flattened": True}
+COMPARED = {"seeded": 0, "patches": ["open_gates"]}
+"""Noise that depends on rank and micro-batch, and losses that depend on images and texts from the first step on."""
+
+OURS = {**COMPARED, "options": {"as_flattened": True}}
 """What makes our numbers those of VITRA."""
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +43,14 @@ def configure(tmp_path_factory):
     shared = tmp_path_factory.mktemp("vitra")
     source = peer("vitra")
     folders.paligemma(shared / "model")
-    folders.episodes(shared / "data")
+    folders.episodes(shared / "data", rephrased=False)
     folders.statistics(shared / "data", source)
+    folders.episodes(shared / "rephrased", rephrased=True)
+    shutil.copytree(shared / "data" / "Annotation" / "statistics", shared / "rephrased" / "Annotation" / "statistics")
 
-    def configuration(name, **changed):
+    def configuration(name, data="data", **changed):
         folder = tmp_path_factory.mktemp(name)
-        return folder, folders.configuration(folder, shared / "model", shared / "data", **changed)
+        return folder, folders.configuration(folder, shared / "model", shared / data, **changed)
 
     return configuration
 
@@ -53,14 +59,14 @@ def configure(tmp_path_factory):
 def theirs(configure):
     """Run six steps with VITRA's own strategy; it saves after three."""
     folder, config = configure("theirs", **PLAIN)
-    return folder, run.run(folder, config, strategy="theirs", seeded=0)
+    return folder, run.run(folder, config, strategy="theirs", **COMPARED)
 
 
 @pytest.fixture(scope="module")
 def ours(configure):
     """Run the same steps with our strategy."""
     folder, config = configure("ours", **PLAIN)
-    return folder, run.run(folder, config, seeded=0, options=AS_THEIRS)
+    return folder, run.run(folder, config, **OURS)
 
 
 def largest_difference(losses, reference):
@@ -88,19 +94,19 @@ def test_losses_are_those_of_vitras_own_strategy(ours, theirs):
 def test_autocast_is_that_of_vitras_published_configurations(configure, theirs):
     losses = {}
     for strategy in ("ours", "theirs"):
-        folder, config = configure(strategy, **PLAIN, use_bf16=True)
-        losses[strategy] = run.run(folder, config, strategy=strategy, seeded=0, options=AS_THEIRS)
+        folder, config = configure(strategy, **PLAIN, use_bf16=True, max_steps=2)
+        losses[strategy] = run.run(folder, config, strategy=strategy, **OURS)
     assert largest_difference(losses["ours"], losses["theirs"]) < TOLERANCE
-    assert losses["theirs"] != theirs[1], "it does round"
+    assert largest_difference(losses["theirs"], [rank[:4] for rank in theirs[1]]) > 1e-4, "it does round"
 
 
 def test_other_settings_have_the_losses_of_vitra(configure):
     """Without a field of view, the model has no MLPProjector, which the script lists among its block classes."""
-    settings = {"use_fov": False, "freeze_option": "full_finetune", "sharding_strategy": "full-shard", "max_steps": 4}
+    settings = {"use_fov": False, "freeze_option": "full_finetune", "sharding_strategy": "full-shard", "max_steps": 2}
     losses = {}
     for strategy in ("ours", "theirs"):
         folder, config = configure(strategy, **PLAIN, **settings)
-        losses[strategy] = run.run(folder, config, strategy=strategy, seeded=0, options=AS_THEIRS)
+        losses[strategy] = run.run(folder, config, strategy=strategy, **OURS)
     assert largest_difference(losses["ours"], losses["theirs"]) < TOLERANCE
 
 
@@ -118,11 +124,11 @@ def test_a_schedule_runs_that_vitras_metrics_cannot_log(configure):
 
 
 def test_a_killed_run_goes_on_with_the_same_losses_bitwise(configure):
-    coloured = {"patches": ["seeded_colours"]}
-    folder, config = configure("whole", max_steps=8)
-    whole = run.run(folder, config, **coloured)
-    folder, config = configure("killed", max_steps=8)
-    process = run.start(folder, config, name="killed", **coloured)
+    random = {"patches": ["open_gates", "seeded_colours"]}
+    folder, config = configure("whole", "rephrased", max_steps=8)
+    whole = run.run(folder, config, **random)
+    folder, config = configure("killed", "rephrased", max_steps=8)
+    process = run.start(folder, config, name="killed", **random)
     while not any((folder / "checkpoints").glob("*/checkpoints/epoch=0-step=3.ckpt")):
         assert process.poll() is None, (folder / "killed.log").read_text()[-4000:]
         time.sleep(0.05)
@@ -130,7 +136,7 @@ def test_a_killed_run_goes_on_with_the_same_losses_bitwise(configure):
     before = run.losses(folder, "killed")
     assert 6 <= len(before[0]) < 16, "it was killed after its checkpoint, in the middle of the epoch"
     assert before == [rank[: len(own)] for rank, own in zip(whole, before, strict=True)]
-    again = run.run(folder, config, name="again", **coloured)
+    again = run.run(folder, config, name="again", **random)
     done = 16 - len(again[0])
     assert done in (6, 12), "it goes on after three or six steps"
     assert again == [rank[done:] for rank in whole]
@@ -142,7 +148,7 @@ def test_a_checkpoint_that_vitra_wrote_goes_on_as_vitra_would(configure, theirs)
     folder, config = configure("resumed", **PLAIN, model_load_path=str(written))
     with pytest.raises(AssertionError, match="trust=True"):
         run.run(folder, config, name="untrusted")
-    losses = run.run(folder, config, seeded=6, options=AS_THEIRS, more=[run.FROM_VITRA])
+    losses = run.run(folder, config, **{**OURS, "seeded": 6}, more=[run.FROM_VITRA])
     assert largest_difference(losses, [rank[6:] for rank in theirs[1]]) < TOLERANCE
 
 
@@ -157,7 +163,7 @@ def test_vitra_loads_the_weights_that_the_page_writes(ours, theirs):
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["same names"] and facts["changed"] > 100
     assert facts["largest"] < 2 * 6 * 1e-4, "six steps of Adam, whose direction is that of rounding without a gradient"
-    assert facts["mean"] < 1e-6
+    assert facts["mean"] < 1e-6, "the weights have moved by 1e-4 in the mean"
 
 
 def test_vitra_decays_the_cognition_token_only(theirs):
@@ -182,23 +188,23 @@ def of_4_47(configure):
     """Run the steps of ``theirs`` with the transformers that VITRA requires, and without shims."""
     packages = other_transformers("4.47.1")
     folder, config = configure("old", **PLAIN)
-    return folder, run.run(folder, config, strategy="theirs", seeded=0, packages=packages)
+    return folder, run.run(folder, config, strategy="theirs", packages=packages, **COMPARED)
 
 
 def test_the_shims_compute_what_transformers_4_47_computes(of_4_47, theirs):
-    assert largest_difference(of_4_47[1], theirs[1]) < 1e-5
+    assert largest_difference(of_4_47[1], theirs[1]) < TOLERANCE
 
 
 def test_a_checkpoint_of_transformers_4_47_goes_on_with_newer_names(configure, of_4_47):
     written = run.checkpoints(of_4_47[0]) / "epoch=0-step=3.ckpt"
     assert "backbone.language_model.model.embed_tokens.weight" in torch.load(written / "weights.pt")
     folder, config = configure("renamed", **PLAIN, model_load_path=str(written))
-    losses = run.run(folder, config, seeded=6, options=AS_THEIRS, more=[run.FROM_VITRA])
+    losses = run.run(folder, config, **{**OURS, "seeded": 6}, more=[run.FROM_VITRA])
     assert largest_difference(losses, [rank[6:] for rank in of_4_47[1]]) < TOLERANCE
 
 
 def test_with_newer_transformers_the_script_needs_another_class(configure, theirs):
-    newer = {"packages": other_transformers("5.24.0"), "seeded": 0, "options": AS_THEIRS}
+    newer = {"packages": other_transformers("5.24.0"), **OURS}
     folder, config = configure("newer", **PLAIN)
     with pytest.raises(AssertionError, match="the script failed"):
         run.run(folder, config, name="failing", **newer)

@@ -75,8 +75,13 @@ def paligemma(folder):
     save_file({names[name]: tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
 
 
-def episodes(root):
-    """Write one episode of each data set: a video, the movement of both hands, and the texts."""
+def episodes(root, *, rephrased):
+    """Write one episode of each data set: a video, the movement of both hands, and the texts.
+
+    Args:
+        root: the folder.
+        rephrased: whether each text has other wordings, among which VITRA draws.
+    """
     annotations = Path(root) / "Annotation"
     for number, (name, (episode, video)) in enumerate(SETS.items()):
         draw = np.random.default_rng(number)
@@ -85,22 +90,29 @@ def episodes(root):
         write_video(path, draw)
         folder = annotations / name / "episodic_annotations"
         folder.mkdir(parents=True)
-        np.save(folder / f"{episode}.npy", _episode(path.stem, draw, main="left" if number % 2 else "right"))
+        content = _episode(path.stem, draw, main="left" if number % 2 else "right")
+        if not rephrased:
+            del content["text_rephrase"]
+        np.save(folder / f"{episode}.npy", content)
         index = np.array([[0, frame] for frame in range(FRAMES)])
         np.savez(folder.parent / "episode_frame_index.npz", index_frame_pair=index,
                  index_to_episode_id=np.array([episode]))  # fmt: skip
 
 
 def write_video(path, draw):
-    """Write a video of smooth noise; ``.webm`` in VP9, others in MPEG-4."""
+    """Write a video of coloured squares; ``.webm`` in VP9, others in MPEG-4.
+
+    Its size is that of the model's images, because transformers 5 resizes with torchvision, and 4.47 with PIL, whose
+    results differ by 1 of 255.
+    """
     import av
 
     with av.open(str(path), "w", format="webm" if path.suffix == ".webm" else "mp4") as container:
         stream = container.add_stream("vp9" if path.suffix == ".webm" else "mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = IMAGE, IMAGE, "yuv420p"
         stream.time_base = Fraction(1, 10)
         for _ in range(FRAMES):
-            image = np.kron(draw.integers(0, 255, (6, 8, 3), dtype=np.uint8), np.ones((8, 8, 1), dtype=np.uint8))
+            image = np.kron(draw.integers(0, 255, (7, 7, 3), dtype=np.uint8), np.ones((4, 4, 1), dtype=np.uint8))
             for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
@@ -117,7 +129,7 @@ def _episode(video, draw, main):
         "anno_type": main,
         "text": {main: [("take the red cup", (0, FRAMES))], other: [("put the blue plate down", (3, 9))]},
         "text_rephrase": {main: [(["take the cup up", "take up the red cup"],)], other: [(["put the plate down"],)]},
-        "intrinsics": np.array([[60.0, 0, 32], [0, 60.0, 24], [0, 0, 1]]),
+        "intrinsics": np.array([[30.0, 0, IMAGE / 2], [0, 30.0, IMAGE / 2], [0, 0, 1]]),
         "extrinsics": camera,
         "left": _hand(draw, -0.1),
         "right": _hand(draw, 0.1),

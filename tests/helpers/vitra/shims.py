@@ -18,6 +18,8 @@ SHIMS = {
     "`pooler_output` are the features, undivided",
     "embed_scale": "the language model scaled its inputs by sqrt(hidden_size); its word embedding now does, which "
     "would leave VITRA's own embeddings (cognition token, field of view) unscaled",
+    "attn_implementation": "Gemma 2 computed attention with `eager` by default, which caps its logits; `sdpa`, now the "
+    "default, does not",
 }
 """What transformers 5 changed, and what it was."""
 
@@ -39,6 +41,7 @@ def install():
         embedding = model.get_input_embeddings()
         embedding.scalar_embed_scale = 1.0
         embedding.embed_scale.fill_(1.0)
+        model.model.language_model.set_attn_implementation("eager")
         return model
 
     PaliGemma.language_model = property(LanguageModel)
