@@ -56,6 +56,7 @@ def paligemma(folder):
     text = Gemma2Config(
         vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+        initializer_range=0.2, attn_logit_softcapping=1.0,
     )  # fmt: skip
     config = PaliGemmaConfig(
         text_config=text.to_dict(), vision_config={**vision.to_dict(), "projection_dim": 32},
