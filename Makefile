@@ -3,7 +3,7 @@
 # make lint       the static checks alone    make robot  a robot that learns, killed and resumed
 # make bench      the benchmarks             make gpu    tests and benchmarks of one accelerator
 # make big        runs of a real size, 16 GB
-# make peers      the tests that run LeRobot's own code
+# make peers      the tests that run the own code of LeRobot and VITRA
 # make lowest     the tests of a change, with the lowest versions of other packages
 # Each sets up its own virtual environment in .venv first. torch comes before the rest and with a fixed version: an
 # unpinned torch may pull gigabytes of CUDA packages.
@@ -48,7 +48,8 @@ lowest: .venv-lowest/installed
 big: .venv/installed
 	$(BIN)/python -m pytest -m big tests/test_big.py
 
-# LeRobot needs Python 3.12 and other versions of torch and transformers than .venv has.
+# LeRobot needs Python 3.12 and other versions of torch and transformers than .venv has. VITRA's code runs there, too,
+# also with the versions of transformers that it was written for and that are newer.
 PEERS_PYTHON ?= $(shell for each in python3.12 python3.13; do $$each -c "" 2>/dev/null && echo $$each && break; done)
 FSDP2_PEERS ?= $(abspath ../shared/peers)
 export FSDP2_PEERS
@@ -57,11 +58,15 @@ export FSDP2_PEERS
 	$(PEERS_PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet torch==2.11.0 torchvision==0.26.0
 	.venv-peers/bin/pip install --quiet --editable '.[peers]'
+	.venv-peers/bin/pip install --quiet --no-deps --target .venv-peers/transformers-4.47.1 \
+		transformers==4.47.1 tokenizers==0.21.4 huggingface-hub==0.36.0
+	.venv-peers/bin/pip install --quiet --no-deps --target .venv-peers/transformers-5.24.0 \
+		transformers==5.24.0 'tokenizers>=0.23.1,<0.24'
 	touch $@
 
 ifneq ($(and $(PEERS_PYTHON),$(wildcard $(FSDP2_PEERS)/lerobot)),)
 peers: .venv-peers/installed
-	PYTHONPATH=$(FSDP2_PEERS)/lerobot/src .venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py
+	PYTHONPATH=$(FSDP2_PEERS)/lerobot/src .venv-peers/bin/python -m pytest tests/test_peers_lerobot*.py tests/test_peers_vitra.py
 else
 peers:
 	@echo "skipped: make peers needs Python 3.12 or 3.13 (PEERS_PYTHON), and LeRobot's source in FSDP2_PEERS"

@@ -28,6 +28,7 @@ from fsdp2_strategy import (
 )
 from fsdp2_strategy.model.fsdp_state import parameter_groups
 from fsdp2_strategy.sharding import known_policies
+from fsdp2_strategy.sharding.blocks import class_names_of
 from fsdp2_strategy.sharding.plan import plan_units
 from fsdp2_strategy.sharding.precision import Precision
 from fsdp2_strategy.sharding.shard import is_for_training
@@ -53,6 +54,16 @@ def test_a_class_name_that_matches_nothing_lists_what_exists_and_the_nearest():
     assert "class names ['LlamaDecoderLayr'] match no module of LlamaForCausalLM" in str(caught.value)
     assert "LlamaAttention, LlamaDecoderLayer" in str(caught.value)
     assert "Did you mean 'LlamaDecoderLayer'?" in str(caught.value)
+
+
+def test_classes_without_an_instance_are_left_out_unless_none_has_one():
+    model = build("llama")
+    mlp = type(model.model.layers[0].mlp)
+    assert class_names_of(model, {nn.Conv2d, mlp, nn.LSTM}) == ("LlamaMLP",)
+    assert class_names_of(model, [nn.Conv2d, "LlamaMLP"]) == ("LlamaMLP",)
+    assert class_names_of(model, [mlp, "LlamaMPL"]) == ("LlamaMLP", "LlamaMPL"), "names are not left out"
+    assert class_names_of(model, {nn.Conv2d, nn.LSTM}) == ("Conv2d", "LSTM")
+    assert class_names_of(model, nn.Conv2d) == ("Conv2d",) and class_names_of(model, None) == ()
 
 
 def test_the_models_own_list_is_read_and_never_changed():

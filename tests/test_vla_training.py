@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flow_vla import FlowBlock, FlowVLA, Processor, make_backbone
+from helpers.models import build
 from helpers.reference import CountCollectives, full_parameters
 from helpers.training import assert_same, full_state
 from helpers.worlds import some
@@ -43,6 +44,7 @@ from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.optim.step import take_step
 from fsdp2_strategy.vla import VLAFSDPStrategy, VLAMetrics, vla_parameter_groups
+from fsdp2_strategy.vla.summary import summary
 
 SAMPLES = 20  # 5 micro-batches of 2 on 2 ranks: an odd number
 
@@ -668,6 +670,56 @@ def write_as_vitra(folder, model, optimizer, *, epoch, step, without="nothing"):
     (folder / "meta.json").write_text(json.dumps({"epoch": epoch, "global_step": step}))
 
 
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_the_original_has_the_names_of_an_earlier_transformers(tmp_path):
+    class Vla(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = build("llava")
+            self.action_model = nn.Linear(32, 4)
+
+    torch.manual_seed(0)
+    original = Vla()
+    optimizer = torch.optim.AdamW(vla_parameter_groups(original, learning_rate=0.01, weight_decay=0.1))
+    for parameter in original.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    folder = tmp_path / "epoch=1-step=3.ckpt"
+    if dist.get_rank() == 0:
+        write_as_vitra(folder, original, optimizer, epoch=1, step=3)
+        with_earlier_names(folder)
+    dist.barrier()
+
+    torch.manual_seed(1)
+    strategy = strategy_of(Vla())
+    strategy.run_setup(tmp_path, SAMPLES)
+    strategy.load_optimizer_and_scheduler(folder, trust=True)
+    assert_same(full_state(strategy.vla, strategy.optimizer), full_state(original, optimizer))
+
+
+def with_earlier_names(folder):
+    """Give the tensors of a checkpoint with Llava the names that transformers 4.47 gave them."""
+
+    def earlier(name):
+        name = name.replace("vision_tower.vision_model.", "vision_tower.")  # as transformers 5.5 has it
+        for now, then in (
+            ("backbone.model.language_model.", "backbone.language_model.model."),
+            ("backbone.lm_head.", "backbone.language_model.lm_head."),
+            ("backbone.model.", "backbone."),
+            ("vision_tower.", "vision_tower.vision_model."),
+        ):
+            name = name.replace(now, then)
+        return name
+
+    weights = torch.load(folder / "weights.pt")
+    torch.save({earlier(name): tensor for name, tensor in weights.items()}, folder / "weights.pt")
+    optimizer = torch.load(folder / "optimizer.pt")
+    state = {earlier(name): values for name, values in optimizer["state"].items()}
+    groups = [{**group, "params": [earlier(name) for name in group["params"]]} for group in optimizer["param_groups"]]
+    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
+    assert "backbone.language_model.model.embed_tokens.weight" in state
+
+
 # --- stops and errors ----------------------------------------------------------------------------------------------
 
 
@@ -738,6 +790,28 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
         strategy.run_training(resumable(), metrics)
     with pytest.raises(StepError, match="returned a tuple, expected a mapping"):
         strategy.run_training(resumable(), metrics)
+
+
+@pytest.mark.ranks(1)
+def test_without_a_ratio_there_is_no_warm_up(tmp_path):
+    for schedule in ("constant", "warmup_constant"):
+        torch.manual_seed(0)
+        strategy = strategy_of(Policy(), lr_scheduler_type=schedule, warmup_ratio=None)
+        strategy.run_setup(tmp_path, SAMPLES, {Block}, None)
+        assert f"{schedule}, no warm-up" in summary(strategy, SAMPLES)
+        assert strategy.optimizer.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.ranks(1)
+def test_keys_that_are_parameters_of_the_forward_keep_their_names():
+    class Named(nn.Module):
+        def forward(self, pixel_values, input_ids, actions=None, **kwargs): ...
+
+    batch = dict.fromkeys(("pixel_values", "input_ids", "actions", "fov", "labels"))
+    given = ["pixel_values", "input_ids", "actions", "fov", "data_source"]
+    assert list(strategy_of(Named()).forward_inputs(batch)) == given
+    given = ["rgb", "input_ids", "action_labels", "fov", "data_source"]
+    assert list(strategy_of(Policy()).forward_inputs(batch)) == given
 
 
 @pytest.mark.ranks(2)

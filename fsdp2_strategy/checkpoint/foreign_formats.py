@@ -50,11 +50,13 @@ from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.process_group import group_in_use
 from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.conversions import renames
 from fsdp2_strategy.hf.copy_folder import NewFolder
+from fsdp2_strategy.hf.transformers_models import outermost_models
 from fsdp2_strategy.model.failed_loads import unusable_unless_done
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.model.master_weights import refresh_masters_of
-from fsdp2_strategy.model.names import named_parameters, persistent_buffers
+from fsdp2_strategy.model.names import clean, named_parameters, persistent_buffers
 from fsdp2_strategy.model.offload import check_resident
 from fsdp2_strategy.model.shards import shard_view
 
@@ -190,11 +192,12 @@ def load_foreign(
     with all_or_none(f"load {path}", CheckpointError):
         check_restored(must_restore, {"optimizer": optimizer, "scheduler": scheduler}, foreign.training_state, path)
         root = unwrap_and_reshard(model)
+        stored_model, own_names = _open_model(root, foreign)
         if load_model:
-            stored_model, tensors, report = _match_model(root, foreign, strict=strict)
+            tensors, report = _match_model(root, stored_model, path, strict=strict)
         if optimizer is not None:
             stored = require_saved(foreign.optimizer, "optimizer", NO_OPTIMIZER, path)
-            stored_state, state, flat = _match_optimizer(root, stored, optimizer, strict=strict)
+            stored_state, state, flat = _match_optimizer(root, stored, optimizer, own_names, strict=strict)
         schedule = foreign.schedule() if scheduler is not None else None
         if scheduler is not None and foreign.recorded_step is None:
             require_saved(schedule, "scheduler", NO_SCHEDULER, path)
@@ -247,38 +250,65 @@ def export_foreign(foreign: Foreign, output: Path, dtype: torch.dtype | None, si
         folder.finish(sidecar_folder)
 
 
+def _open_model(root: nn.Module, foreign: Foreign) -> tuple[ForeignTensors, dict[str, str]]:
+    """Open a checkpoint's model, and give its tensors the names that the installed transformers has for them.
+
+    Returns:
+        The stored tensors; and the model's names of those that were renamed, by their stored names.
+    """
+    own = _tensors_of(root)
+    stored = ForeignTensors(foreign.model, own)
+    names: dict[str, str] = {}
+    for name, model in outermost_models(root).items() if own.keys() - stored.described.keys() else ():
+        prefix = f"{clean(name)}." if name else ""
+        described = {n.removeprefix(prefix): d for n, d in stored.described.items() if n.startswith(prefix)}
+        names |= {prefix + old: prefix + new for old, new in renames(model, described).items() if old != new}
+    stored.rename(names)
+    return stored, names
+
+
+def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {**named_parameters(root), **persistent_buffers(root)}
+
+
 def _match_model(
-    root: nn.Module, foreign: Foreign, *, strict: bool
-) -> tuple[ForeignTensors, dict[str, torch.Tensor], dict[str, Any]]:
+    root: nn.Module, stored: ForeignTensors, path: Path, *, strict: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Match a model's tensors with those in a checkpoint, by name.
 
     Returns:
-        The stored tensors; the model's tensors whose names are stored; and the fields ``missing``, ``unexpected`` and
-        ``cast`` of a `LoadedCheckpoint`.
+        The model's tensors whose names are stored; and the fields ``missing``, ``unexpected`` and ``cast`` of a
+        `LoadedCheckpoint`.
 
     Raises:
         CheckpointError: shapes differ, or ``strict`` is set and names differ.
     """
-    tensors: dict[str, torch.Tensor] = {**named_parameters(root), **persistent_buffers(root)}
-    stored = ForeignTensors(foreign.model, tensors)
+    tensors = _tensors_of(root)
     aliases = set(root.state_dict())
     missing = tuple(name for name in tensors if name not in stored.described)
     unexpected = tuple(name for name in stored.described if name not in tensors and name not in aliases)
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"cannot load {foreign.path}: it lacks {some(missing)} and holds {some(unexpected)} that the model does "
+            f"cannot load {path}: it lacks {some(missing)} and holds {some(unexpected)} that the model does "
             f"not have, expected the same names. Build the same model, or pass {NOT_STRICT}."
         )
     shared = {name: tensor for name, tensor in tensors.items() if name in stored.described}
     check_shapes("model", shared, stored.described)
     cast = tuple(name for name, tensor in shared.items() if stored.described[name][1] != tensor.dtype)
-    return stored, shared, {"missing": missing, "unexpected": unexpected, "cast": cast}
+    return shared, {"missing": missing, "unexpected": unexpected, "cast": cast}
 
 
 def _match_optimizer(
-    root: nn.Module, path: Path, optimizer: Optimizer, *, strict: bool
+    root: nn.Module, path: Path, optimizer: Optimizer, own_names: Mapping[str, str], *, strict: bool
 ) -> tuple[ForeignTensors, dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Match an optimizer's parameters with the stored state, and allocate tensors to load the state into.
+
+    Args:
+        root: the model.
+        path: the folder or file of the stored state.
+        optimizer: the optimizer.
+        own_names: the model's names of parameters that are stored under others, by stored name.
+        strict: raise if the stored state is for other parameters.
 
     Returns:
         The stored tensors; the allocated tensors by parameter name and key; and the same tensors by stored name.
@@ -287,8 +317,9 @@ def _match_optimizer(
         CheckpointError: shapes differ; or ``strict`` is set, and the stored state is for other parameters.
     """
     keys = ("exp_avg", "step", "momentum_buffer")
-    wanted = [f"state.{name}.{key}" for name in named_parameters(root) for key in keys]
-    stored = ForeignTensors(path, wanted)
+    names = [*named_parameters(root), *own_names]
+    stored = ForeignTensors(path, [f"state.{name}.{key}" for name in names for key in keys])
+    stored.rename(own_names, before="state.")
     described = {name: layout for name, layout in stored.described.items() if name.startswith("state.")}
     state, flat = allocate_optimizer_state(root, optimizer, described, strict=strict)
     check_shapes("optimizer", flat, described)
@@ -332,13 +363,31 @@ class ForeignTensors:
                     keys = (metadata.planner_data or {}).get(name, (name,))
                     prefixes[name] = "".join(f"{key}." for key in keys[:-1])
         prefix = _most_frequent_prefix(prefixes) if wanted is None else _prefix_of_wanted(stored, set(wanted))
-        self._prefix = prefix
         self.described: Described = {n.removeprefix(prefix): d for n, d in stored.items() if n.startswith(prefix)}
+        self._stored_names = {name: prefix + name for name in self.described}
+
+    def rename(self, names: Mapping[str, str], before: str = "") -> None:
+        """Change names of tensors and of parameters in groups.
+
+        Args:
+            names: the new names, by the present ones.
+            before: for optimizer state, what precedes a parameter's name; the key of the state follows it.
+        """
+        if before:
+            tensors = {}
+            for full in self.described:
+                name, _, key = full.removeprefix(before).rpartition(".")
+                tensors[full] = f"{before}{names[name]}.{key}" if full.startswith(before) and name in names else full
+        else:
+            tensors = {name: names.get(name, name) for name in self.described}
+        self.described = {tensors[name]: layout for name, layout in self.described.items()}
+        self._stored_names = {tensors[name]: stored for name, stored in self._stored_names.items()}
+        self.parameters_in_groups = frozenset(names.get(name, name) for name in self.parameters_in_groups)
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read stored values into tensors; each rank reads its own shards. Collective if the checkpoint is a folder."""
         if self._full is None:
-            state = {self._prefix + name: tensor for name, tensor in tensors.items()}
+            state = {self._stored_names[name]: tensor for name, tensor in tensors.items()}
             with convert_dcp_errors(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(
@@ -349,7 +398,7 @@ class ForeignTensors:
                 )
             return
         for name, tensor in tensors.items():
-            local_of(tensor).copy_(shard_view(self._full[self._prefix + name], tensor))
+            local_of(tensor).copy_(shard_view(self._full[self._stored_names[name]], tensor))
 
 
 def _load_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], frozenset[str]]:

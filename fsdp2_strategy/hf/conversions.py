@@ -15,15 +15,18 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.library_internals import adjust_load_report, optional_name_patterns, set_conversions
-from fsdp2_strategy.hf.regions import Region
+from fsdp2_strategy.hf.regions import Region, row_major
 from fsdp2_strategy.hf.safetensors_format import Entry
+from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.weights_folder import WeightsSource
 from fsdp2_strategy.model.names import clean
 
@@ -85,6 +88,34 @@ def _converted(origin: WeightsSource, sources: Mapping[str, Region]) -> Recipe:
     ignored = optional_name_patterns(model)
     pattern = re.compile("|".join(f"({p})" for p in ignored)) if ignored else None
     return Recipe(regions, tuple(sorted(info.unexpected_keys)), pattern)
+
+
+def renames(model: nn.Module, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
+    """Return how transformers renames tensors when it loads them into a model; read no values.
+
+    Args:
+        model: a transformers model, sharded or not.
+        described: shape and dtype of the tensors, by name.
+
+    Returns:
+        The model's names, by the given ones. Tensors that transformers also splits, merges or transposes are left out.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+
+    skeleton: Any = meta_skeleton(model)
+    origin = WeightsSource(model=skeleton, files=(), conversions=get_model_conversion_mapping(skeleton))
+    entries = {name: Entry(name, Path(), 0, dtype, shape) for name, (shape, dtype) in described.items()}
+    found = {}
+    for name, region in recipe_for(origin, entries).regions.items():
+        piece = region.only_piece
+        if piece and isinstance(piece.source, Entry) and (piece.shape, piece.strides) == _layout(piece.source):
+            found[piece.source.name] = name
+    return found
+
+
+def _layout(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the strides of a stored tensor."""
+    return entry.shape, row_major(entry.shape)
 
 
 def hub_regions(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:

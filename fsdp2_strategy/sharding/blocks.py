@@ -105,16 +105,25 @@ def modules_of_class(model: nn.Module, class_names: Sequence[str]) -> dict[str, 
 def class_names_of(model: nn.Module, classes: Classes) -> tuple[str, ...]:
     """Return the class names of the model's modules that are instances of the given classes, sorted.
 
+    Trainers pass the same classes for all their models, so a class without an instance in the model is left out if
+    another class or a name is given. Otherwise the names of the classes are returned, for an error that lists them.
+
     Args:
         model: any module; it is only read.
-        classes: one or several classes or class names. Given names are returned unchanged. For a class without an
-            instance in the model, the name of the class itself is returned.
+        classes: one or several classes or class names. Given names are returned unchanged.
     """
     names: set[str] = set()
+    absent: set[str] = set()
     for given in (classes,) if isinstance(classes, type | str) else classes or ():
-        found = {type(m).__name__ for m in model.modules() if isinstance(given, type) and isinstance(m, given)}
-        names |= found or {given if isinstance(given, str) else given.__name__}
-    return tuple(sorted(names))  # the order of a set differs between processes
+        if isinstance(given, str):
+            names.add(given)
+            continue
+        found = {type(m).__name__ for m in model.modules() if isinstance(m, given)}
+        names |= found
+        absent |= set() if found else {given.__name__}
+    if names and absent:
+        log("no module of %s is a %s", type(model).__name__, " or a ".join(sorted(absent)))
+    return tuple(sorted(names or absent))  # the order of a set differs between processes
 
 
 class Blocks(NamedTuple):

@@ -49,7 +49,7 @@ from fsdp2_strategy.vla.training_loop import Loop
 _CHECKPOINTS = "checkpoints"  # the subfolder of a run's directory that contains its checkpoints
 _RESHARDS = {"shard-grad-op": False, "full-shard": True}
 
-# Keys of a batch -> arguments of the model's forward.
+# Keys of a batch -> arguments of the model's forward, unless it has a parameter with the name of the key.
 _INPUTS = {
     "pixel_values": "rgb",
     "input_ids": "input_ids",
@@ -84,7 +84,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         max_grad_norm: maximum global norm of the gradients; 0 or None for no clipping.
         lr_scheduler_type: "linear-warmup+cosine-decay", "constant", "linear-warmup+constant", their aliases, or
             "backbone-freeze-warmup"; see `build_scheduler`.
-        warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps.
+        warmup_ratio: for schedules with a warm-up, its length as a fraction of all steps; None for no warm-up.
         enable_gradient_checkpointing: recompute the activations of the classes passed to `run_setup`.
         enable_mixed_precision_training: compute in bf16 with fp32 master weights; otherwise compute in fp32.
         reduce_in_full_precision: with mixed precision, reduce gradients and keep buffers in fp32 (if true) or bf16 (if
@@ -122,7 +122,7 @@ class VLAFSDPStrategy(TrainingStrategy):
         weight_decay: float,
         max_grad_norm: float | None,
         lr_scheduler_type: str,
-        warmup_ratio: float,
+        warmup_ratio: float | None,
         enable_gradient_checkpointing: bool = True,
         enable_mixed_precision_training: bool = True,
         reduce_in_full_precision: bool = False,
@@ -214,11 +214,12 @@ class VLAFSDPStrategy(TrainingStrategy):
             run_dir: directory of the run.
             n_train_examples: number of samples per epoch.
             auto_wrap_policy_modules: classes, or class names, of the modules that become units; by default those that
-                `find_blocks` finds.
+                `find_blocks` finds. Classes that match no module are ignored if another one does.
             checkpointing_policy_modules: classes, or class names, of the modules whose activations are recomputed.
 
         Raises:
-            ShardError, OptimizerError: on every rank: a class matches no module, or no parameter is trainable.
+            ShardError, OptimizerError: on every rank: a class name or all classes match no module, or no parameter is
+                trainable.
         """
         self.run_dir = Path(run_dir)
         self.config, shard_size, reshard = self._sharding(
@@ -408,10 +409,11 @@ class VLAFSDPStrategy(TrainingStrategy):
     def forward_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's forward for a batch; override it for other models.
 
-        ``pixel_values`` is passed as ``rgb``, and ``actions`` as ``action_labels``. VITRA's other inputs, and keys that
-        are parameters of the forward, keep their names. Other keys are dropped. ``data_source=["action"]`` is added.
+        Keys that are parameters of the forward keep their names. Otherwise ``pixel_values`` is passed as ``rgb``, and
+        ``actions`` as ``action_labels``; VITRA's other inputs keep their names, and other keys are dropped.
+        ``data_source=["action"]`` is added.
         """
-        given = {_INPUTS.get(name, name): value for name, value in batch.items()}
+        given = {name if name in self._accepted else _INPUTS.get(name, name): value for name, value in batch.items()}
         inputs = {name: value for name, value in given.items() if name in _INPUTS.values() or name in self._accepted}
         return inputs | {"data_source": ["action"]}
 

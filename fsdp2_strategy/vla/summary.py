@@ -50,4 +50,6 @@ def _warm_up(s: Any) -> str:
     if s.lr_scheduler_type == BACKBONE_FREEZE:
         return f"backbone's learning rate 0 for {s.llm_freeze_step} steps"
     unused = f"; llm_freeze_step {s.llm_freeze_step} has no effect on this schedule" if s.llm_freeze_step else ""
+    if s.warmup_ratio is None:
+        return f"no warm-up{unused}"
     return f"warm-up {int(s.num_training_steps * s.warmup_ratio)} steps ({s.warmup_ratio}){unused}"
