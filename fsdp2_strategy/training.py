@@ -39,6 +39,7 @@ from fsdp2_strategy.errors import ShardError, StepError, counted, some
 from fsdp2_strategy.hf.export import save_model
 from fsdp2_strategy.hf.load import load_pretrained
 from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta
+from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.model.buffers import differing_buffers
 from fsdp2_strategy.model.fsdp_state import has_unsharded_parameters, is_sharded
 from fsdp2_strategy.model.gradients import clear_gradients
@@ -51,7 +52,7 @@ from fsdp2_strategy.optim.accumulation import Accumulation, LossScale, begin_acc
 from fsdp2_strategy.optim.ema import EMA
 from fsdp2_strategy.optim.groups import build_optimizer
 from fsdp2_strategy.optim.schedule import build_scheduler
-from fsdp2_strategy.optim.step import StepResult, backward, clip_grad_norm, forbid_direct_steps, optimizer_step
+from fsdp2_strategy.optim.step import StepResult, backward, clip_for_step, forbid_direct_steps, optimizer_step
 from fsdp2_strategy.sharding.blocks import parameter_count
 from fsdp2_strategy.sharding.explain import explain
 from fsdp2_strategy.sharding.shard import check_dtypes, is_for_training, shard_model
@@ -513,6 +514,8 @@ class TrainingStrategy:
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> float:
         """Clip a model's gradients to a global norm, and return the norm before clipping; collective.
 
+        If ``max_norm`` of the configuration is 0, `optimizer_step` uses this norm and computes no other.
+
         Args:
             model: the model, or its wrapper.
             max_norm: maximum global norm, to which larger gradients are scaled down; by default that of the
@@ -524,8 +527,8 @@ class TrainingStrategy:
                 "cannot clip: the gradients are not divided by the number of items yet, expected a step without "
                 "num_items. Leave clipping to optimizer_step, which divides and clips."
             )
-        scale = own.scale.value if own.scale else 1.0
-        return clip_grad_norm(model, (self.config.max_norm if max_norm is None else max_norm) * scale) / scale
+        max_norm = self.config.max_norm if max_norm is None else max_norm
+        return clip_for_step(model, max_norm, sync_buffers=self.config.sync_buffers)
 
     @collective
     def preempted(self) -> bool:
@@ -569,7 +572,7 @@ class TrainingStrategy:
         async_save: bool = False,
         only_trainable: bool = False,
         meta: Mapping[str, Any] | None = None,
-        layout: LeRobotLayout | None = None,
+        layout: LeRobotLayout | TrainerLayout | None = None,
     ) -> str:
         """Save a model with its optimizer, schedule and random state, then delete surplus checkpoints; collective.
 

@@ -55,6 +55,40 @@ def test_the_whole_step_synchronises_the_ranks_with_one_all_reduce():
     assert collectives.counts == {"allreduce": 1}
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", [{}, {"fp16": True}], ids=["fp32", "fp16"])
+def test_a_loop_that_clips_itself_needs_no_second_norm_and_gets_the_same_step(precision):
+    parameters, results = [], []
+    for clips in (False, True):
+        strategy = strategy_for(max_norm=0.0 if clips else 0.1, **precision)
+        model = strategy.prepare_model(build("llama"), is_training=True)
+        optimizer = strategy.create_optimizer(model, lr=0.1, optimizer_cls=torch.optim.SGD)
+        strategy.backward(loss_of("llama", model, batch_of("llama", 0, dist.get_rank())), model, optimizer)
+        with CountCollectives() as collectives:
+            if clips:
+                norm = strategy.clip_grad_norm(model, 0.1)
+            results.append(strategy.optimizer_step(optimizer, model, None))
+        assert collectives.counts == {"allreduce": 1}
+        parameters.append(full_parameters(model))
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-6)
+    assert norm == results[1].grad_norm
+    assert_close(*parameters, 1e-6, "parameter")
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_that_was_taken_before_more_gradients_came_is_not_used():
+    strategy = strategy_for(gradient_accumulation_steps=2, accumulation="backward")
+    model = strategy.prepare_model(build("llama"), is_training=True)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    losses = [loss_of("llama", model, batch_of("llama", step, 0)) for step in range(2)]
+    strategy.backward(losses[0], model, optimizer)
+    first = strategy.clip_grad_norm(model)
+    strategy.backward(losses[1], model, optimizer)
+    expected = clip_grad_norm(model)
+    assert first != pytest.approx(expected)
+    assert strategy.optimizer_step(optimizer, model).grad_norm == pytest.approx(expected)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_on_one_rank_skips_the_step_on_all(value):

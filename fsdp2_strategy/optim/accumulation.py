@@ -52,6 +52,20 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReducedStep:
+    """What ranks exchange for an optimizer step, in one all-reduce."""
+
+    norm: float
+    """Global norm of the gradients before clipping, with a loss scale divided by it."""
+    divisor: float
+    """The sum of ``num_items`` over all ranks, per rank; 1 if it was not passed."""
+    loss: float
+    tokens: int | None
+    have_buffers_changed: bool
+    """Whether buffers have changed on any rank."""
+
+
 @dataclass
 class Accumulation:
     """The gradient accumulation state of a model; see [Note: micro-batches].
@@ -75,6 +89,8 @@ class Accumulation:
     """The ``is_last`` of the latest `set_gradient_sync` in `backward`; None (no call yet) acts like True."""
     sums: MicroBatchSums = field(default_factory=MicroBatchSums)
     """Loss and tokens of these micro-batches; the first backward pass of a step starts new sums."""
+    reduced: ReducedStep | None = None
+    """What ranks have exchanged for the coming step, if gradients were clipped since the last backward pass."""
 
     @property
     def is_pending(self) -> bool:
@@ -89,6 +105,7 @@ class Accumulation:
     def reset(self) -> None:
         """Forget the backward passes since the last optimizer step."""
         self.micro_batches, self.backward_passes, self.declared, self.sums = 0, 0, None, MicroBatchSums()
+        self.reduced = None
 
     def size(self, rule: AccumulationRule, count: int) -> int | None:
         """Return the number of micro-batches of the coming step; None if the caller decides when to step."""
@@ -111,6 +128,7 @@ class Accumulation:
 
     def add_backward(self, rule: AccumulationRule) -> None:
         """Count a backward pass."""
+        self.reduced = None
         if self._ends_with_backward(rule):
             self.micro_batches += 1
         else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -42,7 +42,7 @@ from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.shards import shard_size_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.optim.accumulation import LossScale, accumulation_of
+from fsdp2_strategy.optim.accumulation import LossScale, ReducedStep, accumulation_of
 from fsdp2_strategy.optim.step_sums import MicroBatchSums, checked_tokens
 from fsdp2_strategy.sharding.shard import check_dtypes
 from fsdp2_strategy.sharding.vision_encoders import may_have_unequal_gradients
@@ -187,7 +187,14 @@ def optimizer_step(
     if not own.end_micro_batch(accumulation, accumulation_steps, name):
         return StepResult(step=own.steps, stepped=False, skipped=False, grad_norm=None)
     taken = _take_step(
-        optimizer, model, scheduler, max_norm=max_norm, scale=own.scale, sync_buffers=sync_buffers, sums=own.sums
+        optimizer,
+        model,
+        scheduler,
+        max_norm=max_norm,
+        scale=own.scale,
+        sync_buffers=sync_buffers,
+        sums=own.sums,
+        reduced=own.reduced if max_norm == 0.0 else None,
     )
     own.reset()
     own.steps += taken.stepped
@@ -373,6 +380,7 @@ def _take_step(
     scale: LossScale | None,
     sync_buffers: SyncBuffers,
     sums: MicroBatchSums,
+    reduced: ReducedStep | None = None,
 ) -> _Taken:
     root = unwrap_model(model)
     check_resident(root, "step")
@@ -380,17 +388,11 @@ def _take_step(
     check_dtypes(root)
     reshard(root)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grads = _gradients(parameters)
-    is_changed = sync_buffers != "off" and have_buffers_changed(root)
-    with on_ranks_of(parameters):
-        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
-            grads, is_changed, has_deferred_error(), *sums.values()
-        )
-        if deferred:
-            raise_deferred_error()
-        loss, tokens, divisor = sums.totals(of_micro_batches, world_size())
-    norm = _scale(grads, math.sqrt(squares), max_norm, (scale.value if scale else 1.0) * divisor)
-    if changed:
+    if reduced is None:
+        reduced = _reduce(parameters, root, sums, scale, sync_buffers)
+    factor = (scale.value if scale else 1.0) * reduced.divisor
+    norm = _scale(_gradients(parameters), reduced.norm * factor, max_norm, factor)
+    if reduced.have_buffers_changed:
         with on_ranks_of(root):
             sync(root, sync_buffers)
     lr = float(optimizer.param_groups[0]["lr"])
@@ -407,7 +409,63 @@ def _take_step(
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return _Taken(stepped=finite, norm=norm, lr=lr, loss=loss, tokens=tokens)
+    return _Taken(stepped=finite, norm=norm, lr=lr, loss=reduced.loss, tokens=reduced.tokens)
+
+
+def _reduce(
+    parameters: Sequence[torch.Tensor],
+    root: nn.Module,
+    sums: MicroBatchSums,
+    scale: LossScale | None,
+    sync_buffers: SyncBuffers,
+) -> ReducedStep:
+    """Exchange what the ranks must know for an optimizer step; collective.
+
+    Raises:
+        StepError: on every rank, a rank has deferred an error, or ``num_items`` was passed on some ranks only.
+    """
+    is_changed = sync_buffers != "off" and have_buffers_changed(root)
+    with on_ranks_of(parameters):
+        squares, (changed, deferred, *of_micro_batches) = _sum_over_ranks(
+            _gradients(parameters), is_changed, has_deferred_error(), *sums.values()
+        )
+        if deferred:
+            raise_deferred_error()
+        loss, tokens, divisor = sums.totals(of_micro_batches, world_size())
+    return ReducedStep(
+        norm=math.sqrt(squares) / ((scale.value if scale else 1.0) * divisor),
+        divisor=divisor,
+        loss=loss,
+        tokens=tokens,
+        have_buffers_changed=bool(changed),
+    )
+
+
+@collective
+def clip_for_step(model: nn.Module, max_norm: float, *, sync_buffers: SyncBuffers = "broadcast") -> float:
+    """Clip the gradients of the coming optimizer step, whose all-reduce this call makes; collective.
+
+    Args:
+        model: the model, or its wrapper.
+        max_norm: largest global norm that is not scaled down; 0 disables clipping.
+        sync_buffers: as for `optimizer_step`.
+
+    Returns:
+        The global norm before clipping, equal on all ranks.
+
+    Raises:
+        OffloadError: the model is offloaded.
+        StepError: on every rank, a rank has deferred an error.
+    """
+    root = unwrap_model(model)
+    check_resident(root, "clip its gradients")
+    reshard(root)
+    own = accumulation_of(model)
+    parameters = [p for p in root.parameters() if p.requires_grad]
+    own.reduced = _reduce(parameters, root, own.sums, own.scale, sync_buffers)
+    scale = own.scale.value if own.scale else 1.0
+    _scale(_gradients(parameters), own.reduced.norm * scale, max_norm * scale)
+    return own.reduced.norm
 
 
 _IS_STEPPING = Slot[bool]("stepping in take_step")
