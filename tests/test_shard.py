@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from helpers.worlds import some
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from fsdp2_strategy import (
     FSDPV2Strategy,
@@ -482,6 +484,32 @@ def test_training_what_was_frozen_while_preparing_is_refused():
     model.requires_grad_(True)
     with pytest.raises(OptimizerError, match=r"stored in half precision, expected fp32 for all"):
         strategy.create_optimizer(model, lr=0.1)
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_was_replaced_may_use_the_weight_of_the_head_directly():
+    def replace(model):
+        def forward(input_ids, **_):
+            hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
+            weight = model.lm_head.weight
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            return SimpleNamespace(loss=F.cross_entropy((hidden @ weight.T).flatten(0, 1), input_ids[:, 1:].flatten()))
+
+        model.forward = forward
+        return model
+
+    def loss(model, batch):
+        return model(**batch).loss
+
+    model = replace(build("llama").double())
+    reference = Unsharded(build("llama").double(), loss, lr=1e-2)
+    replace(reference.model)
+    batches = [batch_of("llama", 0, rank) for rank in range(2)]
+    strategy = strategy_for(bf16=False)
+    strategy.prepare_model(model, is_training=True)
+    reference.step(batches)
+    strategy.backward(loss(model, batches[dist.get_rank()]), model)
+    assert_close(full_grads(model), reference.grads, 1e-10, "gradient")
 
 
 @pytest.mark.ranks(2)

@@ -279,13 +279,19 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
     These are the modules that ``get_input_embeddings`` and ``get_output_embeddings`` return. In addition, they are each
     large ``nn.Embedding``, and each large ``nn.Linear`` with as many outputs as an embedding has entries. A module is
     large if it has at least a quarter of the median number of parameters of a block.
+
+    Heads of a model whose forward was replaced are left out: the new forward may use the weight of the head without
+    calling the head, as the fused losses of TRL and Liger do.
     """
     found: dict[nn.Module, str] = {}
+    used_directly = set()
     for module in model.modules():
         for method, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
             vocabulary = _call_or_none(module, method)
             if isinstance(vocabulary, nn.Embedding | nn.Linear):
                 found[vocabulary] = kind
+                if kind == "head" and _is_forward_replaced(module):
+                    used_directly.add(vocabulary)
     sizes = [parameter_count(block) for block in blocks.values()]
     worthwhile = statistics.median(sizes) / 4 if sizes else math.inf
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -293,9 +299,17 @@ def vocabulary_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[n
         is_head = isinstance(module, nn.Linear) and module.out_features in vocabularies
         if (is_head or isinstance(module, nn.Embedding)) and parameter_count(module) >= worthwhile:
             found.setdefault(module, "head" if is_head else "embedding")
+    for module in used_directly:
+        del found[module]
     # A peft layer may use the weight of its base layer without calling that layer, so the peft layer becomes the unit.
     adapted = {m.base_layer: m for m in model.modules() if isinstance(m._modules.get("base_layer"), nn.Module)}
     return {adapted.get(module, module): kind for module, kind in found.items()}
+
+
+def _is_forward_replaced(module: nn.Module) -> bool:
+    """Return whether the forward of a module, or of its class, is a function from another module of Python."""
+    defined_in = {cls.__module__ for cls in type(module).__mro__}
+    return "forward" in vars(module) or getattr(type(module).forward, "__module__", None) not in defined_in
 
 
 def _call_or_none(module: nn.Module, method: str) -> object:

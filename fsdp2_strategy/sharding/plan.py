@@ -15,7 +15,8 @@ root unit, which is the model itself, contains all remaining parameters. A plan 
   2. A unit computes in one dtype. A module that computes in another dtype becomes a unit within it.
   3. Only a module that can be gathered becomes a unit. It has a forward; or it has no forward and no direct parameters,
      and is not a container such as a ModuleList. In the second case, it is gathered when its submodules run
-     ([Note: bypassed units] in `bypassed_units`).
+     ([Note: bypassed units] in `bypassed_units`). The head of a model whose forward was replaced is no unit, because
+     the new forward may use its weight directly.
 
 [Note: ignored] An ignored module is not part of any unit: its parameters stay plain, full tensors on every rank.
 Modules that share them must be ignored, too. FSDP2 does not cast ignored parameters, so an ignored module computes in
