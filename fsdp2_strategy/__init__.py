@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.hf.load import load_weights as load_weights
     from fsdp2_strategy.hf.load_plan import LoadReport as LoadReport
     from fsdp2_strategy.hf.meta.init_on_meta import init_on_meta as init_on_meta
+    from fsdp2_strategy.hf.trainer_layout import TrainerLayout as TrainerLayout
     from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout as LeRobotLayout
     from fsdp2_strategy.lerobot.policy_export import save_policy as save_policy
     from fsdp2_strategy.logprob import linear_log_probs as linear_log_probs

@@ -4,7 +4,8 @@
 model, and the model's adapters. A save with ``only_trainable`` writes `trainable/` instead of both.
 
 LeRobot's layout has one file for the full policy, wrapper included, in `pretrained_model/`. For a policy with adapters,
-that folder contains only the adapters, and a load reads `training_state/trainable/`.
+that folder contains only the adapters, and a load reads `training_state/trainable/`. The same holds in the layout of
+transformers' ``Trainer``, in which the checkpoint's directory itself is that folder.
 
 Input: a sharded model. Output of a save: the components to write. Output of a load: the location of each of the
 model's tensors in the files.
@@ -30,6 +31,7 @@ from fsdp2_strategy.checkpoint.storage import Component, LoadTargets, stored_in,
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.errors import CheckpointError, some
+from fsdp2_strategy.hf.json_files import write_text
 from fsdp2_strategy.hf.library_internals import names_not_saved
 from fsdp2_strategy.hf.load_plan import LoadReport, match_tensors
 from fsdp2_strategy.hf.mismatches import CHECKPOINT
@@ -39,6 +41,7 @@ from fsdp2_strategy.hf.peft.merge import has_adapters, is_peft_model, names_with
 from fsdp2_strategy.hf.regions import Region
 from fsdp2_strategy.hf.save_plan import TensorLayout, choose_layout, tensors_to_write
 from fsdp2_strategy.hf.skeleton import copy_module_shell, meta_skeleton
+from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.hf.transformers_models import inner_model, is_transformers_model
 from fsdp2_strategy.hf.weights_folder import WeightsSource, folder_of, open_folder
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout, PolicySidecars
@@ -92,6 +95,27 @@ class ModelComponents:
         return cls(components, SidecarFiles.of(paths.model, base, layout.regions, folder_of(inner)))
 
     @classmethod
+    def of_trainer(
+        cls, root: nn.Module, paths: CheckpointPaths, trainer: TrainerLayout, left_out: Container[str] | None
+    ) -> ModelComponents:
+        """Lay out a model as transformers' ``Trainer`` does; collective.
+
+        Args:
+            root: the model.
+            paths: the checkpoint's paths.
+            trainer: the trainer's files.
+            left_out: see `of`; given for a model with adapters.
+
+        Raises:
+            CheckpointError: on every rank: the model trains other parameters in addition to its adapters.
+        """
+        adapters, tensors = AdapterFiles.of(root) if is_peft_model(root) else (None, {})
+        with all_or_none("lay out a model", CheckpointError):
+            model = cls.of(root, paths, left_out)
+            components = [*model.components, *_adapter_components(adapters, tensors, paths.model)]
+            return cls(components, replace(model.sidecars, adapters=adapters, texts=dict(trainer.files)))
+
+    @classmethod
     def of_policy(
         cls,
         root: nn.Module,
@@ -142,12 +166,7 @@ class ModelComponents:
                     )
             else:
                 components = cls.of(root, paths, left_out).components
-            if adapters is not None:
-                for name, of_adapter in adapters.regions.items():
-                    folder = adapters.adapter_folder(name, paths.model)
-                    components.append(
-                        Component.of(folder, tensors, of_adapter, stem=ADAPTER_WEIGHTS, max_file_bytes=sys.maxsize)
-                    )
+            components += _adapter_components(adapters, tensors, paths.model)
             sidecars = replace(
                 SidecarFiles.of(paths.model, base, regions, folder_of(root)),
                 adapters=adapters,
@@ -156,6 +175,19 @@ class ModelComponents:
                 also_in=paths.averaged if has_averaged_folder else None,
             )
         return cls(components, sidecars)
+
+
+def _adapter_components(
+    adapters: AdapterFiles | None, tensors: Mapping[str, torch.Tensor], folder: Path
+) -> list[Component]:
+    """Return a component for the file of each adapter, in peft's format."""
+    if adapters is None:
+        return []
+    options: dict[str, Any] = {"stem": ADAPTER_WEIGHTS, "max_file_bytes": sys.maxsize}
+    return [
+        Component.of(adapters.adapter_folder(name, folder), tensors, regions, **options)
+        for name, regions in adapters.regions.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -178,6 +210,8 @@ class SidecarFiles:
     """On rank 0, the unsharded policy, if its own `save_pretrained` writes weights and configuration."""
     also_in: Path | None = None
     """A second folder that gets the same files."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Files of a trainer: content by name."""
 
     @classmethod
     def of(cls, folder: Path, model: nn.Module, regions: Mapping[str, Region], source: Path | None) -> SidecarFiles:
@@ -212,6 +246,8 @@ class SidecarFiles:
         if self.full_policy is not None:  # last, because it replaces the configuration that was written above
             save_with_own_method(self.full_policy, self.folder)
         self._write_tokenizer(tokenizer)
+        for name, content in self.texts.items():
+            write_text(self.folder / name, content)
 
     def _write_tokenizer(self, tokenizer: Any) -> None:
         if tokenizer is not None:

@@ -32,8 +32,8 @@ from fsdp2_strategy.checkpoint.layout import (
 )
 from fsdp2_strategy.checkpoint.paths import (
     CHECKSUMS,
-    PRETRAINED_MODEL,
     TRAINABLE,
+    TRAINING_STATE,
     WRAPPER,
     CheckpointPaths,
     has_only_checkpoint_entries,
@@ -198,8 +198,12 @@ def warn_of_other_weights(partial: CheckpointPaths, final: Path, step: int) -> N
 def _weight_blocks(paths: CheckpointPaths) -> dict[str, Any]:
     """Return the blocks of weights in rank 0's checksum manifest, by file."""
     blocks = json.loads(paths.rank_file(CHECKSUMS, 0).read_bytes())["blocks"]
-    folders = {folder.name for folder in (paths.model, paths.state / WRAPPER, paths.state / TRAINABLE)}
-    return {name: of_file for name, of_file in blocks.items() if Path(name).parent.name in folders}
+    folders = {paths.name_of(folder) for folder in (paths.model, paths.state / WRAPPER, paths.state / TRAINABLE)}
+    return {
+        name: of_file
+        for name, of_file in blocks.items()
+        if Path(name).suffix == ".safetensors" and Path(name).parent.as_posix() in folders
+    }
 
 
 def update_latest(newest: CheckpointPaths) -> None:
@@ -248,11 +252,15 @@ def _delete_all(paths: Sequence[Path]) -> None:
 def delete(path: Path) -> None:
     """Delete a checkpoint's directory.
 
-    ``pretrained_model/`` is deleted first. So `has_only_checkpoint_entries` is also true after an interrupted deletion,
-    and the next save deletes the rest.
+    Files for other programs are deleted first, and ``training_state/`` last. So `has_only_checkpoint_entries` is also
+    true after an interrupted deletion, and the next save deletes the rest.
     """
-    if (path / PRETRAINED_MODEL).is_dir():
-        shutil.rmtree(path / PRETRAINED_MODEL)
+    if (path / TRAINING_STATE).is_dir():
+        for entry in path.iterdir():
+            if entry.is_dir() and not entry.is_symlink() and entry.name != TRAINING_STATE:
+                shutil.rmtree(entry)
+            elif entry.name != TRAINING_STATE:
+                entry.unlink()
     shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""Define the paths of a checkpoint's components, in our own layout and in LeRobot's.
+"""Define the paths of a checkpoint's components, in our own layout, in LeRobot's and in that of transformers' Trainer.
 
 Input: a checkpoint's directory. Output: the paths.
 
@@ -9,13 +9,18 @@ Input: a checkpoint's directory. Output: the paths.
                                        wrapper/ ... manifest.json
                                        training_step.json
                                        model/              only if the policy wrote pretrained_model/ itself
+
+    <tag>/ in the Trainer's layout
+      model.safetensors, config.json, trainer_state.json, ...    the files that Trainer writes
+      training_state/
+        wrapper/ ... manifest.json
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 MODEL = "model"
 WRAPPER = "wrapper"
@@ -34,6 +39,8 @@ AVERAGED_MODEL = "pretrained_model_ema"
 TRAINING_STATE = "training_state"
 TRAINING_STEP = "training_step.json"
 
+LayoutKind = Literal["own", "lerobot", "trainer"]
+
 _PER_RANK_FOLDERS = (RNG, DATA, CHECKSUMS)
 _ENTRIES = {MODEL, WRAPPER, TRAINABLE, OPTIMIZER, EMA, *_PER_RANK_FOLDERS, TRAINER_STATE, META, MANIFEST, TRAINING_STEP}
 
@@ -47,27 +54,31 @@ class CheckpointPaths:
     model: Path
     """The folder that other programs load the model from."""
     state: Path
-    """The directory of the other components: the root in our layout, ``training_state/`` in LeRobot's."""
+    """The directory of the other components: the root in our layout, ``training_state/`` in the others."""
+    kind: LayoutKind
 
     @classmethod
-    def of(cls, root: Path, *, lerobot: bool) -> Self:
-        """Return the paths of a checkpoint in LeRobot's layout, or in our own."""
-        return cls(root, root / PRETRAINED_MODEL, root / TRAINING_STATE) if lerobot else cls(root, root / MODEL, root)
+    def of(cls, root: Path, kind: LayoutKind) -> Self:
+        """Return the paths of a checkpoint in a layout."""
+        if kind == "own":
+            return cls(root, root / MODEL, root, kind)
+        return cls(root, root / PRETRAINED_MODEL if kind == "lerobot" else root, root / TRAINING_STATE, kind)
 
     @classmethod
     def found_in(cls, root: Path) -> Self:
-        """Return the paths of a checkpoint on disk; detect the layout from the location of its manifest."""
-        in_lerobot = cls.of(root, lerobot=True)
-        return in_lerobot if in_lerobot.manifest.exists() else cls.of(root, lerobot=False)
+        """Return the paths of a checkpoint on disk; detect the layout from the folders that exist."""
+        if not (root / TRAINING_STATE / MANIFEST).exists():
+            return cls.of(root, "own")
+        return cls.of(root, "lerobot" if (root / PRETRAINED_MODEL).is_dir() else "trainer")
 
     def moved_to(self, root: Path) -> Self:
         """Return the paths of the same checkpoint in another directory."""
-        return self.of(root, lerobot=self.is_lerobot)
+        return self.of(root, self.kind)
 
     @property
     def is_lerobot(self) -> bool:
         """Whether the layout is LeRobot's."""
-        return self.state != self.root
+        return self.kind == "lerobot"
 
     @property
     def weights(self) -> Path:
@@ -105,7 +116,8 @@ class CheckpointPaths:
 def has_only_checkpoint_entries(root: Path) -> bool:
     """Return whether all names in a directory are names of a checkpoint's entries.
 
-    This is also true for a checkpoint that is partly written or partly deleted.
+    This is also true for a checkpoint that is partly written or partly deleted. In the Trainer's layout, the files
+    next to ``training_state/`` may have any names, so only the names within it are compared.
     """
     if not root.is_dir():
         return False
@@ -113,4 +125,6 @@ def has_only_checkpoint_entries(root: Path) -> bool:
     if TRAINING_STATE not in top:
         return top <= _ENTRIES
     state = {entry.name for entry in (root / TRAINING_STATE).iterdir()}
-    return top <= {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and state <= _ENTRIES
+    if PRETRAINED_MODEL in top or AVERAGED_MODEL in top or top == {TRAINING_STATE}:
+        return top <= {PRETRAINED_MODEL, AVERAGED_MODEL, TRAINING_STATE} and state <= _ENTRIES
+    return bool(state) and state <= _ENTRIES

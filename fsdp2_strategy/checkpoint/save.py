@@ -42,6 +42,7 @@ from fsdp2_strategy.hf.checksums import blocks_of, blocks_of_file
 from fsdp2_strategy.hf.json_files import as_json, check_json, write_bytes, write_text
 from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.hf.tokenizers import check_tokenizer
+from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.ranks import on_model_ranks
@@ -74,7 +75,7 @@ def save_checkpoint(
     async_save: bool = False,
     only_trainable: bool = False,
     meta: Mapping[str, Any] | None = None,
-    layout: LeRobotLayout | None = None,
+    layout: LeRobotLayout | TrainerLayout | None = None,
 ) -> Path:
     """Save a sharded model and its training state as one committed checkpoint; collective.
 
@@ -119,8 +120,8 @@ def save_checkpoint(
             ``trainable/``, and there is no folder for ``from_pretrained``. A load compares the model's frozen weights
             with fingerprints of the omitted ones. See [Note: reloadable weights] in `trainable_only`.
         meta: JSON content of ``meta.json``, for other programs.
-        layout: LeRobot's layout, which also holds the configurations and processors to save; by default our own layout.
-            In LeRobot's layout, a peft model is saved as with ``only_trainable``, and its adapters also in peft's
+        layout: LeRobot's layout, or that of transformers' ``Trainer``, with the further files to save; by default our
+            own layout. In both, a peft model is saved as with ``only_trainable``, and its adapters also in peft's
             format. A policy that contains a peft model is saved with all its weights.
 
     Returns:
@@ -133,7 +134,7 @@ def save_checkpoint(
     background_save.wait()
     request = SaveRequest(
         save_dir=Path(save_dir),
-        tag=tag if tag is not None else layout.tag(step) if layout else f"global_step{step}",
+        tag=_default_tag(layout, step) if tag is None else tag,
         step=step,
         max_num=max_num,
         max_mem=max_mem,
@@ -158,15 +159,17 @@ def save_checkpoint(
     paths = request.partial_paths
     left_out = LeftOut.of(root) if only_trainable or (layout and is_peft_model(root)) else None
     weights = left_out.weights if left_out else None
-    policy = None
-    if request.layout is not None:
-        policy = ModelComponents.of_policy(root, paths, request.layout, weights, ema)
+    in_layout = None
+    if isinstance(request.layout, LeRobotLayout):
+        in_layout = ModelComponents.of_policy(root, paths, request.layout, weights, ema)
+    elif isinstance(request.layout, TrainerLayout):
+        in_layout = ModelComponents.of_trainer(root, paths, request.layout, weights)
     staging = background_save.staging()
     with all_or_none("save", CheckpointError):
         plan = _plan(
             root,
             request,
-            policy or ModelComponents.of(root, paths, weights),
+            in_layout or ModelComponents.of(root, paths, weights),
             tokenizer=tokenizer,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -194,6 +197,12 @@ def save_checkpoint(
     else:
         _execute(plan)
     return request.path
+
+
+def _default_tag(layout: LeRobotLayout | TrainerLayout | None, step: int) -> str:
+    if isinstance(layout, TrainerLayout):
+        return f"checkpoint-{step}"
+    return layout.tag(step) if layout else f"global_step{step}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.process_group import is_rank_0, world_size
 from fsdp2_strategy.errors import CheckpointError
 from fsdp2_strategy.hf.json_files import as_json, check_json
+from fsdp2_strategy.hf.trainer_layout import TrainerLayout
 from fsdp2_strategy.lerobot.checkpoint_layout import LeRobotLayout
 
 
@@ -39,7 +40,7 @@ class SaveRequest:
     async_save: bool
     only_trainable: bool
     meta: Mapping[str, Any] | None
-    layout: LeRobotLayout | None
+    layout: LeRobotLayout | TrainerLayout | None
 
     @property
     def path(self) -> Path:
@@ -56,7 +57,9 @@ class SaveRequest:
         Raises:
             CheckpointError: on every rank: the requests differ.
         """
-        layout = self.layout and (self.layout.batch_size, self.layout.gather_for_save_pretrained)
+        layout: object = self.layout and self.layout.kind
+        if isinstance(self.layout, LeRobotLayout):
+            layout = (self.layout.batch_size, self.layout.gather_for_save_pretrained)
         others = {name: value for name, value in vars(self).items() if name not in ("save_dir", "layout")}
         arguments = (str(self.save_dir), layout, others, loss_scale, tuple(given is None for given in objects))
         expected = "the same directory, tag, step, limits and objects to save on all ranks. Pass the same arguments."
@@ -68,7 +71,7 @@ class SaveRequest:
         Raises:
             CheckpointError: the tag, a limit, the metric, the tokenizer or ``meta`` is invalid.
         """
-        check_tag(self.tag, reserved=LAST if self.layout else LATEST)
+        check_tag(self.tag, reserved=LAST if isinstance(self.layout, LeRobotLayout) else LATEST)
         check_limits(self.max_num, self.max_mem)
         if self.metric is not None and not math.isfinite(self.metric):
             raise CheckpointError(f"cannot save: metric is {self.metric}, expected a finite number. Pass metric=None.")
@@ -89,7 +92,8 @@ class SaveRequest:
     @property
     def partial_paths(self) -> CheckpointPaths:
         """The paths under ``.partial``, where the files are written before the commit."""
-        return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), lerobot=self.layout is not None)
+        kind = self.layout.kind if self.layout else "own"
+        return CheckpointPaths.of(directory.partial_path(self.save_dir, self.tag), kind)
 
     def manifest_entries(self, shard_size: int) -> dict[str, Any]:
         """Return the request's values for the manifest."""
@@ -104,6 +108,6 @@ class SaveRequest:
     def json_files(self, shard_size: int) -> dict[str, str]:
         """Return the JSON files for other programs: content by file name."""
         files = {} if self.meta is None else {META: as_json(self.meta)}
-        if self.layout:
+        if isinstance(self.layout, LeRobotLayout):
             files[TRAINING_STEP] = as_json(self.layout.training_step(self.step, world_size(), shard_size))
         return files

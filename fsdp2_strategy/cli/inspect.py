@@ -20,6 +20,8 @@ from fsdp2_strategy.cli.output import Output, size_text
 from fsdp2_strategy.errors import counted
 from fsdp2_strategy.hf.safetensors_format import Entry
 
+_LAYOUTS = {"own": "fsdp2_strategy", "lerobot": "LeRobot", "trainer": "transformers Trainer"}
+
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
     """Print the content of a checkpoint, or of the newest checkpoint in a directory; return 0.
@@ -68,7 +70,7 @@ def _summary(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) 
         "path": str(path),
         "step": checkpoint.step,
         "sequence": checkpoint.sequence,
-        "layout": "LeRobot" if CheckpointPaths.found_in(path).is_lerobot else "fsdp2_strategy",
+        "layout": _LAYOUTS[CheckpointPaths.found_in(path).kind],
         "bytes": checkpoint.total_bytes,
         "ranks": state["world_size"],
         "shard_size": manifest.get("shard_size"),

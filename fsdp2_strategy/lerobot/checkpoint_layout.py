@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from torch import nn
 
@@ -34,6 +34,7 @@ class LeRobotLayout:
         ConfigError: a number is less than 1, or an object cannot be saved.
     """
 
+    kind: ClassVar[Literal["lerobot"]] = "lerobot"
     total_steps: int
     """Optimizer steps of the whole run. Names of checkpoints have as many digits as this number, but at least six."""
     batch_size: int
