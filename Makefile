@@ -93,6 +93,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/vla.py
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/logprob.py
+	$(BIN)/python benchmarks/trainer.py
 
 gpu: .venv/installed
 	$(BIN)/python benchmarks/gpu.py
