@@ -39,6 +39,7 @@ def snippets(page):
         "coming_from_lerobot.md",
         "coming_from_accelerate.md",
         "coming_from_lightrft.md",
+        "coming_from_trl.md",
     ],
 )
 def test_the_code_of_a_page_runs(page, tmp_path):

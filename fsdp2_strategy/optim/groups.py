@@ -179,23 +179,50 @@ def _resolve_groups(
 
 
 def _split_group(group: dict[str, Any], trainable: dict[str, nn.Parameter], exempt: set[str]) -> list[dict[str, Any]]:
-    """Split a group by weight decay, dtype and mesh.
-
-    Fused and foreach kernels need parameters of one dtype and mesh.
-    """
-    split: dict[tuple[bool, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    """Split a group by weight decay, dtype and mesh."""
+    split: dict[tuple[bool, tuple[torch.dtype, DeviceMesh | None]], list[nn.Parameter]] = defaultdict(list)
     for name in group["params"]:
-        parameter = trainable[name]
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        split[name in exempt and "weight_decay" not in group, parameter.dtype, mesh].append(parameter)
+        no_decay = name in exempt and "weight_decay" not in group
+        split[no_decay, _kernel_of(trainable[name])].append(trainable[name])
     groups = []
-    for (no_decay, _, _), parameters in split.items():
+    for (no_decay, _), parameters in split.items():
         if no_decay:
             name = f"{group['name']}_no_decay" if "name" in group else "no_decay"
             groups.append({**group, "params": parameters, "name": name, "weight_decay": 0.0})
         else:
             groups.append({**group, "params": parameters, "name": group.get("name", "decay")})
     return groups
+
+
+def split_groups(optimizer: Optimizer) -> None:
+    """Split the groups of an optimizer without state by dtype and mesh, and name those without a name; not collective.
+
+    Raises:
+        OptimizerError: the class of the optimizer does not support sharded parameters.
+    """
+    if isinstance(optimizer, _NO_DTENSOR):
+        raise _no_dtensor(type(optimizer))
+    groups = []
+    for group in optimizer.param_groups:
+        split: dict[tuple[torch.dtype, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            split[_kernel_of(parameter)].append(parameter)
+        name = group.get("name") or ("decay" if group.get("weight_decay") else "no_decay")
+        groups += [{**group, "params": parameters, "name": name} for parameters in split.values()]
+    optimizer.param_groups[:] = groups
+    _log_groups(optimizer)
+
+
+def _kernel_of(parameter: nn.Parameter) -> tuple[torch.dtype, DeviceMesh | None]:
+    """Return what the parameters of one fused or foreach kernel must have in common: dtype and mesh."""
+    return parameter.dtype, parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def _no_dtensor(optimizer_cls: type[Optimizer]) -> OptimizerError:
+    return OptimizerError(
+        f"cannot build an optimizer: {optimizer_cls.__name__} does not support sharded parameters, expected one "
+        "that does. Use AdamW, Adam, SGD, Adagrad or RMSprop."
+    )
 
 
 def _exempt(model: nn.Module, trainable: dict[str, nn.Parameter], no_decay: Sequence[str] | None) -> set[str]:
@@ -224,10 +251,7 @@ def _construct(
         )
     parameters = [p for group in groups for p in group["params"]]
     if optimizer_cls in _NO_DTENSOR and any(isinstance(p, DTensor) for p in parameters):
-        raise OptimizerError(
-            f"cannot build an optimizer: {optimizer_cls.__name__} does not support sharded parameters, expected one "
-            "that does. Use AdamW, Adam, SGD, Adagrad or RMSprop."
-        )
+        raise _no_dtensor(optimizer_cls)
     if options.keys() & {"fused", "foreach"} or "foreach" not in known:
         return optimizer_cls(groups, **options)
     is_adam = inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, torch.optim.Adam | torch.optim.AdamW)
