@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from fsdp2_strategy.rollout.remote import RemoteEngine as RemoteEngine
     from fsdp2_strategy.rollout.remote import serve as serve
     from fsdp2_strategy.rollout.sglang_engine import SGLangEngine as SGLangEngine
+    from fsdp2_strategy.rollout.stream import stream_adapter as stream_adapter
     from fsdp2_strategy.rollout.stream import stream_weights as stream_weights
     from fsdp2_strategy.rollout.stream import weight_checksums as weight_checksums
     from fsdp2_strategy.rollout.transformers_engine import TransformersEngine as TransformersEngine

@@ -48,7 +48,7 @@ from fsdp2_strategy.hf.peft import merge
 from fsdp2_strategy.hf.safetensors_format import read_header
 from fsdp2_strategy.model.names import named_parameters
 from fsdp2_strategy.model.offload import offload, reload
-from fsdp2_strategy.rollout import TransformersEngine, stream_weights, weight_checksums
+from fsdp2_strategy.rollout import TransformersEngine, stream_adapter, stream_weights, weight_checksums
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -811,3 +811,20 @@ def test_a_stream_leaves_nothing_of_the_merge_behind():
             assert len(placeholders._computed) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.ranks(2)
+def test_an_adapter_and_the_base_weights_are_streamed_apart(tmp_path):
+    base = build("llama")
+    expected = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / str(dist.get_rank()))
+    adapter = tensors_in(tmp_path / str(dist.get_rank()))
+    shard_model(model, is_training=True, bf16=False)
+    model(input_ids=tokens(torch.Generator().manual_seed(0)))  # leaves the root unit gathered
+    offload(model)
+    assert_same(dict(stream_weights(model, dtype=None, merge_adapters=False)), expected)
+    assert adapter
+    assert_same(dict(stream_adapter(model)), adapter)
+    with pytest.raises(RolloutError, match=r"'other' is not in PeftModel.*'default'"):
+        next(stream_adapter(model, "other"))

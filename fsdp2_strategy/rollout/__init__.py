@@ -9,7 +9,7 @@ from fsdp2_strategy.rollout.engine import ENGINES, Rollout
 from fsdp2_strategy.rollout.protocol import RolloutEngine
 from fsdp2_strategy.rollout.remote import RemoteEngine, serve
 from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
-from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
+from fsdp2_strategy.rollout.stream import stream_adapter, stream_weights, weight_checksums
 from fsdp2_strategy.rollout.transformers_engine import TransformersEngine
 from fsdp2_strategy.rollout.vllm_engine import VLLMEngine
 
@@ -22,6 +22,7 @@ __all__ = [
     "TransformersEngine",
     "VLLMEngine",
     "serve",
+    "stream_adapter",
     "stream_weights",
     "weight_checksums",
 ]

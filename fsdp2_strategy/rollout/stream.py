@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
 from fsdp2_strategy.errors import CheckpointError, RolloutError
-from fsdp2_strategy.hf.peft.merge import Merged, without_adapters
+from fsdp2_strategy.hf.peft.files import AdapterFiles
+from fsdp2_strategy.hf.peft.merge import Merged, gather_full, without_adapter_modules, without_adapters
 from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
 from fsdp2_strategy.hf.safetensors_format import memory_of
 from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
@@ -37,7 +38,11 @@ from fsdp2_strategy.rollout.bucket import Bucket, Part, Route, may_start_early, 
 
 
 def stream_weights(
-    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, bucket_bytes: int | None = None
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    bucket_bytes: int | None = None,
+    merge_adapters: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's weights as full tensors under Hugging Face names, each once; collective over the model's ranks.
 
@@ -61,10 +66,12 @@ def stream_weights(
             own bucket; if that is larger than ``bucket_bytes``, the limit is twice its size. If three consecutive
             buckets would exceed the limit, the next bucket is gathered only after the first tensor of the current
             bucket has been used.
+        merge_adapters: merge the adapters of a peft model into the weights; if false, yield the base model's weights
+            without them. `stream_adapter` yields an adapter alone.
 
     Yields:
-        Name and tensor, as in the files that `save_model` writes, with adapters merged. The buffers of a sharded model
-        follow its parameters, with rank 0's values.
+        Name and tensor, as in the files that `save_model` writes. The buffers of a sharded model follow its parameters,
+        with rank 0's values.
 
     Raises:
         RolloutError: on every rank, if the model has no values, its adapters cannot be merged, or the ranks pass
@@ -73,7 +80,7 @@ def stream_weights(
     root = unwrap_model(model)
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
         try:
-            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes)
+            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
             merged.gather()
         except CheckpointError as error:
             raise RolloutError(str(error)) from error
@@ -83,7 +90,7 @@ def stream_weights(
     with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
         with all_or_none(action, RolloutError):
             reshard(root)
-            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes)
+            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
         facts = [bucket.facts() for bucket in buckets]
         check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Pass the same ones.")
         if merged.adapters:
@@ -92,8 +99,43 @@ def stream_weights(
     yield from _run(buckets, is_early=is_early)
 
 
+def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a peft model's adapter as full tensors, under the names of peft's files; collective.
+
+    The adapter is gathered when the first tensor is requested; later requests run no collectives. Every rank must
+    request the first tensor.
+
+    Args:
+        model: a peft model, sharded or not, offloaded or not, or a wrapper.
+        adapter: name of the adapter.
+
+    Yields:
+        Name and tensor, as in ``adapter_model.safetensors``, in the dtype of the shards.
+
+    Raises:
+        RolloutError: on every rank, if the model has no such adapter, or trains more than its adapters.
+    """
+    root = unwrap_model(model)
+    reshard(root)
+    with on_ranks_of(root):
+        try:
+            files, tensors = AdapterFiles.of(root)
+        except CheckpointError as error:
+            raise RolloutError(str(error)) from error
+        if adapter not in files.regions:
+            raise RolloutError(
+                f"cannot stream an adapter: {adapter!r} is not in {class_name(root)}, expected one of "
+                f"{', '.join(map(repr, files.regions))}."
+            )
+        sources = {name: tensors[sources_of(region)[0]] for name, region in files.regions[adapter].items()}
+        with torch.no_grad():
+            gathered = gather_full({id(tensor): tensor for tensor in sources.values()})
+    for name, tensor in sources.items():
+        yield name, gathered[id(tensor)].detach()
+
+
 def _prepare(
-    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int | None
+    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int | None, *, merge_adapters: bool
 ) -> tuple[Merged, list[_RegionBucket], bool]:
     bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     if bucket_bytes < 1:
@@ -101,8 +143,8 @@ def _prepare(
             f"cannot stream weights: bucket_bytes is {bucket_bytes}, expected at least 1. For example, use 512 * 2**20."
         )
     check_usable(root)
-    merged = without_adapters(root)
-    plan = (_make_plan if merged.adapters else _cached_plan)(merged.model, dtype, bucket_bytes)
+    merged = without_adapters(root) if merge_adapters else Merged(without_adapter_modules(root))
+    plan = (_cached_plan if merged.model is root else _make_plan)(merged.model, dtype, bucket_bytes)
     buckets = [copy.copy(bucket) for bucket in plan]  # the plan is cached; the buffers belong to one stream
     return merged, buckets, may_start_early(buckets, bucket_bytes)
 
