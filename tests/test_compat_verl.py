@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import warnings
-from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,7 +18,7 @@ with warnings.catch_warnings():
 
 from helpers import verl_cpu
 from helpers.reference import CountCollectives, assert_close, full_grads, full_parameters
-from helpers.verl_cpu import batch, configuration, on_cpu, samples, worker_of, write_model
+from helpers.verl_cpu import batch, on_cpu, samples, worker_of, write_model
 from transformers import LlamaForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
@@ -95,18 +92,23 @@ def test_gradients_of_dynamic_micro_batches_equal_those_of_the_whole_batch(tmp_p
     reference = Reference(folder)
     reference.loss(0).backward()
     with on_cpu():
-        for tokens, defers in ((20, False), (20, True), (1000, False)):
+        reduces = []
+        for tokens, defers in ((1000, False), (20, True), (20, False)):
             engine = worker_of(folder, engine={"use_no_sync_for_gradient_accumulation": defers}).engine
             data = batch(0)
             tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=tokens, use_remove_padding=False)
             with engine.train_mode():
                 with CountCollectives() as counted:
                     output = engine.forward_backward_batch(data, verl_cpu.loss)
-                assert (len(output["loss"]) > 2) == (tokens == 20)
-                reduces = sum(n for name, n in counted.counts.items() if "reduce_scatter" in name)
-                assert reduces == 4 * (1 if defers else len(output["loss"]))
-                gradients = full_grads(engine.module)
-                assert_close(gradients, {n: p.grad for n, p in reference.model.named_parameters()}, 1e-5, "grad")
+                assert len(output["loss"]) == (1 if tokens == 1000 else 3)
+                assert "model_output" in output and not output["model_output"]
+                reduces.append(counted.counts["reduce_scatter_base"])
+                expected = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+                assert_close(full_grads(engine.module), expected, 1e-5, "gradient")
+                with pytest.raises(StepError, match="expected optimizer_step"):
+                    engine.forward_backward_batch(data, verl_cpu.loss)
+            assert all(p.grad is None for p in engine.module.parameters()), "the context clears them"
+        assert reduces[0] and reduces == [reduces[0], reduces[0], 3 * reduces[0]]
 
 
 @pytest.mark.ranks(2)
@@ -126,3 +128,290 @@ def test_losses_and_outputs_equal_those_of_verls_own_engine(tmp_path):
     for now, then in zip(ours[2:], theirs[2:], strict=True):
         torch.testing.assert_close(now.offsets(), then.offsets())
         torch.testing.assert_close(now.values(), then.values(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_mini_batches_of_an_actor_are_one_step_each(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        worker = worker_of(folder)
+        data = batch(0, num_mini_batch=2, epochs=2, dataloader_kwargs={"shuffle": False})
+        found = metrics(worker.train_mini_batch(data))
+        assert worker.engine.strategy.global_step(worker.engine.module) == 4
+        assert len(found["loss"]) == 4 and found["lr"] == pytest.approx([0.005]), "the schedule steps once"
+
+
+@pytest.mark.ranks(2)
+def test_a_resumed_worker_goes_on_bitwise_and_keeps_the_newest_checkpoints(tmp_path):
+    folder, runs = write_model(tmp_path / "model", attention_dropout=0.1), tmp_path / "runs"
+    with on_cpu():
+        whole = worker_of(folder)
+        for step in range(3):
+            train(whole, [step])
+            path = runs / f"global_step_{step}" / "actor"
+            whole.save_checkpoint(str(path), None, step, 2)
+            if dist.get_rank() == 0:
+                (path / "data_0.pt").write_bytes(b"the position of verl's loader, which its trainer writes here")
+        dist.barrier()
+        assert sorted(p.name for p in runs.iterdir() if (p / "actor").exists()) == ["global_step_1", "global_step_2"]
+        assert verify_checkpoint(path).ok
+        expected = train(whole, range(3, 5))
+        resumed = worker_of(folder, model={"override_config": {}})
+        resumed.load_checkpoint(str(path), None, False)
+        assert train(resumed, range(3, 5)) == expected
+        final = full_parameters(whole.engine.module)
+        for name, parameter in full_parameters(resumed.engine.module).items():
+            assert torch.equal(parameter, final[name]), name
+        LlamaForCausalLM.from_pretrained(path / "model")
+        resumed.load_checkpoint(None)
+        with pytest.raises(CheckpointError, match="expected one that this engine saved"):
+            resumed.load_checkpoint(str(tmp_path / "missing"))
+        with pytest.raises(ConfigError, match="hdfs_path"):
+            resumed.save_checkpoint(str(path), "hdfs://somewhere")
+
+
+def train_and_save(folder, path, expected):
+    write_model(folder)
+    with on_cpu():
+        worker = worker_of(folder)
+        train(worker, range(2))
+        worker.save_checkpoint(str(path))
+        found = train(worker, range(2, 4))
+        if dist.get_rank() == 0:
+            expected.write_text(json.dumps(found))
+
+
+def load_and_train(folder, path, expected):
+    with on_cpu():
+        worker = worker_of(folder, engine={"max_token_len_per_gpu": 60})
+        worker.load_checkpoint(str(path))
+        for now, then in zip(train(worker, range(2, 4)), json.loads(expected.read_text()), strict=True):
+            assert now == pytest.approx(then, rel=1e-5)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_one(run_on, tmp_path):
+    files = {"folder": tmp_path / "model", "path": tmp_path / "save" / "actor", "expected": tmp_path / "expected"}
+    run_on(2, train_and_save, **files)
+    run_on(1, load_and_train, **files)
+
+
+@pytest.mark.ranks(2)
+def test_the_contents_of_a_checkpoint_are_those_of_the_configuration(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        contents = {"save_contents": ["model"], "load_contents": ["model"]}
+        worker = worker_of(folder, checkpoint=contents)
+        train(worker, range(2))
+        worker.save_checkpoint(str(tmp_path / "weights"))
+        assert not (tmp_path / "weights" / "optimizer").exists()
+        assert json.loads((tmp_path / "weights" / "trainer_state.json").read_text())["scheduler"] is None
+        saved = full_parameters(worker.engine.module)
+        train(worker, [2])
+        learning_rate = worker.engine.lr_scheduler.get_last_lr()
+        worker.load_checkpoint(str(tmp_path / "weights"))
+        assert all(torch.equal(p, saved[n]) for n, p in full_parameters(worker.engine.module).items())
+        assert worker.engine.lr_scheduler.get_last_lr() == learning_rate
+        with pytest.raises(CheckpointError, match="optimizer"):
+            worker_of(folder).load_checkpoint(str(tmp_path / "weights"))
+
+        worker = worker_of(folder, checkpoint={"load_contents": ["optimizer", "extra"]})
+        train(worker, range(2))
+        worker.save_checkpoint(str(tmp_path / "all"))
+        train(worker, [2])
+        before = full_parameters(worker.engine.module)
+        worker.load_checkpoint(str(tmp_path / "all"))
+        assert all(torch.equal(p, before[n]) for n, p in full_parameters(worker.engine.module).items())
+        assert worker.engine.strategy.global_step(worker.engine.module) == 2
+
+        worker = worker_of(folder, checkpoint={"async_save": True})
+        for step in range(3):
+            train(worker, [step])
+            worker.save_checkpoint(str(tmp_path / f"later{step}"), max_ckpt_to_keep=1)
+        worker.engine.strategy.wait_for_checkpoint()
+        dist.barrier()
+        assert verify_checkpoint(tmp_path / "later2").ok and not (tmp_path / "later0").exists()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("offloads", [False, True], ids=["resident", "offloaded"])
+def test_the_generator_yields_the_weights_of_the_unsharded_model(tmp_path, offloads):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        worker = worker_of(folder, engine={"param_offload": offloads})
+        stream, adapter = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+        expected = LlamaForCausalLM.from_pretrained(folder).state_dict()
+        assert inspect.isgenerator(stream) and adapter is None
+        assert_equal(dict(stream), expected)
+        half = worker_of(folder, engine={"mixed_precision": None}).engine
+        assert_equal(dict(half.get_per_tensor_param()[0]), {n: t.bfloat16() for n, t in expected.items()})
+        with pytest.raises(ConfigError, match="get_per_tensor_param_shard is not supported"):
+            worker.engine.prime_delta_snapshots()
+
+
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.ranks(2)
+def test_adapters_are_trained_and_streamed_apart_from_the_base(tmp_path):
+    folder = write_model(tmp_path / "model")
+    base = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    with on_cpu():
+        worker = worker_of(folder, model=LORA)
+        plain = worker_of(folder).infer_batch(batch(9))["log_probs"].values()
+        train(worker, range(3))
+        adapted = worker.infer_batch(batch(9))["log_probs"].values()
+        assert (adapted - plain).abs().max() > 1e-4
+        disabled = worker.infer_batch(batch(9, no_lora_adapter=True))["log_probs"].values()
+        torch.testing.assert_close(disabled, plain)
+
+        weights, config = worker.engine.get_per_tensor_param(base_sync_done=False)
+        weights = {name.replace(".base_layer", ""): (name, tensor) for name, tensor in weights}
+        assert_equal({name: tensor for name, (_, tensor) in weights.items()}, base)
+        assert weights["model.layers.0.self_attn.q_proj.weight"][0].endswith("q_proj.base_layer.weight")
+        assert config["r"] == 2 and config["peft_type"].value == "LORA"
+        stream, config = worker.engine.get_per_tensor_param(base_sync_done=True)
+        adapter = dict(stream)
+        assert {name.rsplit(".", 2)[1] for name in adapter} == {"lora_A", "lora_B"} and len(adapter) == 3 * 2 * 2
+
+        worker.save_checkpoint(str(tmp_path / "full"))
+        merged = worker_of(folder, model=LORA | {"lora": {"merge": True}})
+        merged.load_checkpoint(str(tmp_path / "full"))
+        stream, config = merged.engine.get_per_tensor_param(base_sync_done=True)
+        assert config is None
+        name = "base_model.model.model.layers.0.self_attn.q_proj"
+        product = 2 * adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
+        key = "model.layers.0.self_attn.q_proj.weight"
+        torch.testing.assert_close(dict(stream)[key], base[key] + product)
+
+        alone = worker_of(folder, model=LORA, checkpoint={"save_lora_only": True})
+        train(alone, range(3))
+        alone.save_checkpoint(str(tmp_path / "alone"))
+        assert not (tmp_path / "alone" / "model").exists() and (tmp_path / "full" / "model").exists()
+
+
+@pytest.mark.ranks(2)
+def test_contexts_load_and_offload_what_the_configuration_says_and_change_no_number(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        expected = train(worker_of(folder), range(3))
+        worker = worker_of(folder, engine={"param_offload": True, "optimizer_offload": True})
+        engine = worker.engine
+
+        def offloaded():
+            return is_offloaded(engine.module), is_offloaded(engine.optimizer)
+
+        assert offloaded()[0] and engine.is_param_offload_enabled and engine.is_optimizer_offload_enabled
+        assert train(worker, range(3)) == expected
+        assert offloaded() == (True, True)
+        with engine.eval_mode():
+            assert offloaded() == (False, True) and engine.mode == "eval" and not engine.module.training
+        with engine.train_mode():
+            assert offloaded() == (False, False) and engine.mode == "train" and engine.module.training
+        assert offloaded() == (True, True) and engine.mode is None
+        with engine.train_mode(disable_auto_offload=True), pytest.raises(OffloadError, match="reload_model"):
+            engine.forward_backward_batch(prepared(batch(0)), verl_cpu.loss)
+        engine.to("cpu", model=True, optimizer=False, grad=True)
+        assert offloaded() == (False, True), "verl's device is the CPU here"
+        with patch("fsdp2_strategy.compat.verl.engine.get_device_name", lambda: "cuda"):
+            engine.to("cpu", model=True, optimizer=True, grad=True)
+            assert offloaded() == (True, True)
+            engine.to("cuda", model=False, optimizer=True, grad=False)
+            assert offloaded() == (True, False)
+            with pytest.raises(AssertionError, match="along with model"):
+                engine.to("cpu", model=False, grad=True)
+
+
+def prepared(data):
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=1000, use_remove_padding=False)
+    return data
+
+
+@pytest.mark.ranks(2)
+def test_a_reference_model_infers_and_has_no_optimizer(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        expected = worker_of(folder).infer_batch(batch(9))
+        worker = worker_of(folder, engine={"forward_only": True, "param_offload": True})
+        assert worker.engine.optimizer is None and is_offloaded(worker.engine.module)
+        torch.testing.assert_close(worker.infer_batch(batch(9))["log_probs"].values(), expected["log_probs"].values())
+        assert is_offloaded(worker.engine.module)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_and_sizes_are_those_of_the_process_group(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        engine = worker_of(folder).engine
+        group = engine.get_data_parallel_group()
+        assert (engine.get_data_parallel_rank(), engine.get_data_parallel_size()) == (dist.get_rank(), 2)
+        assert dist.get_world_size(group) == 2 and engine.is_mp_src_rank_with_outputs()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
+        ({"engine": {"model_dtype": "bf16"}}, "model_dtype"),
+        ({"engine": {"full_determinism": True}}, "full_determinism"),
+        ({"engine": {"wrap_policy": {"min_num_params": 10}}}, "min_num_params"),
+        ({"model": {"use_liger": True}}, "use_liger"),
+        ({"model": {"enable_activation_offload": True}}, "enable_activation_offload"),
+        ({"model": {"tiled_mlp": {"enabled": True}}}, "tiled_mlp"),
+        ({"optimizer": {"clip_grad": None}}, "clip_grad"),
+        ({"checkpoint": {"save_contents": ["optimizer"]}}, "with model in save_contents"),
+        ({"checkpoint": {"load_contents": ["everything"]}}, "everything"),
+    ],
+)
+def test_settings_that_this_package_lacks_are_errors(tmp_path, options, named):
+    folder = write_model(tmp_path / "model")
+    with on_cpu(), pytest.raises(ConfigError, match=named):
+        worker_of(folder, **options)
+
+
+# --- the names of verl, and the page ---------------------------------------------------------------------------------
+
+
+def arguments(function):
+    return tuple(inspect.signature(function).parameters)
+
+
+def test_the_names_of_verl_that_the_engine_relies_on_are_those_of_the_installed_version():
+    for name, expected in {**names.CALLED, **names.OVERRIDDEN}.items():
+        assert arguments(getattr(FSDPEngineWithLMHead, name)) == expected, name
+    own = {name for name in vars(StrategyEngine) if not name.startswith("__") and hasattr(FSDPEngineWithLMHead, name)}
+    assert own == set(names.OVERRIDDEN)
+    assert arguments(names.prepare_micro_batches)[:2] == ("data", "dp_group")
+    assert "same_micro_num_in_dp" in arguments(names.prepare_micro_batches)
+    assert arguments(names.postprocess_batch_func) == ("output_lst", "indices", "data")
+    assert arguments(names.build_optimizer) == ("parameters", "config")
+    assert arguments(names.replace_lora_wrapper) == ("k", "peft_config")
+    assert arguments(EngineRegistry.register) == ("model_type", "backend", "device", "vendor")
+    assert arguments(names.apply_monkey_patch)[:4] == (
+        "model",
+        "ulysses_sp_size",
+        "use_remove_padding",
+        "use_fused_kernels",
+    )
+
+
+def test_each_method_of_verls_engine_is_served():
+    declared = {name for name, value in vars(BaseEngine).items() if not name.startswith("_") and callable(value)}
+    declared |= {name for name, value in vars(BaseEngine).items() if isinstance(value, property)}
+    own = {"prime_delta_snapshots"}  # calls get_per_tensor_param_shard, which raises
+    assert declared == ({*names.OVERRIDDEN, *names.INHERITED, *names.CALLED} | own) & declared
+    for name in declared:
+        inherited = getattr(StrategyEngine, name) is getattr(BaseEngine, name)
+        assert not inherited or name in {"train_batch", "infer_batch", *own}, name
+
+
+def test_the_engine_is_registered_for_both_devices_and_has_its_own_configuration():
+    for device in ("cpu", "cuda"):
+        with patch.dict("os.environ", VERL_ENGINE_DEVICE=device):
+            assert EngineRegistry.get_engine_cls("language_model", BACKEND) is StrategyEngine
+    assert EngineConfig().strategy == BACKEND
+    with pytest.raises(ConfigError, match="expected 'fsdp2_strategy'"):
+        EngineConfig(strategy="fsdp2")

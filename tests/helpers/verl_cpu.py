@@ -44,7 +44,10 @@ def _values(**values: Any) -> dict[str, Any]:
 
 
 _MEMORY = SimpleNamespace(
-    max_memory_allocated=lambda: 0, max_memory_reserved=lambda: 0, get_device_name=lambda: "CPU", empty_cache=lambda: None
+    get_device_name=lambda: "CPU",
+    empty_cache=lambda: None,
+    mem_get_info=lambda: (1, 1),
+    **dict.fromkeys(["max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"], lambda: 0),
 )
 
 CPUPlatform = type(
@@ -93,8 +96,9 @@ def on_cpu(**variables: str) -> Iterator[None]:
 
 def write_model(folder: Path, **config: Any) -> Path:
     """Write a tiny Llama and its tokenizer on rank 0."""
-    from helpers.trainers import tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from helpers.trainers import tokenizer
 
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     size |= {"num_attention_heads": 4, "num_key_value_heads": 2}

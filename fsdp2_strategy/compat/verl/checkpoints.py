@@ -34,15 +34,16 @@ def save(engine: StrategyEngine, path: Path, *, step: int, max_num: int | None) 
     """
     config = engine.checkpoint_config
     contents = set(config.save_contents)
+    only_trainable = config.save_lora_only and engine.model_config.lora_rank > 0
     wait_for_save()  # what was saved in the background before is complete, and counts
     options: dict[str, Any] = {
         "max_num": None,
         "max_mem": None,
         "save_latest": False,
         "client_state": {"global_step": step},
-        "tokenizer": engine.model_config.get_processor(),
+        "tokenizer": None if only_trainable else engine.model_config.get_processor(),
         "async_save": config.async_save,
-        "only_trainable": config.save_lora_only and engine.model_config.lora_rank > 0,
+        "only_trainable": only_trainable,
     }
     trained = engine.optimizer is not None
     if trained and {"optimizer", "extra"} <= contents:
