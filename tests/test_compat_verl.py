@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import warnings
 from pathlib import Path
 from unittest.mock import patch
@@ -370,6 +371,78 @@ def test_settings_that_this_package_lacks_are_errors(tmp_path, options, named):
     folder = write_model(tmp_path / "model")
     with on_cpu(), pytest.raises(ConfigError, match=named):
         worker_of(folder, **options)
+
+
+# --- verl's trainers and configurations ------------------------------------------------------------------------------
+
+
+def overrides(kind):
+    """Return the changes of the page to one of verl's configurations, as its command line takes them."""
+    (diff,) = re.findall(rf"```diff\n( python3 -m verl.trainer.{kind}.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(diff.splitlines()) < 15
+    return [line[1:].strip(" \\") for line in diff.splitlines() if line.startswith("+")]
+
+
+def sft_configuration(folder, output, **changes):
+    from hydra import compose, initialize_config_module
+
+    settings = {
+        "model.path": folder,
+        "model.use_remove_padding": False,
+        "+model.override_config.attn_implementation": "eager",
+        "engine.use_torch_compile": False,
+        "+engine.mixed_precision.param_dtype": "fp32",
+        "optim.lr": 1e-2,
+        "data.train_files": output.parent / "train.parquet",
+        "data.train_batch_size": 8,
+        "data.max_token_len_per_gpu": 64,
+        "data.num_workers": 0,
+        "trainer.default_local_dir": output,
+        "trainer.total_epochs": 2,
+        "trainer.save_freq": 2,
+        "trainer.logger": "[file]",
+        "trainer.device": "cpu",
+    } | changes
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("sft_trainer_engine", [*overrides("sft_trainer"), *(f"{k}={v}" for k, v in settings.items())])
+
+
+def run_trainer(folder, output, **changes):
+    """Run verl's own trainer for supervised fine-tuning, and return the losses of rank 0 and its engine."""
+    from verl.trainer.sft_trainer import SFTTrainer
+
+    found = []
+    with patch("verl.trainer.sft_trainer.Tracking") as tracking:
+        tracking.return_value.log.side_effect = lambda data, step: found.append((step, data["train/loss"]))
+        trainer = SFTTrainer(sft_configuration(folder, output, **changes))
+        trainer.fit()
+    return found, trainer.engine
+
+
+@pytest.mark.ranks(2)
+def test_verls_own_trainer_runs_with_the_changes_of_the_page_and_resumes_bitwise(tmp_path):
+    folder = write_model(tmp_path / "model")
+    verl_cpu.write_conversations(tmp_path / "train.parquet")
+    with on_cpu():
+        expected, engine = run_trainer(folder, tmp_path / "whole")
+        assert isinstance(engine, StrategyEngine)
+        assert verify_checkpoint(tmp_path / "whole" / "global_step_2").ok
+        run_trainer(folder, tmp_path / "run", **{"trainer.total_training_steps": 2})
+        found, engine = run_trainer(folder, tmp_path / "run")
+        if dist.get_rank() == 0:
+            assert [step for step, _ in expected] == list(range(1, 7))
+            assert found == expected[2:]
+
+
+def test_an_actor_and_a_reference_get_the_engine_with_the_changes_of_the_page():
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*overrides("main_ppo"), "actor_rollout_ref.actor.ppo_micro_batch_size=1"])
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.engine.strategy == BACKEND == config.actor_rollout_ref.ref.strategy
+    assert config.actor_rollout_ref.model.external_lib == "fsdp2_strategy.compat.verl"
 
 
 # --- the names of verl, and the page ---------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ def _values(**values: Any) -> dict[str, Any]:
 _MEMORY = SimpleNamespace(
     get_device_name=lambda: "CPU",
     empty_cache=lambda: None,
+    synchronize=lambda: None,
+    is_available=lambda: True,
     mem_get_info=lambda: (1, 1),
     **dict.fromkeys(["max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"], lambda: 0),
 )
@@ -105,9 +107,25 @@ def write_model(folder: Path, **config: Any) -> Path:
     if dist.get_rank() == 0:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**size | config)).save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
+        words = tokenizer()
+        words.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+        words.save_pretrained(folder)
     dist.barrier()
     return folder
+
+
+def write_conversations(path: Path) -> None:
+    """Write a data set of conversations, as verl's trainer for supervised fine-tuning reads it, on rank 0."""
+    import pandas
+
+    from helpers.trainers import text
+
+    if dist.get_rank() == 0:
+        rows = [
+            [{"role": "user", "content": text(i)}, {"role": "assistant", "content": text(100 + i)}] for i in range(24)
+        ]
+        pandas.DataFrame({"messages": rows}).to_parquet(path)
+    dist.barrier()
 
 
 def configuration(
