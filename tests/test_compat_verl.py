@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -432,6 +433,62 @@ def test_verls_own_trainer_runs_with_the_changes_of_the_page_and_resumes_bitwise
         if dist.get_rank() == 0:
             assert [step for step, _ in expected] == list(range(1, 7))
             assert found == expected[2:]
+
+
+def hybrid_worker(folder, changes):
+    """Return verl's worker of actor, rollout and reference, whose rollout records the weights."""
+    from hydra import compose, initialize_config_module
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    settings = {
+        "model.path": folder,
+        "model.use_remove_padding": False,
+        "+model.override_config.attn_implementation": "eager",
+        "actor.use_dynamic_bsz": True,
+        "actor.ppo_max_token_len_per_gpu": 24,
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.1,
+        "actor.optim.lr": 1e-2,
+        "rollout.log_prob_max_token_len_per_gpu": 24,
+        "rollout.name": "vllm",
+        "rollout.free_cache_engine": False,
+    }
+    for role in ("actor", "ref"):
+        settings[f"{role}.fsdp_config.use_torch_compile"] = False
+        settings[f"{role}.fsdp_config.param_offload"] = True
+        settings[f"+{role}.fsdp_config.mixed_precision.param_dtype"] = "fp32"
+    settings = [f"{'+' * k.startswith('+')}actor_rollout_ref.{k.lstrip('+')}={v}" for k, v in settings.items()]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*settings, *changes]).actor_rollout_ref
+    with patch("verl.workers.engine_workers.get_rollout_class", lambda *_: verl_cpu.RecordingRollout):
+        worker = ActorRolloutRefWorker(config, role="actor_rollout_ref")
+        worker.init_model()
+    return worker
+
+
+@pytest.mark.ranks(2)
+def test_verls_worker_of_actor_rollout_and_reference_equals_itself_on_its_own_engine(tmp_path):
+    folder = write_model(tmp_path / "model")
+    found = {}
+    with on_cpu(VERL_ENGINE_DEVICE="cuda"):
+        for name, changes in ((BACKEND, overrides("main_ppo")), ("fsdp2", ["actor_rollout_ref.actor.strategy=fsdp2"])):
+            worker = hybrid_worker(folder, changes)
+            assert isinstance(worker.actor.engine, StrategyEngine) == isinstance(worker.ref.engine, StrategyEngine)
+            assert isinstance(worker.actor.engine, StrategyEngine) == (name == BACKEND)
+            steps = [verl_cpu.ppo_step(worker, step) for step in range(3)]
+            if name == BACKEND:
+                assert is_offloaded(worker.actor.engine.module) and is_offloaded(worker.ref.engine.module)
+            asyncio.run(worker.update_weights(global_steps=3, mode="naive"))
+            found[name] = steps, worker.rollout.updates
+    (ours, [(weights, _, _)]), (theirs, [(expected, _, _)]) = found[BACKEND], found["fsdp2"]
+    for now, then in zip(ours, theirs, strict=True):
+        assert now.keys() == then.keys()
+        assert len(now["grad_norm"]) == 2
+        for key in ("loss", "grad_norm", "actor/pg_loss", "kl_loss", "actor/entropy_loss"):
+            assert now[key] == pytest.approx(then[key], rel=1e-4, abs=1e-6), key
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_an_actor_and_a_reference_get_the_engine_with_the_changes_of_the_page():

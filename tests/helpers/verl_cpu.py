@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of ray, tensordict and hydra
@@ -28,11 +29,15 @@ with warnings.catch_warnings():
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine import EngineRegistry  # noqa: F401  warns of engines that are not installed
+    from verl.workers.engine.fsdp import transformer_impl as verl_engine
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import sft_loss
+    from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 VOCABULARY = 64
 STUBS = {
+    "pinned memory": "pages are pinned for a GPU only; verl's own engine of the reference model pins none",
+    "rollout": "vLLM and SGLang need a GPU; the worker's rollout is a `RecordingRollout`, which keeps what it is sent",
     "platform `cpu`": "verl knows the platforms nvidia, amd and huawei only; the tests register one for the CPU, with "
     "`PlatformRegistry.register`, which verl offers for this",
 }
@@ -90,6 +95,7 @@ def on_cpu(**variables: str) -> Iterator[None]:
     with (
         patch.object(platform_manager, "_current_platform", CPUPlatform()),
         patch.dict(os.environ, names),
+        patch.object(verl_engine, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -189,3 +195,52 @@ def batch(step: int, *, count: int = 8, **extra: Any) -> Any:
     lengths = [len(each) for each, _ in samples(step, count)]
     known = {"temperature": 1.0, "global_token_num": NonTensorData(lengths), "update_lr_scheduler": True}
     return tu.get_tensordict(tensors, known | extra)
+
+
+class RecordingRollout:
+    """Keep the weights that verl's worker sends to its rollout, in place of an inference engine."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any) -> None:
+        self.updates: list[tuple[dict[str, torch.Tensor], Any, bool]] = []
+
+    async def resume(self, tags: list[str]) -> None:
+        """Do nothing: there is no memory to map."""
+
+    async def update_weights(self, weights: Any, *, peft_config: Any, base_sync_done: bool, global_steps: int) -> None:
+        """Keep the weights."""
+        self.updates.append(({name: tensor.clone() for name, tensor in weights}, peft_config, base_sync_done))
+
+
+def rollouts(step: int, count: int = 8) -> Any:
+    """Return this rank's part of a batch of prompts and responses with advantages, padded on both sides."""
+    draw = torch.Generator().manual_seed(step)
+    lengths = torch.randint(2, 7, (count, 2), generator=draw)
+    ids = torch.randint(4, VOCABULARY, (count, 12), generator=draw)
+    place = torch.arange(6)
+    mask = torch.cat([place >= 6 - lengths[:, :1], place < lengths[:, 1:]], dim=1).long()
+    response_mask = mask[:, 6:]
+    tensors = {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "prompts": (ids * mask)[:, :6],
+        "responses": (ids * mask)[:, 6:],
+        "response_mask": response_mask,
+        "advantages": torch.randn(count, 1, generator=draw) * response_mask,
+    }
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return tu.get_tensordict({name: tensor[rank::world] for name, tensor in tensors.items()}, {"temperature": 1.0})
+
+
+def ppo_step(worker: Any, step: int) -> dict[str, Any]:
+    """Call a worker for one step as verl's trainer does: log-probabilities, reference, update; return the metrics."""
+    data = rollouts(step)
+    for method, name in ((worker.compute_log_prob, "old_log_probs"), (worker.compute_ref_log_prob, "ref_log_prob")):
+        unpadded = left_right_2_no_padding(rollouts(step))
+        tu.assign_non_tensor(unpadded, calculate_entropy=False, compute_loss=False)
+        data[name] = no_padding_2_padding(tu.get(method(unpadded), "log_probs"), unpadded).float()
+    data = left_right_2_no_padding(data)
+    options = {"calculate_entropy": True, "global_batch_size": 4, "mini_batch_size": 4, "epochs": 1, "seed": 1}
+    tu.assign_non_tensor(data, compute_loss=True, dataloader_kwargs={"shuffle": False}, **options)
+    found: dict[str, Any] = tu.get(worker.update_actor(data), "metrics")
+    return found
