@@ -295,6 +295,51 @@ def test_adapters_are_trained_and_streamed_apart_from_the_base(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_streams_of_adapters_have_the_names_of_verls_own_engine(tmp_path):
+    folder = write_model(tmp_path / "model")
+    found = {}
+    with on_cpu(VERL_ENGINE_DEVICE="cuda"):
+        for strategy in (BACKEND, "fsdp2"):
+            engine = worker_of(folder, strategy=strategy, model=LORA).engine
+            streams = [engine.get_per_tensor_param(base_sync_done=done) for done in (False, True)]
+            found[strategy] = [(dict(stream), config) for stream, config in streams]
+    for (ours, our_config), (theirs, their_config) in zip(found[BACKEND], found["fsdp2"], strict=True):
+        assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+        assert our_config == their_config
+    assert_equal(found[BACKEND][0][0], found["fsdp2"][0][0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"model": {"use_fused_kernels": True}}, 1e-5),
+        ({"model": {"enable_gradient_checkpointing": True}}, 1e-6),
+        ({"engine": {"offload_policy": True}}, 1e-6),
+        ({"engine": {"fsdp_size": 1}}, 1e-5),
+        ({"engine": {"reshard_after_forward": False}}, 1e-6),
+        ({"engine": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}}, 1e-6),
+        ({"engine": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}}, 1e-5),
+        ({"engine": {"mixed_precision": None}}, 2e-2),
+        ({"engine": {"mixed_precision": {"param_dtype": "fp16"}}}, 2e-2),
+    ],
+    ids=lambda value: next(iter(next(iter(value.values())))) if isinstance(value, dict) else "",
+)
+def test_settings_that_change_no_result_change_none(tmp_path, options, tolerance):
+    folder = write_model(tmp_path / "model")
+    forward = LlamaForCausalLM.forward  # verl replaces it for fused kernels
+    with on_cpu():
+        expected = train(worker_of(folder), range(3))
+        try:
+            found = train(worker_of(folder, **options), range(3))
+        finally:
+            LlamaForCausalLM.forward = forward
+    is_half = tolerance > 1e-3  # then the first steps of fp16 are skipped, until the loss scale fits
+    for now, then in zip(found, expected, strict=True):
+        assert now[: 1 if is_half else 3] == pytest.approx(then[: 1 if is_half else 3], rel=tolerance)
+
+
+@pytest.mark.ranks(2)
 def test_contexts_load_and_offload_what_the_configuration_says_and_change_no_number(tmp_path):
     folder = write_model(tmp_path / "model")
     with on_cpu():

@@ -150,6 +150,7 @@ def configuration(
     engine_config = FSDPEngineConfig(**settings)
     object.__setattr__(engine_config, "strategy", strategy)
     options = {"enable_gradient_checkpointing": False, "use_remove_padding": False} | (model or {})
+    options["fused_kernel_options"] = {"impl_backend": "torch"}
     options["override_config"] = {"attn_implementation": "eager"}
     steps = {"lr": 1e-2, "total_training_steps": 8, "lr_warmup_steps": 2, "clip_grad": 1.0} | (optimizer or {})
     return TrainingWorkerConfig(
