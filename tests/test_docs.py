@@ -72,6 +72,8 @@ def test_the_readme_example_runs(tmp_path):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests_run(name):
+    if name.startswith("fsdp2_strategy.compat.verl"):
+        pytest.importorskip("verl", reason="verl is not installed")
     module = importlib.import_module(name)
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -79,7 +81,7 @@ def test_doctests_run(name):
 
 def test_doctests_exist():
     finder = doctest.DocTestFinder()
-    assert sum(bool(t.examples) for name in MODULES for t in finder.find(importlib.import_module(name))) >= 2
+    assert sum(bool(t.examples) for name in MODULES if ".verl" not in name for t in finder.find(importlib.import_module(name))) >= 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

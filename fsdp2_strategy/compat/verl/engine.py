@@ -16,23 +16,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.compat.verl import checkpoints
-from fsdp2_strategy.compat.verl.names import (
-    BaseEngine,
-    EngineRegistry,
-    FSDPEngineWithLMHead,
-    apply_monkey_patch,
-    build_optimizer,
-    get_device_id,
-    get_device_name,
-    get_hf_auto_model_class,
-    postprocess_batch_func,
-    prepare_micro_batches,
-    replace_lora_wrapper,
-    tensordict_utils,
-)
-from fsdp2_strategy.compat.verl.settings import BACKEND, check_supported, param_dtype, strategy_config
-from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.compat.verl import checkpoints, settings
+from fsdp2_strategy.compat.verl import names as verl
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.model.gradients import clear_gradients
 from fsdp2_strategy.optim.accumulation import accumulation_of
@@ -41,8 +26,8 @@ from fsdp2_strategy.rollout.stream import stream_adapter, stream_weights
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
 
-@EngineRegistry.register(model_type="language_model", backend=BACKEND, device=["cuda", "cpu"])
-class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+@verl.EngineRegistry.register(model_type="language_model", backend=settings.BACKEND, device=["cuda", "cpu"])
+class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's engine of language models, on a `FSDPV2Strategy`; verl's registry constructs it on every rank.
 
     The arguments are verl's. All methods are collective, except for those that ask for ranks and sizes, and `to`.
@@ -51,15 +36,13 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         ConfigError: the configuration requests what this package lacks; the message names it.
     """
 
-    def __init__(
-        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **kwargs: Any
-    ) -> None:
-        check_supported(model_config, engine_config, optimizer_config, checkpoint_config)
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config, **kwargs)
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        settings.check_supported(model_config, engine_config, optimizer_config, checkpoint_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._autocast_dtype = torch.float32  # the strategy casts; verl must not do so again
         self._is_offload_param &= not engine_config.offload_policy
         self._is_offload_optimizer &= not engine_config.offload_policy
-        self.strategy = FSDPV2Strategy(config=strategy_config(model_config, engine_config, optimizer_config))
+        self.strategy = FSDPV2Strategy(config=settings.strategy_config(model_config, engine_config, optimizer_config))
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.mode: Literal["train", "eval"] | None = None
@@ -70,41 +53,38 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def initialize(self) -> None:
         """Build the model on the meta device, shard it, read each rank's weights, and build optimizer and schedule."""
+        self.strategy.set_seed(self.engine_config.seed)  # the same adapters on every rank
         with self.strategy.init_model_context(meta_init=True):
             module = self._build_module()
             if self._is_lora:
                 module = self._build_lora_module(module)
-        self.pass_packed_cu_seqlens = "cu_seqlens" in signature(module.forward).parameters
         self.module = self.strategy.prepare_model(module, is_training=not self.engine_config.forward_only)
         if not self.engine_config.forward_only:
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            self.optimizer = build_optimizer(trained, self.optimizer_config)
+            self.optimizer = verl.build_optimizer(trained, self.optimizer_config)
             split_groups(self.optimizer)
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
             self.strategy.prepare((module, self.optimizer, self.lr_scheduler))
         self.strategy.set_seed(self.engine_config.seed, per_rank=True)
-        self._offload(model=self._is_offload_param, optimizer=self._is_offload_optimizer)
+        self._move(away=True, model=self._is_offload_param, optimizer=self._is_offload_optimizer)
 
     def _build_module(self) -> Any:
         """Build the model with verl's changes of its forward; on the meta device, where no weights are read."""
         config, is_trained = self.model_config, not self.engine_config.forward_only
-        module = get_hf_auto_model_class(hf_config=config.hf_config).from_pretrained(
+        module = verl.get_hf_auto_model_class(hf_config=config.hf_config).from_pretrained(
             config.local_path,
             config=config.hf_config,
-            dtype=torch.float32 if is_trained else param_dtype(self.engine_config),
+            dtype=torch.float32 if is_trained else settings.param_dtype(self.engine_config),
             trust_remote_code=config.trust_remote_code,
         )
-        if getattr(module, "_verl_strip_modules", None):
-            raise ConfigError(
-                f"cannot use the engine {BACKEND!r}: verl removes parts of {type(module).__name__}, expected a model "
-                "that is trained as a whole. Use verl's own engine."
-            )
-        apply_monkey_patch(
+        settings.check_whole(module)
+        verl.apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,
             use_fused_kernels=config.use_fused_kernels,
             fused_kernels_backend=(config.fused_kernel_options or {}).get("impl_backend"),
         )
+        self.pass_packed_cu_seqlens = "cu_seqlens" in signature(module.forward).parameters
         return module
 
     # --- offloading --------------------------------------------------------------------------------------------------
@@ -124,7 +104,7 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         trains, moves = mode == "train", not disable_auto_offload
         is_done = False
         if moves:
-            self._reload(model=True, optimizer=trains)
+            self._move(away=False, model=True, optimizer=trains)
         self.mode = mode
         self.module.train(trains)
         try:
@@ -136,7 +116,7 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             if not trains:
                 reshard(self.module)
             if moves:
-                self._offload(model=self._is_offload_param, optimizer=trains and self._is_offload_optimizer)
+                self._move(away=True, model=self._is_offload_param, optimizer=trains and self._is_offload_optimizer)
             self.mode = None
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -144,21 +124,17 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
         If verl's device is the CPU, nothing is moved away, and what was offloaded is loaded again.
         """
-        BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
-        move = self._offload if device == "cpu" and get_device_name() != "cpu" else self._reload
-        move(model=model, optimizer=optimizer)
+        verl.BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
+        away = device == "cpu" and verl.get_device_name() != "cpu"
+        self._move(away=away, model=model, optimizer=optimizer)
 
-    def _offload(self, *, model: bool, optimizer: bool) -> None:
+    def _move(self, *, away: bool, model: bool, optimizer: bool) -> None:
+        """Offload or reload the model, the optimizer, or both."""
+        strategy = self.strategy
         if model:
-            self.strategy.offload_model(self.module)
+            (strategy.offload_model if away else strategy.reload_model)(self.module)
         if optimizer:
-            self.strategy.maybe_offload_optimizer(self.optimizer)
-
-    def _reload(self, *, model: bool, optimizer: bool) -> None:
-        if model:
-            self.strategy.reload_model(self.module)
-        if optimizer:
-            self.strategy.maybe_load_optimizer(self.optimizer)
+            (strategy.maybe_offload_optimizer if away else strategy.maybe_load_optimizer)(self.optimizer)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -169,12 +145,14 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             A dict of verl's: the outputs of the model in the order of the batch, and losses and metrics by micro-batch.
         """
         group = self.get_data_parallel_group()
-        tokens = data["loss_mask"].sum().to(get_device_id())
+        tokens = data["loss_mask"].sum().to(verl.get_device_id())
         dist.all_reduce(tokens, group=group)
         facts = {"sp_size": 1, "dp_size": self.get_data_parallel_size(), "batch_num_tokens": tokens.item()}
-        tensordict_utils.assign_non_tensor(data, **facts)
-        micro_batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
-        keeps = forward_only or tensordict_utils.get_non_tensor_data(data, key="return_model_output", default=False)
+        verl.tensordict_utils.assign_non_tensor(data, **facts)  # verl's losses divide by these
+        micro_batches, indices = verl.prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
+        keeps = forward_only or verl.tensordict_utils.get_non_tensor_data(
+            data, key="return_model_output", default=False
+        )
         outputs = []
         with torch.no_grad() if forward_only else self.strategy.accumulate(len(micro_batches)):
             for micro_batch in micro_batches:
@@ -182,7 +160,7 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 if not forward_only:
                     self.strategy.backward(loss, self.module)
                 outputs.append(output if keeps else {k: v for k, v in output.items() if k != "model_output"})
-        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        return verl.postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients, and forget the micro-batches that computed them."""
@@ -204,14 +182,14 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         configuration is None. Otherwise ``base_sync_done`` yields the adapter under peft's names; without it, the base
         model's weights under vLLM's names. ``layered_summon`` has no effect: the model is never gathered as a whole.
         """
-        dtype = param_dtype(self.engine_config)
+        dtype = settings.param_dtype(self.engine_config)
         config = getattr(self.module, "peft_config", {}).get("default")
         if config is None or self.model_config.lora.get("merge", False):
             return stream_weights(self.module, dtype=dtype), None
         if base_sync_done:
             return stream_adapter(self.module), config.to_dict()
         base = stream_weights(self.module, dtype=dtype, merge_adapters=False)
-        return ((replace_lora_wrapper(name, config), tensor) for name, tensor in base), config.to_dict()
+        return ((verl.replace_lora_wrapper(name, config), tensor) for name, tensor in base), config.to_dict()
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
         """Raise: a stream yields full tensors only.
@@ -219,10 +197,7 @@ class StrategyEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            "cannot export shards: get_per_tensor_param_shard is not supported, expected a checkpoint engine that "
-            "reads full tensors. Set rollout.checkpoint_engine.backend to one other than delta_sharded."
-        )
+        raise settings.no_shards()
 
     get_per_tensor_param_delta_shard = get_per_tensor_param_shard
 

@@ -103,3 +103,24 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
             f"cannot save checkpoints: save_contents is {sorted(saved)} and load_contents is {sorted(loaded)}, "
             f"expected some of {', '.join(sorted(CONTENTS))}, with model in save_contents."
         )
+
+
+def check_whole(module: Any) -> None:
+    """Raise if verl removes modules of a model before it trains it; not collective.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if getattr(module, "_verl_strip_modules", None):
+        raise ConfigError(
+            f"cannot use the engine {BACKEND!r}: verl removes modules of {type(module).__name__}, expected a model "
+            "that is trained as a whole. Use verl's own engine."
+        )
+
+
+def no_shards() -> ConfigError:
+    """Return the error for a request of shards instead of full tensors."""
+    return ConfigError(
+        "cannot export shards: get_per_tensor_param_shard is not supported, expected a checkpoint engine that reads "
+        "full tensors. Set rollout.checkpoint_engine.backend to one other than delta_sharded."
+    )
