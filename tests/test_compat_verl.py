@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -602,3 +603,14 @@ def test_the_engine_is_registered_for_both_devices_and_has_its_own_configuration
     assert EngineConfig().strategy == BACKEND
     with pytest.raises(ConfigError, match="expected 'fsdp2_strategy'"):
         EngineConfig(strategy="fsdp2")
+
+
+def test_the_page_lists_the_versions_the_stubs_and_what_serves_each_method():
+    page = PAGE.read_text()
+    for package in ("verl", "tensordict", "ray"):
+        assert f"| {package} | {version(package)} |" in page, "run the tests with this version, and add the row"
+    for name, text in verl_cpu.STUBS.items():
+        assert f"| {name} | {text} |" in page, f"add the row of {name}"
+    served = set(re.findall(r"`(\w+)[(`]", page)) | {"get_data_parallel_size", "get_data_parallel_group"}
+    methods = {name for name in vars(BaseEngine) if not name.startswith("_")} - {"delta_pin_snapshots"}
+    assert methods <= served, methods - served

@@ -10,21 +10,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp2_strategy.checkpoint import save_checkpoint, wait_for_save
 from fsdp2_strategy.distributed.process_group import is_rank_0
 from fsdp2_strategy.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from fsdp2_strategy.compat.verl.engine import StrategyEngine
 
-
-def save(engine: StrategyEngine, path: Path, *, step: int, max_num: int | None) -> None:
+def save(engine: Any, path: Path, *, step: int, max_num: int | None) -> None:
     """Save a checkpoint in exactly this path, then delete older ones of this engine; collective.
 
     Args:
-        engine: the engine.
+        engine: the `StrategyEngine`.
         path: the directory of the checkpoint.
         step: verl's number of the step, which a load does not need.
         max_num: maximum number of checkpoints that this engine keeps; None or 0 for no limit.
@@ -69,7 +66,7 @@ def save(engine: StrategyEngine, path: Path, *, step: int, max_num: int | None) 
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load(engine: StrategyEngine, path: Path) -> None:
+def load(engine: Any, path: Path) -> None:
     """Load the selected contents of a checkpoint, saved on any number of ranks; collective.
 
     Raises:

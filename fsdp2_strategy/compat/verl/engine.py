@@ -66,7 +66,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
             self.strategy.prepare((module, self.optimizer, self.lr_scheduler))
         self.strategy.set_seed(self.engine_config.seed, per_rank=True)
-        self._move(away=True, model=self._is_offload_param, optimizer=self._is_offload_optimizer)
+        self._move(offloads=True, model=self._is_offload_param, optimizer=self._is_offload_optimizer)
 
     def _build_module(self) -> Any:
         """Build the model with verl's changes of its forward; on the meta device, where no weights are read."""
@@ -77,7 +77,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
             dtype=torch.float32 if is_trained else settings.param_dtype(self.engine_config),
             trust_remote_code=config.trust_remote_code,
         )
-        settings.check_whole(module)
+        settings.check_full_model(module)
         verl.apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,
@@ -104,7 +104,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
         trains, moves = mode == "train", not disable_auto_offload
         is_done = False
         if moves:
-            self._move(away=False, model=True, optimizer=trains)
+            self._move(offloads=False, model=True, optimizer=trains)
         self.mode = mode
         self.module.train(trains)
         try:
@@ -116,25 +116,25 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
             if not trains:
                 reshard(self.module)
             if moves:
-                self._move(away=True, model=self._is_offload_param, optimizer=trains and self._is_offload_optimizer)
+                self._move(offloads=True, model=self._is_offload_param, optimizer=trains and self._is_offload_optimizer)
             self.mode = None
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the model with its gradients, and the optimizer, to "cpu" or to verl's device.
 
-        If verl's device is the CPU, nothing is moved away, and what was offloaded is loaded again.
+        If verl's device is the CPU, nothing is offloaded, and what was offloaded is loaded again.
         """
         verl.BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
-        away = device == "cpu" and verl.get_device_name() != "cpu"
-        self._move(away=away, model=model, optimizer=optimizer)
+        offloads = device == "cpu" and verl.get_device_name() != "cpu"
+        self._move(offloads=offloads, model=model, optimizer=optimizer)
 
-    def _move(self, *, away: bool, model: bool, optimizer: bool) -> None:
+    def _move(self, *, offloads: bool, model: bool, optimizer: bool) -> None:
         """Offload or reload the model, the optimizer, or both."""
         strategy = self.strategy
         if model:
-            (strategy.offload_model if away else strategy.reload_model)(self.module)
+            (strategy.offload_model if offloads else strategy.reload_model)(self.module)
         if optimizer:
-            (strategy.maybe_offload_optimizer if away else strategy.maybe_load_optimizer)(self.optimizer)
+            (strategy.maybe_offload_optimizer if offloads else strategy.maybe_load_optimizer)(self.optimizer)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

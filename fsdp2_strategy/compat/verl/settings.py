@@ -105,7 +105,7 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
         )
 
 
-def check_whole(module: Any) -> None:
+def check_full_model(module: Any) -> None:
     """Raise if verl removes modules of a model before it trains it; not collective.
 
     Raises:
