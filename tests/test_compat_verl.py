@@ -297,6 +297,30 @@ def test_adapters_are_trained_and_streamed_apart_from_the_base(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_training_goes_on_from_the_adapters_of_a_folder(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        worker = worker_of(folder, model=LORA)
+        train(worker, range(2))
+        worker.engine.strategy.save_model(worker.engine.module, None, tmp_path / "adapters", merge_adapters=False)
+        expected = worker.infer_batch(batch(9))["log_probs"].values()
+        again = worker_of(folder, model=LORA | {"lora_adapter_path": str(tmp_path / "adapters")})
+        torch.testing.assert_close(again.infer_batch(batch(9))["log_probs"].values(), expected)
+        trained = [name for name, p in again.engine.module.named_parameters() if p.requires_grad]
+        assert len(trained) == 12 and len(train(again, [2])) == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_reset_builds_the_same_model_anew(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with on_cpu():
+        worker = worker_of(folder, model=LORA)
+        expected = train(worker, range(2))
+        worker.reset()
+        assert train(worker, range(2)) == expected
+
+
+@pytest.mark.ranks(2)
 def test_streams_of_adapters_have_the_names_of_verls_own_engine(tmp_path):
     folder = write_model(tmp_path / "model")
     found = {}
