@@ -312,12 +312,12 @@ def test_training_goes_on_from_the_adapters_of_a_folder(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_reset_builds_the_same_model_anew(tmp_path):
-    folder = write_model(tmp_path / "model")
+    folder = write_model(tmp_path / "model", attention_dropout=0.1)  # the random state advances
     with on_cpu():
         worker = worker_of(folder, model=LORA)
-        expected = train(worker, range(2))
+        expected = train(worker, range(4))
         worker.reset()
-        assert train(worker, range(2)) == expected
+        assert train(worker, range(4)) == expected
 
 
 @pytest.mark.ranks(2)
