@@ -583,6 +583,9 @@ def arguments(function):
 def test_the_names_of_verl_that_the_engine_relies_on_are_those_of_the_installed_version():
     for name, expected in {**names.CALLED, **names.OVERRIDDEN}.items():
         assert arguments(getattr(FSDPEngineWithLMHead, name)) == expected, name
+    for method, attributes in names.ATTRIBUTES.items():
+        code = getattr(FSDPEngineWithLMHead, method).__code__
+        assert set(attributes) <= {*code.co_names, *map(str, code.co_consts)}, method
     own = {name for name in vars(StrategyEngine) if not name.startswith("__") and hasattr(FSDPEngineWithLMHead, name)}
     assert own == set(names.OVERRIDDEN)
     assert arguments(names.prepare_micro_batches)[:2] == ("data", "dp_group")

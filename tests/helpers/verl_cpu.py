@@ -38,8 +38,8 @@ VOCABULARY = 64
 STUBS = {
     "pinned memory": "pages are pinned for a GPU only; verl's own engine of the reference model pins none",
     "rollout": "vLLM and SGLang need a GPU; the worker's rollout is a `RecordingRollout`, which keeps what it is sent",
-    "platform `cpu`": "verl knows the platforms nvidia, amd and huawei only; the tests use one for the CPU, a subclass of "
-    "verl's `PlatformBase`",
+    "platform `cpu`": "verl knows the platforms nvidia, amd and huawei only; the tests use one for the CPU, a subclass "
+    "of verl's `PlatformBase`",
 }
 """What the tests put in place of something that is not there, and why."""
 

@@ -1,7 +1,7 @@
 """Name everything of verl that this package uses: what it imports, and the methods that it calls and overrides.
 
 Input: the installed version of verl. Output: its names, for the other modules of this package. A contract test compares
-`CALLED` and `OVERRIDDEN` with the installed version.
+`CALLED`, `OVERRIDDEN` and `ATTRIBUTES` with the installed version.
 """
 
 from __future__ import annotations
@@ -57,7 +57,23 @@ INHERITED = (
 )
 """Methods and properties of `FSDPEngineWithLMHead` that verl calls on `StrategyEngine`, and that stay verl's."""
 
+ATTRIBUTES = {
+    "__init__": (
+        "_autocast_dtype",
+        "_is_lora",
+        "_is_offload_optimizer",
+        "_is_offload_param",
+        "mode",
+        "use_remove_padding",
+    ),
+    "_build_module": ("_verl_strip_modules",),
+    "_build_model_optimizer": ("lr_scheduler", "module", "optimizer", "pass_packed_cu_seqlens"),
+}
+"""Attributes of `FSDPEngineWithLMHead` that `StrategyEngine` reads or sets, by the method of verl's that contains them;
+``_verl_strip_modules`` is an attribute of a model."""
+
 __all__ = [
+    "ATTRIBUTES",
     "CALLED",
     "INHERITED",
     "OVERRIDDEN",
