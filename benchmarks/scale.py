@@ -86,7 +86,7 @@ def check_plan(groups: list, tensors: dict[str, torch.Tensor]) -> None:
 
 def commit(ranks: int, manifest: bytes, save_dir: Path) -> tuple[float, int]:
     """Commit on rank 0 with the files of all ranks; return seconds, and the bytes of the checkpoint manifest."""
-    partial = CheckpointPaths.of(directory.partial_path(save_dir, "tag"), lerobot=False)
+    partial = CheckpointPaths.of(directory.partial_path(save_dir, "tag"), "own")
     for folder in (partial.model, *partial.per_rank_folders):
         folder.mkdir(parents=True)
     (partial.model / "model.safetensors").write_bytes(b"0")
@@ -109,7 +109,7 @@ def measure(ranks: int, count: int, rounds: int, folder: Path) -> dict:
     blocks: dict[Path, list[Block]] = {}
     for group in groups:
         blocks.setdefault(group[0].path, []).append(Block(group[0].offset, group[-1].end, "0" * 16))
-    paths = CheckpointPaths.of(folder, lerobot=False)
+    paths = CheckpointPaths.of(folder, "own")
     (folder / CHECKSUMS).mkdir(exist_ok=True)
     directory.write_checksums(paths, 0, blocks)
     manifest = paths.rank_file(CHECKSUMS, 0).read_bytes()

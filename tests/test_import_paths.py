@@ -19,7 +19,10 @@ from fsdp2_strategy.import_paths import MOVED
 
 ROOT = Path(__file__).parent.parent
 NEEDS_AN_EXTRA = {"fsdp2_strategy.lerobot", "fsdp2_strategy.lerobot.generate"}
-OF_ANOTHER_SYSTEM = {"fsdp2_strategy.compat.lightrft"}  # the names are those of that system
+OF_ANOTHER_SYSTEM = {  # the names are those of that system
+    "fsdp2_strategy.compat.lightrft",
+    "fsdp2_strategy.compat.transformers",
+}
 IMPORT = re.compile(r"from (fsdp2_strategy[\w.]*) import (\([^)]*\)|[^\n]+)")
 
 
@@ -51,7 +54,8 @@ def test_what_docs_and_examples_import_is_importable_from_the_root():
     imports = documented()
     assert len(imports) > 25
     for module, name in imports:
-        value = getattr(importlib.import_module(module), name)
+        package = importlib.import_module(module)
+        value = getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{module}.{name}")
         if module not in NEEDS_AN_EXTRA | OF_ANOTHER_SYSTEM and not inspect.ismodule(value):
             assert getattr(fsdp2_strategy, name, None) is value, f"{name} of {module}"
 

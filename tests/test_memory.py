@@ -61,6 +61,7 @@ def test_a_trip_changes_no_number_of_a_run(shard_size):
 
 @pytest.mark.ranks(2)
 def test_what_is_away_holds_no_memory_on_the_device_and_is_never_garbage():
+    gc.collect()  # models of other tests that are still away
     strategy = strategy_for()
     model, optimizer, scheduler = prepared(strategy)
     train(strategy, model, optimizer, scheduler, range(2))

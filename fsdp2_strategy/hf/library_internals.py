@@ -1,4 +1,4 @@
-"""Define functions and constants for the private names of transformers and peft that this package uses.
+"""Define functions and constants for the private names of transformers, peft and TRL that this package uses.
 
 Input: models and modules of these libraries. Output: values of private attributes, or changes to them. No other file
 of the package uses such a name (tests/test_internals.py checks it).
@@ -7,7 +7,7 @@ of the package uses such a name (tests/test_internals.py checks it).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
@@ -107,6 +107,11 @@ def unregister_recorded_outputs(cls: type[nn.Module]) -> None:
             if not _users[str(cls)]:
                 del _users[str(cls)]
                 _registry().pop(str(cls), None)
+
+
+def set_weights_of_engine(engine: Any, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+    """Make an engine of TRL (``VLLMGeneration``) read the weights that it synchronises from an iterator."""
+    engine._iter_named_params = weights
 
 
 def _registry() -> dict[str, Any]:

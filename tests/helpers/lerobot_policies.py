@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import diffusers
 import tokenizers
 import torch
 import transformers
@@ -425,6 +424,8 @@ def tiny_evo1(module: Any) -> Iterator[None]:
 
 def tiny_wan_vae(*_args: Any, **_more: Any) -> nn.Module:
     """Return the same VAE each time, as policies do not save it."""
+    import diffusers
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return diffusers.AutoencoderKLWan(

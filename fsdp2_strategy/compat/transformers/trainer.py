@@ -22,6 +22,7 @@ from fsdp2_strategy.compat.transformers.accelerator import ShardingAccelerator, 
 from fsdp2_strategy.compat.transformers.checkpoints import check_resumable, check_same_samples, save_checkpoint
 from fsdp2_strategy.compat.transformers.settings import Settings, check_supported, strategy_config
 from fsdp2_strategy.errors import ConfigError
+from fsdp2_strategy.hf.library_internals import set_weights_of_engine
 from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.rollout.stream import stream_weights
@@ -88,7 +89,7 @@ class FSDP2Trainer(Trainer):
         TRL would pass the shards of this model. It calls the replaced method in each ``sync_weights``, on every rank.
         """
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        engine._iter_named_params = partial(stream_weights, self.model, dtype=dtype)
+        set_weights_of_engine(engine, partial(stream_weights, self.model, dtype=dtype))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of a step, and tell the strategy how many they are; collective."""

@@ -17,6 +17,9 @@ from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+STRIPPED_MODULES = "_verl_strip_modules"
+"""Attribute of a model: the modules that verl removes from it before it trains it."""
+
 CALLED = {
     "_build_lora_module": ("self", "module"),
     "_build_lr_scheduler": ("self", "optimizer"),
@@ -77,6 +80,7 @@ __all__ = [
     "CALLED",
     "INHERITED",
     "OVERRIDDEN",
+    "STRIPPED_MODULES",
     "BaseEngine",
     "EngineRegistry",
     "FSDPEngineConfig",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp2_strategy.compat.verl.names import FSDPEngineConfig, PrecisionType
+from fsdp2_strategy.compat.verl.names import STRIPPED_MODULES, FSDPEngineConfig, PrecisionType
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError
 
@@ -111,7 +111,7 @@ def check_full_model(module: Any) -> None:
     Raises:
         ConfigError: on every rank.
     """
-    if getattr(module, "_verl_strip_modules", None):
+    if getattr(module, STRIPPED_MODULES, None):
         raise ConfigError(
             f"cannot use the engine {BACKEND!r}: verl removes modules of {type(module).__name__}, expected a model "
             "that is trained as a whole. Use verl's own engine."
