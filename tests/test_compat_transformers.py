@@ -45,9 +45,9 @@ def run(kind, wrap, folder, output, *, resume=None, variables=None, **arguments)
 @pytest.mark.parametrize("kind", some(KINDS, ["plain", "sft", "grpo"]))
 def test_a_trainer_computes_what_it_computes_without_sharding(tmp_path, kind, lora):
     model = write_model(tmp_path / "model")
-    expected = run(kind, published, model, tmp_path / "ddp", lora=lora)
-    ours = run(kind, with_fsdp2, model, tmp_path / "ours", lora=lora)
-    assert len(logged(ours)) == 6
+    expected = run(kind, published, model, tmp_path / "ddp", lora=lora, max_steps=10)
+    ours = run(kind, with_fsdp2, model, tmp_path / "ours", lora=lora, max_steps=10)
+    assert len(logged(ours)) == 10
     for now, then in zip(logged(ours), logged(expected), strict=True):
         assert now == pytest.approx(then, rel=1e-5, abs=1e-6)
     weights = dict(ours.accelerator.unwrap_model(ours.model).named_parameters())
@@ -63,15 +63,16 @@ ACCELERATE |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHAR
 
 @pytest.mark.full
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_computes_what_it_computes_with_accelerates_fsdp2(tmp_path, kind):
+def test_a_trainer_computes_what_it_computes_with_accelerates_fsdp2(tmp_path, kind, lora):
     model = write_model(tmp_path / "model")
     with launched(**ACCELERATE):
         with fsdp2_on_cpu():
-            theirs = trainer_of(kind, published, model, tmp_path / "theirs")
+            theirs = trainer_of(kind, published, model, tmp_path / "theirs", lora=lora, max_steps=10)
         assert theirs.is_fsdp_enabled
         theirs.train()
-    ours = run(kind, with_fsdp2, model, tmp_path / "ours")
+    ours = run(kind, with_fsdp2, model, tmp_path / "ours", lora=lora, max_steps=10)
     for now, then in zip(logged(ours), logged(theirs), strict=True):
         assert now == pytest.approx(then, rel=1e-5, abs=1e-6)
 
