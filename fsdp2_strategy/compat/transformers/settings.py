@@ -5,12 +5,12 @@ Input: ``TrainingArguments``, and the options of `with_fsdp2`. Output: a configu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from fsdp2_strategy.config.strategy_config import StrategyConfig
 from fsdp2_strategy.errors import ConfigError, did_you_mean
@@ -102,8 +102,8 @@ def check_supported(args: Any, *, chooses_optimizer: bool) -> None:
         "fp16_full_eval": bool(args.fp16_full_eval),
         "bf16_full_eval": bool(args.bf16_full_eval),
         "save_on_each_node": bool(args.save_on_each_node),
-        "ACCELERATE_USE_FSDP (set by accelerate launch)": _is_set("ACCELERATE_USE_FSDP"),
-        "ACCELERATE_USE_DEEPSPEED (set by accelerate launch)": _is_set("ACCELERATE_USE_DEEPSPEED"),
+        "ACCELERATE_USE_FSDP (set by accelerate launch)": parse_flag_from_env("ACCELERATE_USE_FSDP"),
+        "ACCELERATE_USE_DEEPSPEED (set by accelerate launch)": parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
     }
     if conflicts := [name for name, is_requested in requested.items() if is_requested]:
         raise ConfigError(
@@ -122,7 +122,3 @@ def check_supported(args: Any, *, chooses_optimizer: bool) -> None:
             "do not work on sharded parameters, or were not tried. Pass one of these, or an optimizer of your own as "
             "optimizers."
         )
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("1", "true", "yes")

@@ -47,6 +47,11 @@ class FSDP2Trainer(Trainer):
     strategy: TrainerStrategy
     """Shards the model and steps the optimizer; of no use before ``__init__`` has ended."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("optimizers") or (None, None)
+        self._chooses_optimizer = given[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None
+        super().__init__(*args, **kwargs)
+
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and the strategy that it uses; collective if there is no process group yet."""
         check_supported(self.args, chooses_optimizer=self._chooses_optimizer)
@@ -55,13 +60,6 @@ class FSDP2Trainer(Trainer):
         self.strategy = TrainerStrategy(config=strategy_config(self.args, self.fsdp2_settings))
         self.accelerator.attach(self.strategy, lambda: self.model)
         self._resumed_rng: bytes | None = None
-
-    _chooses_optimizer = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = kwargs.get("optimizers") or (None, None)
-        self._chooses_optimizer = given[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None
-        super().__init__(*args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Leave the full model where it is: each rank moves only its shards to its device."""
@@ -183,7 +181,7 @@ def with_fsdp2(trainer_class: type[TrainerT], /, **options: Any) -> type[Trainer
             ``save_dtype``: dtype of the weights that ``save_model`` writes; by default fp32 for trained weights.
 
     Raises:
-        ConfigError: the class is no ``Trainer``, or an option is unknown.
+        ConfigError: the class is not a subclass of ``Trainer``, or an option is unknown.
 
     Example::
 
