@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models import build
+from helpers.worlds import some
 
 from fsdp2_strategy import (
     CheckpointError,
@@ -74,6 +75,7 @@ strategy.save_ckpt(model, sys.argv[1], async_save=True)
 """
 
 
+@pytest.mark.full
 def test_a_program_that_never_closes_ends_cleanly_after_its_save(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(WITHOUT_CLOSE)
@@ -111,7 +113,7 @@ with FSDPV2Strategy(bf16=False) as strategy:
 """
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "corrupt"])
+@pytest.mark.parametrize("what", some(["tokenizer", "corrupt"], ()))
 def test_each_rank_prints_one_traceback_which_ends_where_its_error_was_raised(what, tmp_path):
     script = tmp_path / "fail.py"
     script.write_text(FAILING)

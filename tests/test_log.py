@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.worlds import some_rows
 
 from fsdp2_strategy import StrategyConfig
 from fsdp2_strategy.distributed import progress
@@ -29,16 +30,16 @@ def run(before="", arguments=""):
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("before", "arguments", "shows"),
-    [
-        ("", "", True),
-        ("", ", log_level='WARNING'", False),
-        ("logging.getLogger('fsdp2_strategy').setLevel(logging.WARNING)", "", False),
-        ("logging.basicConfig(level=logging.WARNING)", "", False),
-        ("logging.basicConfig(level=logging.INFO)", "", True),
-    ],
-)
+LEVELS = [
+    ("", "", True),
+    ("", ", log_level='WARNING'", False),
+    ("logging.getLogger('fsdp2_strategy').setLevel(logging.WARNING)", "", False),
+    ("logging.basicConfig(level=logging.WARNING)", "", False),
+    ("logging.basicConfig(level=logging.INFO)", "", True),
+]
+
+
+@pytest.mark.parametrize(("before", "arguments", "shows"), some_rows(LEVELS, []))
 def test_the_level_is_what_the_program_says(before, arguments, shows):
     out, err = run(before, arguments)
     assert out == "reward 0.5\n"

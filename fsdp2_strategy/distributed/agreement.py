@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.lost_ranks import is_lost_rank
+from fsdp2_strategy.distributed.lost_ranks import add_note_outside_calls, is_lost_rank
 from fsdp2_strategy.distributed.process_group import control_device, group_in_use, is_rank_0, world_size
 from fsdp2_strategy.errors import FSDP2StrategyError, StepError
 
@@ -50,8 +50,9 @@ def all_or_none(action: str, error: type[FSDP2StrategyError]) -> Iterator[None]:
         cause = failure
     try:
         has_failed = any_rank(cause is not None)
-    except RuntimeError:
+    except RuntimeError as lost:
         if cause is None:
+            add_note_outside_calls(lost, f"the call to {action}")
             raise
         raise cause from None  # the other ranks cannot hear of it, because they are lost
     if not has_failed:

@@ -5,7 +5,7 @@ below the error's message: the call that failed, and what the other ranks did in
 
 A rank whose collective fails writes a report to the store of the process group: the name of the call. A rank that ends
 reports that it ends, and its error. The failing ranks then read the reports of the others. This needs no collective,
-which would fail again.
+which would fail again. A rank that ends with an error also closes its connections, so that the others notice it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ import time
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
-from fsdp2_strategy.distributed.torch_internals import default_store
+from fsdp2_strategy.distributed.torch_internals import default_store, process_groups
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WAIT_SECONDS = 1.0
+_IMMEDIATELY = timedelta(milliseconds=1)
+_UNUSED_TAG = 0x66736470
 _OF_BACKEND = re.compile(r"[Gg]loo|NCCL")
 # The outermost call of this package that is running and that every rank must make.
 _call: ContextVar[str | None] = ContextVar("call", default=None)
@@ -56,8 +60,8 @@ def collective(function: F) -> F:
 def after_forward(name: str, *_: object) -> None:
     """Add a note to an error that ends the forward pass of the model ``name``: a hook that torch always calls."""
     error = sys.exc_info()[1]
-    if isinstance(error, RuntimeError) and _call.get() is None:
-        add_note(error, f"the forward pass of {name}")
+    if isinstance(error, RuntimeError):
+        add_note_outside_calls(error, f"the forward pass of {name}")
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -73,13 +77,38 @@ def add_note(error: BaseException, call: str) -> None:
             error.add_note(_note(error, call))
 
 
+def add_note_outside_calls(error: BaseException, call: str) -> None:
+    """Call `add_note`, unless a call that `collective` decorates is running, which adds the note under its own name."""
+    if _call.get() is None:
+        add_note(error, call)
+
+
+def disconnect() -> None:
+    """Close the connections of gloo to all other ranks, so that ranks that wait for this one raise an error at once.
+
+    Not collective. Call it before the process groups are destroyed because of an error. Destroying a group does not
+    close its connections before nothing refers to the group any more, and the traceback of an error refers to models
+    and their groups. The end of the process closes them, but a process may survive, such as an actor of Ray. gloo has
+    no call for this, but closes the connections of a group when a receive of this group times out.
+    """
+    for group in process_groups():
+        if dist.get_world_size(group) > 1 and re.search(r"cpu:gloo|^gloo$", dist.get_backend_config(group)):
+            for other in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
+                # If the connection to this rank is lost, this fails at once and closes no other connection.
+                with contextlib.suppress(RuntimeError, ValueError):
+                    received = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_UNUSED_TAG)
+                    received.wait(_IMMEDIATELY)  # type: ignore[union-attr]
+
+
 def report_end() -> None:
     """Write to the store that this rank ends, and the error that ends it, if there is one; not collective."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the second: at the exit of Python
     if error is not None and is_lost_rank(error):
         return  # this rank has reported the call
     with contextlib.suppress(Exception):  # the store may be lost already
-        text = f"ended with {type(error).__name__}: {str(error)[:500]}" if error else "ended without this call"
+        text = (
+            f"ended with {type(error).__name__}: {str(error)[:500].rstrip('.')}" if error else "ended without this call"
+        )
         default_store().set(_key(dist.get_rank()), text)
 
 

@@ -1,6 +1,7 @@
 """Start the process group or use an existing one; return its ranks, and the devices of tensors and messages.
 
-Input: the variables that torchrun sets, or an existing process group. Output: the group that collectives use.
+Input: the variables that torchrun sets, a `Rendezvous`, or an existing process group. Output: the group that
+collectives use.
 
 [Note: group in use] Some ranks of the default group may not train: they may serve an inference engine, for example. So
 no collective of this package uses the default group directly. A thread uses the group that `on_group` sets, else the
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp2_strategy.distributed.rendezvous import fresh_store
+from fsdp2_strategy.distributed.tcp_rendezvous import LocalRank, Rendezvous, meet
 from fsdp2_strategy.distributed.torch_internals import new_named_group, timeout_of
 from fsdp2_strategy.errors import MeshError
 
@@ -33,36 +36,58 @@ _group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 _partial_trainers: list[TrainingRanks] = []
 # One for each open strategy that trains on all ranks; `close` or garbage collection removes it.
 _full_trainers: WeakSet[TrainingRanks] = WeakSet()
+# How many successive ranks of each open strategy get the same batch, the last strategy first.
+_batch_sharers: list[tuple[weakref.ref[TrainingRanks], int]] = []
 # For each default group: how many groups `group_among` has made of the same ranks.
 _group_counts: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+# The rendezvous at which a default group was started, and what this rank knows of its host.
+_joined: WeakKeyDictionary[Any, tuple[Rendezvous, LocalRank]] = WeakKeyDictionary()
 
 
-def start_process_group(timeout_minutes: float) -> bool:
+def start_process_group(timeout_minutes: float, at: Rendezvous | None = None) -> bool:
     """Start the default process group if there is none; collective if it starts one.
 
-    Under torchrun, rank and world size are read from environment variables; otherwise this process is the only rank.
-    With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
+    Without a rendezvous, rank and world size are read from torchrun's environment variables; if they are not set, this
+    process is the only rank. With CUDA, the group has a CPU backend as well (``cpu:gloo,cuda:nccl``).
+
+    Args:
+        timeout_minutes: time to wait for all ranks, and the time-out of collectives.
+        at: where and as which rank to join the group; torchrun's variables are then not read.
 
     Returns:
         Whether this call started the group; if so, the caller must destroy it.
 
     Raises:
-        MeshError: some of torchrun's variables are set and others are not, or not all ranks start in time.
+        MeshError: some of torchrun's variables are set and others are not, or not all ranks start in time. With a
+            rendezvous, see `meet`; or there is a process group that was not started at this rendezvous.
     """
     if dist.is_initialized():
+        if at is not None and _joined.get(dist.group.WORLD, (None, None))[0] != at:
+            raise MeshError(
+                f"cannot start the process group as rank {at.rank} of {at.world_size} at {at.address}: this process is "
+                f"already rank {dist.get_rank()} of a group of {dist.get_world_size()} that was not started there, "
+                "expected no group. Close the strategy or destroy the group first, or leave rendezvous out to use it."
+            )
         return False
     _started.set()
     cuda = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    if at is not None:
+        store, local = meet(at, timeout)
+        if local.device is not None:
+            torch.cuda.set_device(local.device)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=at.rank, world_size=at.world_size)
+        _joined[dist.group.WORLD] = at, local
+        return True
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(minutes=timeout_minutes)
     if dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
             raise MeshError(
                 f"cannot start the process group: {', '.join(missing)} not set, expected the variables of torchrun. "
-                "Start with torchrun, or unset WORLD_SIZE to run one rank."
+                "Start with torchrun, unset WORLD_SIZE to run one rank, or pass rendezvous."
             )
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store = fresh_store(store, rank, world_size, timeout)
@@ -117,12 +142,15 @@ class TrainingRanks:
 
     Args:
         group: the ranks that train; None for all ranks of the default group.
+        sequence_size: number of successive ranks that share sequences.
+        tensor_size: number of successive ranks that share layers; one of the two sizes is 1.
 
     Raises:
-        MeshError: this rank is not in the group, or an open strategy of this process trains on other ranks.
+        MeshError: this rank is not in the group, an open strategy of this process trains on other ranks, or a size does
+            not divide the number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, sequence_size: int = 1, tensor_size: int = 1) -> None:
         default = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
             raise MeshError(
@@ -138,6 +166,14 @@ class TrainingRanks:
                     f"{ranks_of(other.group)}, expected the same ranks. Close that strategy first."
                 )
         self.count = len(ranks)
+        self.ranks_per_batch = sequence_size * tensor_size
+        for name, size in (("sequence_parallel_size", sequence_size), ("tensor_parallel_size", tensor_size)):
+            if self.count % size:
+                divisors = [n for n in range(1, self.count + 1) if self.count % n == 0]
+                raise MeshError(
+                    f"cannot train: {name} is {size}, expected a divisor of the number of ranks {self.count}. Use one "
+                    f"of {divisors}."
+                )
         self.default_group: Any = default
         self.group: dist.ProcessGroup | None = group if self.count < dist.get_world_size() else None
         if self.group is not None and _trains_on_all(default):
@@ -150,6 +186,7 @@ class TrainingRanks:
 
     def begin(self) -> None:
         """Make the group of these ranks the group in use; not collective."""
+        _batch_sharers[:] = [(weakref.ref(self), self.ranks_per_batch), *_batch_sharers]
         if self.group is not None:
             _partial_trainers.append(self)
         else:
@@ -157,6 +194,7 @@ class TrainingRanks:
 
     def close(self) -> None:
         """Stop using this group; not collective. Repeated calls have no effect."""
+        _batch_sharers[:] = [entry for entry in _batch_sharers if entry[0]() not in (None, self)]
         if self in _partial_trainers:
             _partial_trainers.remove(self)
         _full_trainers.discard(self)
@@ -179,6 +217,42 @@ def rank() -> int:
 def world_size() -> int:
     """Return the size of the group in use; 1 if there is no process group."""
     return dist.get_world_size(group_in_use()) if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """Return this process's number on its host: that of torchrun or of the rendezvous; 0 without them."""
+    local = _local()
+    return int(os.environ.get("LOCAL_RANK", "0")) if local is None else local.rank
+
+
+def local_world_size(default: int) -> int:
+    """Return the number of ranks on this host, by torchrun or the rendezvous; ``default`` without them."""
+    local = _local()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default)) if local is None else local.count
+
+
+def _local() -> LocalRank | None:
+    return _joined.get(dist.group.WORLD, (None, None))[1] if dist.is_initialized() else None
+
+
+def sequence_size() -> int:
+    """Return how many successive ranks get the same batch, by the open strategy that was constructed last; else 1.
+
+    These are the ranks that share sequences, or that share layers.
+    """
+    default = dist.group.WORLD
+    open_now = ((trainers(), size) for trainers, size in _batch_sharers)
+    return next((size for own, size in open_now if own is not None and own.default_group is default), 1)
+
+
+def data_rank() -> int:
+    """Return which part of the data this rank gets: its rank, or the number of its group that shares batches."""
+    return rank() // sequence_size()
+
+
+def data_size() -> int:
+    """Return how many parts the data has: the number of ranks, or of groups that share batches."""
+    return world_size() // sequence_size()
 
 
 def group_among(ranks: list[int], **options: Any) -> dist.ProcessGroup:

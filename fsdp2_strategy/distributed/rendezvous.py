@@ -1,32 +1,34 @@
-"""Agree on a fresh key prefix in torchrun's store, so that keys of an earlier attempt are not read.
+"""Agree on a fresh key prefix in a store that outlives the ranks, so that keys of an earlier attempt are not read.
 
-Input: the key-value store that torchrun gives to its workers. Output: the same store under a prefix that only this
-attempt uses.
+Input: the key-value store that torchrun gives to its workers, or that of a `RendezvousServer`. Output: the same store
+under a prefix that only this attempt uses.
 
 [Note: stale addresses] torchrun restarts the workers of a run, but keeps its store. gloo publishes the address of each
 rank in the store under a fixed key. So a restarted rank may read the address of a dead rank, and try to connect to it
 until the time-out. With two ranks, this happened in one of three restarts. The restart count cannot serve as the
 prefix, because each host has its own count. So the ranks agree on a new prefix before they use the store:
 
-1. Each rank except 0 writes a random number, its hello.
+1. Each rank writes a random number, its hello.
 2. When the hellos of all ranks exist, rank 0 writes an invitation for each of them: the number and a new token.
 3. A rank accepts an invitation only if it contains the number that this rank has written.
 4. When all ranks have accepted, rank 0 writes that the attempt has begun, and the token becomes the prefix.
 
 If a hello was written by a rank that is dead now, nobody accepts its invitation. When the successor of this rank writes
-a new hello, rank 0 invites all ranks again, with a new token.
+a new hello, rank 0 invites all ranks again, with a new token. A process that still waits when another one writes the
+hello of the same rank raises an error.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdp2_strategy.errors import MeshError
+from fsdp2_strategy.errors import MeshError, some
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2  # seconds
 
@@ -43,11 +45,12 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
         timeout: how long to wait for all ranks.
 
     Raises:
-        MeshError: another rank did not answer in time.
+        MeshError: another rank did not answer in time, or another process has the same rank.
     """
     number = uuid.uuid4().hex
     handshake = dist.PrefixStore("fsdp2_strategy/handshake", store)  # type: ignore[attr-defined]
-    pause = _Pause(timeout)
+    handshake.set(f"hello/{rank}", number)
+    pause = _Pause(handshake, rank, number, timeout)
     token = _invite_ranks(handshake, world_size, pause) if rank == 0 else _accept(handshake, rank, number, pause)
     return dist.PrefixStore(f"fsdp2_strategy/{token}", store)  # type: ignore[attr-defined]
 
@@ -55,26 +58,33 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> A
 def _invite_ranks(handshake: Any, world_size: int, pause: _Pause) -> str:
     """Invite all ranks, again whenever a hello changes; when all have accepted, return the token."""
     others = range(1, world_size)
-    hello_keys = [f"hello/{rank}" for rank in others]
     invited: list[str] = []
     token = uuid.uuid4().hex
     while others:
-        if handshake.check(hello_keys):
-            hellos = [value.decode() for value in handshake.multi_get(hello_keys)]
+        missing = _without(handshake, "hello", others)
+        if not missing:
+            hellos = [value.decode() for value in handshake.multi_get([f"hello/{rank}" for rank in others])]
             if hellos != invited:
                 invited, token = hellos, uuid.uuid4().hex
                 for rank, number in enumerate(hellos, 1):
                     handshake.set(f"invitation/{rank}", f"{number} {token}")
-            if handshake.check([f"accepted/{token}/{rank}" for rank in others]):
+            missing = _without(handshake, f"accepted/{token}", others)
+            if not missing:
                 handshake.set(f"begun/{token}", "")
                 break
-        pause("rank 0 still waits for another rank")
+        pause(missing)
     return token
 
 
+def _without(handshake: Any, key: str, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that have not written their key."""
+    if handshake.check([f"{key}/{rank}" for rank in ranks]):
+        return []
+    return [rank for rank in ranks if not handshake.check([f"{key}/{rank}"])]
+
+
 def _accept(handshake: Any, rank: int, number: str, pause: _Pause) -> str:
-    """Write a hello, accept the invitations that contain ``number``; when all ranks have accepted, return the token."""
-    handshake.set(f"hello/{rank}", number)
+    """Accept the invitations that contain ``number``; when all ranks have accepted, return the token."""
     accepted = ""
     while True:
         if accepted and handshake.check([f"begun/{accepted}"]):
@@ -84,29 +94,38 @@ def _accept(handshake: Any, rank: int, number: str, pause: _Pause) -> str:
             if invited == number and token != accepted:
                 handshake.set(f"accepted/{token}/{rank}", "")
                 accepted = token
-        pause(f"rank {rank} still waits for rank 0")
+        pause([0])
 
 
 class _Pause:
     """Sleep between polls of the store, with increasing pauses, until a deadline."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._deadline = time.monotonic() + timeout.total_seconds()
+    def __init__(self, handshake: Any, rank: int, number: str, timeout: timedelta) -> None:
+        self._handshake, self._rank, self._number = handshake, rank, number
+        self._timeout_seconds = timeout.total_seconds()
+        self._deadline = time.monotonic() + self._timeout_seconds
         self._seconds = _SHORTEST_PAUSE
 
-    def __call__(self, waiting: str) -> None:
+    def __call__(self, missing: Sequence[int]) -> None:
         """Sleep once.
 
         Args:
-            waiting: who waits for whom, for the message.
+            missing: the ranks that this rank waits for, for the message.
 
         Raises:
-            MeshError: the deadline has passed.
+            MeshError: the deadline has passed, or another process has the same rank.
         """
-        if time.monotonic() > self._deadline:
+        if self._handshake.get(f"hello/{self._rank}").decode() != self._number:
             raise MeshError(
-                f"cannot start the process group: {waiting} after the time-out, expected all ranks to answer in time. "
-                "Check that every rank was started and can reach the store of torchrun."
+                f"cannot start the process group: another process has started as rank {self._rank}, expected one "
+                "process for each rank. Number the processes from 0."
+            )
+        if time.monotonic() > self._deadline:
+            names = some(list(map(str, missing)), "rank")
+            raise MeshError(
+                f"cannot start the process group: rank {self._rank} still waits for {names} after "
+                f"{self._timeout_seconds:g} s, expected all ranks to answer in time. Check that every rank was "
+                "started, with the same world size, and can reach the store."
             )
         time.sleep(self._seconds)
         self._seconds = min(self._seconds * 1.2, _LONGEST_PAUSE)
