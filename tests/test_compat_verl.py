@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import itertools
 import json
+import os
 import re
+import shutil
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +24,7 @@ with warnings.catch_warnings():
     pytest.importorskip("verl", reason="verl is not installed: docs/coming_from_verl.md says how to run these tests")
 
 from helpers import verl_cpu
+from helpers.crashes import dies_at, removals_at_once
 from helpers.reference import CountCollectives, assert_close, full_grads, full_parameters
 from helpers.verl_cpu import batch, on_cpu, samples, worker_of, write_model
 from transformers import LlamaForCausalLM
@@ -28,9 +32,11 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 
 from fsdp2_strategy import CheckpointError, ConfigError, OffloadError, StepError, verify_checkpoint
+from fsdp2_strategy.checkpoint import directory
 from fsdp2_strategy.compat.verl import EngineConfig, StrategyEngine, engine, names
 from fsdp2_strategy.compat.verl.settings import BACKEND
 from fsdp2_strategy.model.offload import is_offloaded
+from fsdp2_strategy.optim.accumulation import LossScale, accumulation_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_verl.md"
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -168,10 +174,17 @@ def test_a_resumed_worker_goes_on_bitwise_and_keeps_the_newest_checkpoints(tmp_p
             assert torch.equal(parameter, final[name]), name
         LlamaForCausalLM.from_pretrained(path / "model")
         resumed.load_checkpoint(None)
-        with pytest.raises(CheckpointError, match="expected one that this engine saved"):
-            resumed.load_checkpoint(str(tmp_path / "missing"))
-        with pytest.raises(ConfigError, match="hdfs_path"):
+        for missing, why in (
+            (tmp_path / "missing", "missing does not exist."),
+            (folder, "has no checkpoint of this package: it contains .*"),
+        ):
+            expected_text = f"{why} Expected a checkpoint that this engine saved. Set trainer.resume_from_path to one"
+            with pytest.raises(CheckpointError, match=expected_text):
+                resumed.load_checkpoint(str(missing))
+        with pytest.raises(ConfigError, match=r"hdfs_path is 'hdfs://somewhere', expected None.*hdfs_dir to null"):
             resumed.save_checkpoint(str(path), "hdfs://somewhere")
+        with pytest.raises(ConfigError, match=r"the arguments \['bucket'\], expected only those of verl 0.9. Install"):
+            resumed.engine.load_checkpoint(str(path), bucket="mine")
 
 
 def train_and_save(folder, path, expected):
@@ -215,8 +228,10 @@ def test_the_contents_of_a_checkpoint_are_those_of_the_configuration(tmp_path):
         worker.load_checkpoint(str(tmp_path / "weights"))
         assert all(torch.equal(p, saved[n]) for n, p in full_parameters(worker.engine.module).items())
         assert worker.engine.lr_scheduler.get_last_lr() == learning_rate
-        with pytest.raises(CheckpointError, match="optimizer"):
-            worker_of(folder).load_checkpoint(str(tmp_path / "weights"))
+        for selected, lacking in ((["model", "optimizer", "extra"], "optimizer', 'extra"), (["extra"], "extra")):
+            text = rf"cannot load \['{lacking}'\]: .*weights was saved without them.*Remove .* or load a checkpoint"
+            with pytest.raises(CheckpointError, match=text):
+                worker_of(folder, checkpoint={"load_contents": selected}).load_checkpoint(str(tmp_path / "weights"))
 
         worker = worker_of(folder, checkpoint={"load_contents": ["optimizer", "extra"]})
         train(worker, range(2))
@@ -234,6 +249,133 @@ def test_the_contents_of_a_checkpoint_are_those_of_the_configuration(tmp_path):
         worker.engine.strategy.wait_for_checkpoint()
         dist.barrier()
         assert verify_checkpoint(tmp_path / "later2").ok and not (tmp_path / "later0").exists()
+
+
+def save_two(worker, runs, name="actor"):
+    """Save two checkpoints as verl's trainers do: each in a folder of its own, or with files of verl within it."""
+    for step in range(2):
+        path = runs / f"global_step_{step}" / name
+        worker.save_checkpoint(str(path), None, step, 1)
+        if not name:
+            (path / "data_0.pt").write_bytes(b"the position of verl's loader")
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["actor", ""], ids=["rlhf", "fine-tuning"])
+def test_a_crash_while_an_old_checkpoint_is_deleted_leaves_no_half_that_looks_whole(tmp_path, name):
+    runs = tmp_path / "runs"
+    with on_cpu(), removals_at_once():
+        worker = worker_of(write_model(tmp_path / "model"))
+        train(worker, [0])
+        save_two(worker, runs, name)
+        before = list(worker.engine.saved_paths)
+        points = 0
+        for point in itertools.count():
+            saves = tmp_path / f"{point}"
+            shutil.copytree(runs, saves)
+            worker.engine.saved_paths[:] = [saves / path.relative_to(runs) for path in before]
+            paths = [saves / f"global_step_{step}" / name for step in range(4)]
+            within = [(os, "unlink")]  # between two files of a directory that is deleted
+            if not dies_at(point, lambda: worker.save_checkpoint(str(paths[2]), None, 2, 1), within):  # noqa: B023
+                break
+            points += 1
+            whole = [path for path in paths if path.exists()]
+            assert whole and whole[-1] in paths[1:3] and all(verify_checkpoint(path).ok for path in whole), point
+            worker.save_checkpoint(str(paths[3]), None, 3, 1)
+            hidden = [p for p in saves.rglob(".*") if p.is_dir() and p.parent in (saves, *(q.parent for q in paths))]
+            assert paths[3].exists() and not [p for p in hidden if p.name.endswith(".removed")], (point, hidden)
+            shutil.rmtree(saves)
+        assert points > 10
+        assert [path for path in paths if path.exists()] == [paths[2]]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_deleted_by_the_next_save(tmp_path, in_background):
+    def rename(path, target, original=Path.rename):
+        if Path(target).name == ".actor.removed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, target)
+
+    def fails(path):
+        raise OSError(f"cannot delete {path}")
+
+    def save(step):
+        worker.save_checkpoint(str(runs / f"global_step_{step}" / "actor"), None, step, 1)
+        worker.engine.strategy.wait_for_checkpoint()
+        dist.barrier()
+
+    def left():
+        directory.finish_removals()
+        dist.barrier()
+        names = sorted(str(p.relative_to(runs)) for p in runs.glob("*/*actor*"))
+        dist.barrier()
+        return names
+
+    folder, runs = write_model(tmp_path / "model"), tmp_path / "runs"
+    with on_cpu():
+        worker = worker_of(folder, checkpoint={"async_save": in_background})
+        train(worker, [0])
+        later = int(in_background)  # then the old ones are deleted at the next save
+        for step in range(1 + later):
+            save(step)
+        with patch.object(Path, "rename", rename), pytest.raises(CheckpointError, match=r"PermissionError.*/actor'"):
+            save(1 + later)
+        assert "global_step_0/actor" in left()
+        with patch.object(directory, "delete", fails), patch.object(directory.logger, "warning") as warn:
+            save(2 + later)
+            names = left()
+            assert "global_step_0/.actor.removed" in names and "global_step_0/actor" not in names
+            if dist.get_rank() == 0:
+                assert {call.args[0] for call in warn.call_args_list} == {
+                    "cannot delete %s: %s. The next save tries again."
+                }
+        save(3 + later)
+        assert left() == [f"global_step_{step}/actor" for step in range(3, 4 + later)]
+
+
+@pytest.mark.ranks(2)
+def test_a_save_that_failed_in_the_background_does_not_count_as_kept(tmp_path):
+    folder, runs = write_model(tmp_path / "model"), tmp_path / "runs"
+    with on_cpu():
+        worker = worker_of(folder, checkpoint={"async_save": True})
+        train(worker, [0])
+        worker.save_checkpoint(str(runs / "0"), None, 0, 1)
+        worker.engine.strategy.wait_for_checkpoint()
+        with patch.object(directory, "commit", side_effect=OSError("the disk is full")):
+            for step in (1, 2):
+                worker.save_checkpoint(str(runs / f"{step}"), None, step, 1)
+                with pytest.raises(CheckpointError, match="the disk is full"):
+                    worker.engine.strategy.wait_for_checkpoint()
+        dist.barrier()
+        assert verify_checkpoint(runs / "0").ok, "the only complete one"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "expected"),
+    [
+        (["model", "optimizer"], ["model", "optimizer"], 2.0**9),
+        (["model", "optimizer", "extra"], ["model", "optimizer", "extra"], 2.0**9),
+        (["model", "optimizer", "extra"], ["model", "extra"], 2.0**16),
+        (["model", "extra"], ["model", "extra"], 2.0**16),
+    ],
+)
+def test_the_loss_scale_of_float16_belongs_to_the_optimizer(tmp_path, saved, loaded, expected):
+    folder = write_model(tmp_path / "model")
+    options = {"engine": {"mixed_precision": {"param_dtype": "fp16"}}}
+    with on_cpu():
+        worker = worker_of(folder, checkpoint={"save_contents": saved}, **options)
+        accumulation_of(worker.engine.module).scale = LossScale(2.0**9, good_steps=3)
+        train(worker, [0])
+        worker.save_checkpoint(str(tmp_path / "saved"))
+        content = json.loads((tmp_path / "saved" / "trainer_state.json").read_text())["loss_scale"]
+        assert content == ({"value": 2.0**9, "interval": 2000, "good_steps": 4} if "optimizer" in saved else None)
+        resumed = worker_of(folder, checkpoint={"load_contents": loaded}, **options)
+        resumed.load_checkpoint(str(tmp_path / "saved"))
+        assert accumulation_of(resumed.engine.module).scale.value == expected
+        if expected == 2.0**9 and "extra" in saved:
+            assert train(resumed, [1]) == train(worker, [1])
 
 
 @pytest.mark.ranks(2)
@@ -435,8 +577,8 @@ def test_ranks_and_sizes_are_those_of_the_process_group(tmp_path):
         ({"model": {"enable_activation_offload": True}}, "enable_activation_offload"),
         ({"model": {"tiled_mlp": {"enabled": True}}}, "tiled_mlp"),
         ({"optimizer": {"clip_grad": None}}, "clip_grad"),
-        ({"checkpoint": {"save_contents": ["optimizer"]}}, "with model in save_contents"),
-        ({"checkpoint": {"load_contents": ["everything"]}}, "everything"),
+        ({"checkpoint": {"save_contents": ["optimizer"]}}, "with model or hf_model in save_contents. .* add model to"),
+        ({"checkpoint": {"load_contents": ["everything"]}}, "everything.* Remove other names"),
     ],
 )
 def test_settings_that_this_package_lacks_are_errors(tmp_path, options, named):
@@ -504,6 +646,23 @@ def test_verls_own_trainer_runs_with_the_changes_of_the_page_and_resumes_bitwise
         if dist.get_rank() == 0:
             assert [step for step, _ in expected] == list(range(1, 7))
             assert found == expected[2:]
+
+
+@pytest.mark.ranks(2)
+def test_a_trainer_that_resumes_from_an_older_checkpoint_replaces_the_newer_ones(tmp_path):
+    folder = write_model(tmp_path / "model")
+    verl_cpu.write_conversations(tmp_path / "train.parquet")
+    with on_cpu():
+        expected, _ = run_trainer(folder, tmp_path / "run")
+        older = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": tmp_path / "run" / "global_step_2"}
+        found, _ = run_trainer(folder, tmp_path / "run", **older)
+        if dist.get_rank() == 0:
+            assert found == expected[2:]
+        for step in (2, 4, 6):
+            saved = tmp_path / "run" / f"global_step_{step}"
+            assert verify_checkpoint(saved).ok and (saved / f"data_{dist.get_rank()}.pt").exists()
+        with pytest.raises(ConfigError, match=r"async_save is True, expected False .* Remove checkpoint\.async_save"):
+            run_trainer(folder, tmp_path / "async", **{"+checkpoint.async_save": True})
 
 
 def hybrid_worker(folder, changes):
@@ -628,7 +787,7 @@ def test_the_engine_is_registered_for_both_devices_and_has_its_own_configuration
         with patch.dict("os.environ", VERL_ENGINE_DEVICE=device):
             assert EngineRegistry.get_engine_cls("language_model", BACKEND) is StrategyEngine
     assert EngineConfig().strategy == BACKEND
-    with pytest.raises(ConfigError, match="expected 'fsdp2_strategy'"):
+    with pytest.raises(ConfigError, match=r"expected 'fsdp2_strategy'\. Set engine.strategy to it, or leave out"):
         EngineConfig(strategy="fsdp2")
 
 

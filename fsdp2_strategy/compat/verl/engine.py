@@ -47,7 +47,7 @@ class StrategyEngine(verl.FSDPEngineWithLMHead):  # type: ignore[misc]
         self.lr_scheduler: Any = None
         self.mode: Literal["train", "eval"] | None = None
         self.saved_paths: list[Path] = []
-        """Paths of the checkpoints that this engine has saved and not deleted, oldest first."""
+        """Paths of the checkpoints that this engine has saved, oldest first; rank 0 removes those that it deletes."""
 
     # --- model and optimizer -----------------------------------------------------------------------------------------
 

@@ -33,7 +33,10 @@ class EngineConfig(FSDPEngineConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.strategy != BACKEND:
-            raise ConfigError(f"cannot configure the engine: strategy is {self.strategy!r}, expected {BACKEND!r}.")
+            raise ConfigError(
+                f"cannot configure the engine: strategy is {self.strategy!r}, expected {BACKEND!r}. Set "
+                "engine.strategy to it, or leave out engine._target_ to use verl's own engine."
+            )
 
 
 def param_dtype(engine: Any) -> torch.dtype:
@@ -95,13 +98,14 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
     if conflicts := [name for name, is_requested in requested.items() if is_requested]:
         raise ConfigError(
             f"cannot use the engine {BACKEND!r}: the configuration sets {', '.join(conflicts)}, expected none of "
-            "these, which this package lacks. Remove them, or use verl's own engine."
+            "these, which this package lacks. Remove them from the configuration, or use verl's own engine."
         )
     saved, loaded = set(checkpoint.save_contents), set(checkpoint.load_contents)
     if not saved & {"model", "hf_model"} or (saved | loaded) - CONTENTS:
         raise ConfigError(
             f"cannot save checkpoints: save_contents is {sorted(saved)} and load_contents is {sorted(loaded)}, "
-            f"expected some of {', '.join(sorted(CONTENTS))}, with model in save_contents."
+            f"expected some of {', '.join(sorted(CONTENTS))}, with model or hf_model in save_contents. Remove other "
+            "names, and add model to checkpoint.save_contents."
         )
 
 
