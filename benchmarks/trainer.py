@@ -10,9 +10,14 @@ weights and of the optimizer state is set to zero; after it, the values are comp
 contestant whose values differ gets an error instead of times. "ours, in the background" saves with ``async_save``: its
 time is that of the call, which blocks the training. The losses of the contestants must be equal to 1e-5.
 
+By default, this package reduces the gradients of each micro-batch, so that a rank holds only its part of them, and
+accelerate reduces once per step, so that a rank holds all of them. "ours, reduced once" (``grad_sync="last"``) and
+"accelerate, reduced each time" (``sync_each_batch``) do what the other does by default.
+
 accelerate has FSDP2 for accelerators only; on CPUs, it is told that it has one, and then runs with gloo. On disks,
-files are removed from the page cache before the load. Peak memory is that of the worst rank. Writes trainer.json,
-prints a table. `--smoke` runs everything in seconds, with a tiny model.
+files are removed from the page cache before the load. Peak memory is that of the worst rank: of the whole process in
+the steps, in addition to what it holds in saves and loads. Writes trainer.json, prints a table. `--smoke` runs
+everything in seconds, with a tiny model.
 """
 
 import os
@@ -30,7 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from fsdp2_strategy.compat.transformers import with_fsdp2
 
-CONTESTANTS = ("ours", "ours, in the background", "accelerate")
+OPTIONS = {"ours": {}, "ours, reduced once": {"grad_sync": "last"}, "ours, in the background": {"async_save": True}}
+CONTESTANTS = (*OPTIONS, "accelerate", "accelerate, reduced each time")
 PHASES = ("save", "load")
 ACCELERATE = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 ACCELERATE |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true"}
@@ -48,17 +54,21 @@ class Sequences(Dataset):
 
 
 class Clock(TrainerCallback):
-    """Record the seconds of each step, and its loss."""
+    """Record the seconds of each step and its loss, and the peak memory of this process after the second step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.peak_bytes = 0
 
     def on_step_begin(self, *_: object, **__: object) -> None:
+        if len(self.seconds) == 2:
+            Path("/proc/self/clear_refs").write_text("5")
         self.begin = time.perf_counter()
 
     def on_step_end(self, *_: object, **__: object) -> None:
         self.seconds.append(time.perf_counter() - self.begin)
+        self.peak_bytes = harness.proc_value("VmHWM")
 
     def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         self.losses += [logs["loss"]] if "loss" in logs else []
@@ -86,12 +96,13 @@ def trainer_for(name: str, options: dict, folder: Path, clock: Clock) -> Trainer
         use_cpu=not torch.cuda.is_available(),
         seed=1,
         dataloader_pin_memory=False,
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": name.endswith("reduced each time")}},
     )
-    if name == "accelerate":
+    if name not in OPTIONS:
         trainer_class = Trainer
         _accept_fsdp_on_cpu()
     else:
-        trainer_class = with_fsdp2(Trainer, async_save=name != "ours")
+        trainer_class = with_fsdp2(Trainer, **OPTIONS[name])
     return trainer_class(LlamaForCausalLM(config), arguments, train_dataset=Sequences(), callbacks=[clock])
 
 
@@ -113,8 +124,15 @@ def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: harness.local_of(tensor.detach()) for name, tensor in found.items()}
 
 
+def largest_of(value: int) -> int:
+    """Return the largest value of all ranks."""
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor)
+
+
 def load(trainer: Trainer, name: str, checkpoint: str) -> None:
-    if name == "accelerate":
+    if name not in OPTIONS:
         trainer._load_from_checkpoint(checkpoint, trainer.model_wrapped)
     trainer._load_optimizer_and_scheduler(checkpoint)
 
@@ -129,11 +147,11 @@ def measure(rank: int, options: dict) -> None:
     taken = dict.fromkeys(PHASES)
     expected = harness.digests_of(tensors_of(trainer))
     trainer._save_checkpoint(trainer.model, None)  # the first save allocates memory that later ones reuse
-    if name != "accelerate":
+    if name in OPTIONS:
         trainer.strategy.wait_for_checkpoint()
     dist.barrier()
     taken["save"] = harness.attempt(lambda: harness.turn(lambda: trainer._save_checkpoint(trainer.model, None)))
-    if name != "accelerate":
+    if name in OPTIONS:
         trainer.strategy.wait_for_checkpoint()
     dist.barrier()
     checkpoint = folder / f"checkpoint-{trainer.state.global_step}"
@@ -148,7 +166,8 @@ def measure(rank: int, options: dict) -> None:
         lambda: harness.check_values(harness.digests_of(tensors_of(trainer)), expected),
     )
     result = {phase: taken[phase] for phase in PHASES}
-    result |= {"steps": clock.seconds[2:], "losses": clock.losses, "file_bytes": file_bytes}
+    result |= {"steps": clock.seconds[2:], "step_peak_bytes": largest_of(clock.peak_bytes)}
+    result |= {"losses": clock.losses, "file_bytes": file_bytes}
     result["parameters"] = sum(p.numel() for p in trainer.model.parameters())
     harness.finish(rank, options, result)
 
@@ -159,7 +178,8 @@ def combined(turns: list[dict]) -> dict:
         if error := harness.error_of([taken[phase] for taken in turns]):
             return {"error": f"{phase}: {error}"}
     phases = {phase: harness.summary([taken[phase] for taken in turns]) for phase in PHASES}
-    steps = {"seconds": [statistics.median(taken["steps"]) for taken in turns]}
+    steps: dict = {"seconds": [statistics.median(taken["steps"]) for taken in turns]}
+    steps["peak_bytes"] = max(taken["step_peak_bytes"] for taken in turns)
     return {"step": steps, **phases, "file_bytes": turns[0]["file_bytes"], "losses": turns[0]["losses"]}
 
 
@@ -172,8 +192,8 @@ def check_losses(results: dict[str, dict]) -> None:
 
 
 def print_table(where: str, results: dict[str, dict]) -> None:
-    print(f"\n| {where} | step, s | save, s | load, s | save peak, MB | load peak, MB | files, MB |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"\n| {where} | step, s | save, s | load, s | peak, MB | save peak, MB | load peak, MB | files, MB |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, facts in results.items():
         if "error" in facts:
             print(f"| {name} | {facts['error']} |")
@@ -183,7 +203,7 @@ def print_table(where: str, results: dict[str, dict]) -> None:
             middle, low, high = harness.ratio(facts[phase]["seconds"], results["ours"][phase]["seconds"])
             ratio = "" if name == "ours" else f"; / ours {middle:.2f} ({low:.2f} - {high:.2f})"
             cells.append(f"{harness.format_times(facts[phase]['seconds'])}{ratio}")
-        cells += [f"{facts[phase]['peak_bytes'] / 1e6:.0f}" for phase in PHASES]
+        cells += [f"{facts[phase]['peak_bytes'] / 1e6:.0f}" for phase in ("step", *PHASES)]
         print(f"| {name} | {' | '.join(cells)} | {facts['file_bytes'] / 1e6:.0f} |")
 
 

@@ -105,15 +105,30 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
+def untrained(kind: str, folder: Path) -> Any:
+    """Return the model that trainers of a kind start from, without adapters."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    if kind == "reward":
+        return LlamaForSequenceClassification(LlamaConfig(**SIZE, num_labels=1))
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
 def trainer_of(
-    kind: str, wrap: Callable[[type], type], folder: Path, output: Path, *, lora: bool = False, **arguments: Any
+    kind: str,
+    wrap: Callable[[type], type],
+    folder: Path,
+    output: Path,
+    *,
+    lora: bool = False,
+    samples: int = SAMPLES,
+    **arguments: Any,
 ) -> Any:
     """Make a trainer of a kind; ``wrap`` makes its class from the published one."""
     import transformers
     import trl
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    torch.manual_seed(0)
     prompts = {"prompt": lambda i: text(i, 4), "chosen": lambda i: " " + text(100 + i, 4)}
     prompts |= {"rejected": lambda i: " " + text(200 + i, 4)}
     classes = {
@@ -124,9 +139,7 @@ def trainer_of(
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig, ("prompt",)),
     }
     trainer_class, arguments_class, columns = classes[kind]
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
-    if kind == "reward":
-        model = LlamaForSequenceClassification(LlamaConfig(**SIZE, num_labels=1))
+    model = untrained(kind, folder)
     defaults = {
         "output_dir": str(output),
         "per_device_train_batch_size": 2,
@@ -158,7 +171,7 @@ def trainer_of(
 
         make = {**prompts, "text": text}
         datasets.disable_progress_bars()
-        data = datasets.Dataset.from_list([{name: make[name](i) for name in columns} for i in range(SAMPLES)])
+        data = datasets.Dataset.from_list([{name: make[name](i) for name in columns} for i in range(samples)])
     if kind == "grpo":
         defaults |= {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 4, "beta": 0.1}
         others["reward_funcs"] = rewards
@@ -178,44 +191,81 @@ def logged(trainer: Any, *names: str) -> list[tuple[float, ...]]:
     return [tuple(entry[name] for name in ("loss", "grad_norm", *names)) for entry in entries]
 
 
-def main(kind: str, folder: str, output: str, options: str) -> None:
-    """Run a trainer under torchrun; with ``kill_at``, rank 1 ends by SIGKILL after that step, in the next one."""
+def recording(cls: type, log: Any, dies_after: int | None) -> type:
+    """Make a trainer class that records the tokens of each step, without padding, and dies where it is told to.
+
+    Those of GRPO are the prompts alone: completions differ between numbers of ranks.
+    """
     import json
     import signal
 
-    import transformers
-
     from fsdp2_strategy.compat.transformers import with_fsdp2
 
-    settings = json.loads(options)
+    class Recording(cls):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if dies_after is not None and self.state.global_step >= dies_after and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ids = inputs["prompt_ids" if "prompt_ids" in inputs else "input_ids"].tolist()
+            log.write(json.dumps([self.state.global_step + 1, [[i for i in row if i] for row in ids]]) + "\n")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return with_fsdp2(Recording)
+
+
+def run_rank(rank: int, world: int, port: int, kind: str, folder: str, output: str, settings: dict[str, Any]) -> None:
+    """Run one rank of a trainer in this process, to its end; with ``kill_at``, rank 1 dies in the step after it."""
+    import json
+    import sys
+
+    with Path(f"{output}-rank{rank}.log").open("a") as printed:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(printed.fileno(), stream.fileno())
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     kill_at, resume = settings.pop("kill_at", None), settings.pop("resume", None)
-    rank = int(os.environ["RANK"])
-    log = (Path(output).parent / f"{Path(output).name}-rank{rank}.jsonl").open("a", buffering=1)
-
-    def recording(cls: type) -> type:
-        class Recording(cls):
-            """Records which samples each step has seen, and dies where it is told to."""
-
-            def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                step = self.state.global_step + 1
-                if kill_at is not None and step > kill_at and rank == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                log.write(json.dumps([step, inputs["input_ids"].tolist()]) + "\n")
-                return super().training_step(model, inputs, *args, **kwargs)
-
-        return with_fsdp2(Recording)
-
-    trainer = trainer_of(kind, recording, Path(folder), Path(output), **settings)
-    trainer.train(resume_from_checkpoint=resume)
+    with Path(f"{output}-rank{rank}.jsonl").open("a", buffering=1) as log:
+        trainer = trainer_of(kind, lambda cls: recording(cls, log, kill_at), Path(folder), Path(output), **settings)
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(Path(output) / "final"))
     if rank == 0:
         (Path(output) / "losses.json").write_text(json.dumps(logged(trainer)))
-    assert issubclass(type(trainer), transformers.Trainer)
     dist.barrier() if dist.is_initialized() else None
     os._exit(0)
 
 
-if __name__ == "__main__":
-    import sys
+def main() -> None:
+    """Fork the ranks of each run that a line of standard input describes, and answer with their exit codes.
 
-    main(*sys.argv[1:])
+    Imports take longer than a run, and forked processes have them already. As under torchrun, the other ranks of a run
+    end when one has failed.
+    """
+    import json
+    import multiprocessing
+    import socket
+    import sys
+    from multiprocessing.connection import wait
+
+    import peft  # noqa: F401
+    from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+
+    import fsdp2_strategy.compat.transformers  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        world, *run = json.loads(line)
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        ranks = [fork.Process(target=run_rank, args=(rank, world, port, *run)) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        while alive := [rank for rank in ranks if rank.is_alive()]:
+            if any(rank.exitcode for rank in ranks):
+                for rank in alive:
+                    rank.terminate()
+            wait([rank.sentinel for rank in alive])
+        sys.stdout.write(json.dumps([rank.exitcode for rank in ranks]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -86,9 +86,13 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         del device_placement, evaluation_mode
         is_trained = model is self.trained_model() and any(p.requires_grad for p in model.parameters())
         self.strategy.prepare_model(model, is_training=is_trained)
-        if not any(model is other for other in self._models):
+        if not self.has_prepared(model):
             self._models.append(model)
         return model
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Return whether `prepare_model` has sharded a model; not collective."""
+        return any(model is other for other in self._models)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Return the optimizer with a ``step`` that calls the strategy; not collective."""

@@ -18,6 +18,9 @@ from fsdp2_strategy.errors import ConfigError, did_you_mean
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of ``optim`` whose optimizers work on sharded parameters."""
 
+_SHARES_BATCHES = {"sequence_parallel_size": "shard_sequence", "tensor_parallel_size": "dp_rank"}
+"""Settings with which successive ranks get the same batch, and what a loop that divides batches uses."""
+
 _OF_ARGUMENTS = {
     "seed": "seed",
     "bf16": "bf16",
@@ -50,12 +53,19 @@ class Settings:
         """Divide the options of `with_fsdp2` into settings of checkpoints and fields of `StrategyConfig`.
 
         Raises:
-            ConfigError: an option is unknown, or follows from an argument of the Trainer.
+            ConfigError: an option is unknown, follows from an argument of the Trainer, or requests that ranks share
+                sequences.
         """
         own = {field.name for field in fields(cls)} - {"config"}
         config = {name: value for name, value in options.items() if name not in own}
         known = {field.name for field in fields(StrategyConfig)}
-        for name in config:
+        for name, value in config.items():
+            if name in _SHARES_BATCHES and value != 1:
+                raise ConfigError(
+                    f"cannot use FSDP2 with this trainer: {name} is {value!r}, expected 1, because the Trainer "
+                    f"divides its batches between all ranks. Write the loop with FSDPV2Strategy and "
+                    f"{_SHARES_BATCHES[name]}."
+                )
             if name in _OF_ARGUMENTS:
                 raise ConfigError(
                     f"cannot use FSDP2 with this trainer: {name} was passed, expected {_OF_ARGUMENTS[name]} of "

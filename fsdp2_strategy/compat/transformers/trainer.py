@@ -6,6 +6,7 @@ the logs and the callbacks remain the trainer's own.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -16,13 +17,16 @@ import transformers.trainer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.trainer_utils import HubStrategy
 
 from fsdp2_strategy.checkpoint.random_state import load_rng, rng_content
 from fsdp2_strategy.compat.transformers.accelerator import ShardingAccelerator, SteppingOptimizer, TrainerStrategy
 from fsdp2_strategy.compat.transformers.checkpoints import check_resumable, check_same_samples, save_checkpoint
+from fsdp2_strategy.compat.transformers.hub import uploads_of_saved_files
 from fsdp2_strategy.compat.transformers.settings import Settings, check_supported, strategy_config
 from fsdp2_strategy.errors import ConfigError
-from fsdp2_strategy.hf.library_internals import set_weights_of_engine
+from fsdp2_strategy.hf.library_internals import resume_generations, set_weights_of_engine
 from fsdp2_strategy.hf.peft.merge import is_peft_model
 from fsdp2_strategy.model.fsdp_state import reshard
 from fsdp2_strategy.rollout.stream import stream_weights
@@ -48,8 +52,10 @@ class FSDP2Trainer(Trainer):
     """Shards the model and steps the optimizer; of no use before ``__init__`` has ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = kwargs.get("optimizers") or (None, None)
-        self._chooses_optimizer = given[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None
+        names = inspect.signature(super().__init__).parameters
+        given = dict(zip(names, args, strict=False)) | kwargs
+        optimizer, _ = given.get("optimizers") or (None, None)
+        self._chooses_optimizer = optimizer is None and given.get("optimizer_cls_and_kwargs") is None
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -63,6 +69,12 @@ class FSDP2Trainer(Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Leave the full model where it is: each rank moves only its shards to its device."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Apply Liger before an evaluation shards the model: the units depend on its forward; not collective."""
+        if self.args.use_liger_kernel and not training and not self.accelerator.has_prepared(model):
+            apply_liger_kernel(model, self.args.liger_kernel_config)  # type: ignore[no-untyped-call]
+        return super()._wrap_model(model, training=training, dataloader=dataloader)
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -104,9 +116,21 @@ class FSDP2Trainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save ``checkpoint-<step>``, and delete older checkpoints, as `save_total_limit` says; collective."""
         path = save_checkpoint(self, Path(self._get_output_dir(trial)))
-        if self.args.push_to_hub:
+        pushes = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
+        if pushes or getattr(self, "use_adaptive_entropy", False):  # TRL writes a file of its own into the checkpoint
             self.strategy.wait_for_checkpoint()
+        if pushes:
             self._push_from_checkpoint(str(path))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Start to upload a checkpoint's model, and with some `hub_strategy` the checkpoint; rank 0 uploads."""
+        with uploads_of_saved_files():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model to the output directory, and upload that; collective."""
+        with uploads_of_saved_files():
+            return super().push_to_hub(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, to a folder that ``from_pretrained`` loads; collective."""
@@ -137,6 +161,22 @@ class FSDP2Trainer(Trainer):
         _, client_state = self.strategy.load_ckpt(self.model, checkpoint, self.optimizer.optimizer, self.lr_scheduler)
         check_same_samples(self, client_state, checkpoint)
         self._resumed_rng = rng_content()
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Read the Trainer's state of a checkpoint, and set the position within TRL's generations; not collective."""
+        epochs, micro_batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is not None:
+            resume_generations(self, micro_batches)
+        return epochs, micro_batches
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing: the loss scale was loaded with the optimizer."""
