@@ -7,7 +7,8 @@ entropies of the distributions.
 per token is needed. So the head's forward is replaced for one pass. The new forward computes the logits of one chunk of
 rows (tokens) at a time, and keeps only their log-probabilities; backward computes the logits again. The head remains a
 module with FSDP2's hooks, in its own unit or in the root unit. These hooks run when the module is called and when its
-output gets a gradient, so the head's parameters are gathered for forward and again for backward.
+output gets a gradient, so the head's parameters are gathered for forward and again for backward. Ranks that share the
+head each compute the logits of their part of the vocabulary, and gather those of one chunk at a time.
 
 [Note: after the head] Some models apply a function to the logits of their head: a scale or a soft cap. An additional
 forward pass measures this function: the head returns known numbers, and the function follows from the logits that the
@@ -23,17 +24,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import linear, pad
 
 from fsdp2_strategy import sizes
+from fsdp2_strategy.config.arguments import check_inputs
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.errors import LogProbError
 from fsdp2_strategy.model.fsdp_state import class_name, is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.routing.passes import without_routing
+from fsdp2_strategy.sequence.exchange import gather_sequence
+from fsdp2_strategy.sequence.prepare import sequence_group_of
+from fsdp2_strategy.sequence.shard import ARGUMENT as SHARD
+from fsdp2_strategy.sequence.shard import shard_sequence
+
+_OPTIONS = ("attention_mask", "last", "temperature", "entropy", "chunk_bytes")
+"""The optional arguments of `token_log_probs`, which could be misspelled."""
 
 
 def token_log_probs(
@@ -53,6 +65,9 @@ def token_log_probs(
     the logits of one chunk of rows exist at a time: [Note: chunks]. Many models count the padding on the left of a
     sequence as positions. For these, pass ``position_ids``, as ``generate`` does. The first call runs an additional
     forward pass: [Note: after the head].
+
+    If ranks share sequences (``sequence_parallel_size``), each of them passes the same full sequences, computes a part
+    of them, and gets all log-probabilities. From these, all of them compute the same loss.
 
     Args:
         model: a causal language model or its wrapper; it may be sharded, and may take images.
@@ -89,31 +104,68 @@ def token_log_probs(
             stack.enter_context(on_ranks_of(root))
             stack.enter_context(all_or_none("compute log-probabilities", LogProbError))
         last = _check_arguments(input_ids, last, temperature, chunk_bytes, inputs)
+        check_inputs(inputs, _OPTIONS, root, "compute log-probabilities", LogProbError)
         head = _head_of(root)
     # Without generation, a key-value cache would only use memory.
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False, **inputs}
+    rows, shard = _Rows.of(input_ids, last), None
+    if (group := sequence_group_of(root)) is not None:
+        inputs = shard_sequence(inputs, group)
+        shard = inputs[SHARD]
+        rows = rows.in_part(shard.begin, shard.begin + shard.local_length)
     shape = _logit_shape_of(root, head, inputs)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.shape[:2] != input_ids.shape:
+        expected = input_ids.shape if shard is None else (len(input_ids), shard.local_length)
+        if hidden.shape[:2] != expected:
             raise LogProbError(
                 f"cannot compute log-probabilities: the head of {class_name(root)} got hidden states for "
-                f"{list(hidden.shape[:2])} tokens, expected {list(input_ids.shape)}. Use a model that adds no tokens."
+                f"{list(hidden.shape[:2])} tokens, expected {list(expected)}. Use a model that adds no tokens."
             )
+        weight, bias, group = _parts_of(head)
         found = linear_log_probs(
-            hidden[:, -last - 1 : -1],
-            head.weight,
-            input_ids[:, -last:],
-            head.bias,
+            hidden[:, rows.begin : rows.end],
+            weight,
+            rows.targets,
+            bias,
             temperature=temperature,
             entropy=entropy,
             chunk_bytes=chunk_bytes,
             shape=shape,
+            group=group,
         )
         return torch.stack(found) if isinstance(found, tuple) else found[None]
 
     found = _run_with_head(root, head, compute, inputs)
+    if shard is not None:  # [1 or 2, batch, rows of this part] -> [1 or 2, batch, last]
+        of_part = pad(found, (rows.begin, shard.local_length - rows.end))
+        found = gather_sequence(of_part, shard.ranks, dim=2)[
+            ..., input_ids.shape[1] - last - 1 : input_ids.shape[1] - 1
+        ]
     return (found[0], found[1]) if entropy else found[0]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The hidden states whose next tokens are scored: from ``begin`` to ``end`` along the sequence."""
+
+    begin: int
+    end: int
+    targets: torch.Tensor
+    """[batch, end - begin]: the next tokens."""
+
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, last: int) -> _Rows:
+        """Return the rows of the last tokens of full sequences."""
+        return cls(input_ids.shape[1] - last - 1, input_ids.shape[1] - 1, input_ids[:, -last:])
+
+    def in_part(self, begin: int, end: int) -> _Rows:
+        """Return the rows that lie in a part of the sequences, counted from its begin; there may be none."""
+        first, stop = min(max(self.begin, begin), end), max(min(self.end, end), begin)
+        stop = max(first, stop)
+        return _Rows(
+            first - begin, stop - begin, self.targets[:, max(first - self.begin, 0) : max(stop - self.begin, 0)]
+        )
 
 
 def linear_log_probs(
@@ -126,10 +178,13 @@ def linear_log_probs(
     entropy: bool = False,
     chunk_bytes: int | None = None,
     shape: LogitShape | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Compute log-probabilities of targets under a linear head, one chunk of rows at a time; not collective.
+    """Compute log-probabilities of targets under a linear head, one chunk of rows at a time.
 
-    The head's parameters must be full tensors on this rank. While FSDP2 runs the head, they are.
+    The head's parameters must be full tensors on this rank. While FSDP2 runs the head, they are. With ``group``, they
+    are this rank's part of the vocabulary, and the call and its backward are collective over the group; all its ranks
+    pass the same hidden states and targets, and get the same results.
 
     Args:
         hidden: [..., width].
@@ -140,6 +195,7 @@ def linear_log_probs(
         entropy: as for `token_log_probs`.
         chunk_bytes: as for `token_log_probs`.
         shape: the function that the model applies to its logits.
+        group: ranks that hold successive parts of the vocabulary.
 
     Returns:
         Log-probabilities [...] in fp32, or in float64 for float64 inputs. With ``entropy``, a pair: log-probabilities,
@@ -148,9 +204,11 @@ def linear_log_probs(
     """
     device = hidden.device.type
     chunk_bytes = sizes.LOGITS_BYTES if chunk_bytes is None else chunk_bytes
+    vocabulary = _Vocabulary.of(weight, group)
     settings = _Settings(
         temperature=temperature,
-        rows=max(1, chunk_bytes // (weight.shape[0] * _at_least_fp32(hidden).itemsize)),
+        vocabulary=vocabulary,
+        rows=max(1, chunk_bytes // (sum(vocabulary.sizes) * _at_least_fp32(hidden).itemsize)),
         shape=shape or LogitShape(),
         entropy=entropy,
         autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
@@ -186,10 +244,47 @@ class LogitShape:
 
 
 @dataclass(frozen=True)
+class _Vocabulary:
+    """The parts of the vocabulary that the ranks of a group hold."""
+
+    group: dist.ProcessGroup | None
+    """The ranks; None if this rank holds the full vocabulary."""
+    sizes: tuple[int, ...]
+    """Number of tokens in each rank's part."""
+    own: slice
+    """The tokens of this rank's part."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> _Vocabulary:
+        """Return the parts for the weight of a head; collective over the group."""
+        size = weight.shape[0]
+        if group is None:
+            return cls(None, (size,), slice(0, size))
+        counts = weight.new_zeros(dist.get_world_size(group), dtype=torch.int64)
+        counts[dist.get_rank(group)] = size
+        dist.all_reduce(counts, group=group)
+        sizes = tuple(counts.tolist())
+        begin = sum(sizes[: dist.get_rank(group)])
+        return cls(group, sizes, slice(begin, begin + size))
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens [rows, vocabulary] for those of this rank's part; collective."""
+        if self.group is None:
+            return logits
+        longest = max(self.sizes)  # all parts but the last have equal sizes
+        padded = pad(logits, (0, longest - logits.shape[-1])).contiguous()
+        parts = padded.new_empty((len(self.sizes) * len(padded), longest))
+        dist.all_gather_into_tensor(parts, padded, group=self.group)
+        of_ranks = zip(parts.view(len(self.sizes), len(padded), longest), self.sizes, strict=True)
+        return torch.cat([part[:, :size] for part, size in of_ranks], dim=-1)
+
+
+@dataclass(frozen=True)
 class _Settings:
     """The settings of `_LinearLogProbs`."""
 
     temperature: float
+    vocabulary: _Vocabulary
     rows: int
     """Number of rows in a chunk."""
     shape: LogitShape
@@ -202,7 +297,7 @@ class _Settings:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits that the model returns for some rows, and the log-softmax of logits / temperature."""
         with torch.autocast(*self.autocast):
-            shaped = self.shape.apply(linear(hidden, weight, bias))
+            shaped = self.shape.apply(self.vocabulary.gather(linear(hidden, weight, bias)))
         logits = shaped.to(_at_least_fp32(hidden))
         if self.temperature != 1.0:
             logits = logits / self.temperature
@@ -259,7 +354,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_logits *= settings.shape.derivative(log_probs.copy_(shaped))
             if settings.temperature != 1.0:
                 grad_logits /= settings.temperature
-            grad_raw = grad_logits.to(shaped.dtype)
+            grad_raw = grad_logits[:, settings.vocabulary.own].to(shaped.dtype)
             del shaped, log_probs, grad_logits
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_raw @ weight.to(grad_raw.dtype)
@@ -267,6 +362,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 _add_product(grad_weight, grad_raw.T, hidden[rows].to(grad_raw.dtype))
             if grad_bias is not None:
                 grad_bias += grad_raw.sum(dim=0, dtype=grad_bias.dtype)
+        if grad_hidden is not None and settings.vocabulary.group is not None:
+            dist.all_reduce(grad_hidden, group=settings.vocabulary.group)
         grad_weight, grad_bias = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, grad_weight, grad_bias, None, None
 
@@ -333,6 +430,20 @@ def _head_of(root: Any) -> nn.Linear:
         "the nn.Linear that get_output_embeddings of a causal language model returns. Use such a model, add no adapter "
         "to its head, or call linear_log_probs in its forward."
     )
+
+
+def _parts_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None]:
+    """Return weight and bias of a gathered head, or this rank's parts of them and the ranks that share the head."""
+    if not isinstance(head.weight, DTensor):
+        return head.weight, head.bias, None
+    (placed,) = head.weight.placements
+    if placed != Shard(0):
+        raise LogProbError(
+            f"cannot compute log-probabilities: the weight of the head has the placement {placed}, expected a head "
+            "whose outputs are split. Use the style colwise_gather_output for the head."
+        )
+    bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+    return head.weight.to_local(), bias, head.weight.device_mesh.get_group()
 
 
 def _run_with_head(
@@ -410,7 +521,7 @@ def _measure_logit_shape(root: nn.Module, head: nn.Linear, inputs: Mapping[str, 
         torch.set_grad_enabled(True)  # so that logits require grad if a trained factor scales them
         return known.clone().view(1, 1, -1)  # a copy: `known` must stay the same if the model changes logits in place
 
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with without_routing(), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         from_head, output = _run_with_head(root, head, return_known, inputs, with_output=True)
     logits = getattr(output, "logits", torch.empty(0))
     comparable = logits.shape == (1, 1, len(known)) and not logits.requires_grad

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.models import build, tokens
-from helpers.reference import assert_parameters_close, full_parameters
+from helpers.reference import assert_parameters_close, full_grads, full_parameters
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from fsdp2_strategy import CheckpointError, ConfigError, FSDPV2Strategy, RolloutError
+from fsdp2_strategy import CheckpointError, ConfigError, FSDPV2Strategy, MeshError, RolloutError, SequenceError
 from fsdp2_strategy.compat.lightrft import EngineStatus, Generation, LightRFTStrategy, get_strategy, is_engine
 from fsdp2_strategy.compat.lightrft.generation import LengthStatistics, generate, prompts_with_media
 from fsdp2_strategy.compat.lightrft.settings import OPTIONS
@@ -305,6 +305,112 @@ def test_lengths_of_outputs_are_summarized_over_all_ranks():
     assert lengths.collect([], 2) == {"total_samples": 0}
 
 
+# --- sequence parallelism --------------------------------------------------------------------------------------------
+
+
+class ActorOfSamples(Actor):
+    """A policy that returns log-probabilities of the last tokens of samples, else the model's output."""
+
+    def forward(self, sequences, num_actions=None, attention_mask=None):
+        positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        output = self.model(sequences, attention_mask=attention_mask, position_ids=positions)
+        if num_actions is None:
+            return output
+        log_probs = output["logits"][:, :-1].log_softmax(-1).gather(2, sequences[:, 1:, None])
+        return log_probs.squeeze(2)[:, -num_actions:]
+
+
+class CriticOfSamples(nn.Module):
+    """A value model over a model with a head of its own, as LightRFT's critic of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build("llama", 1)
+        torch.manual_seed(1)
+        self.score = nn.Linear(32, 1, bias=False)
+
+    def forward(self, input_ids, num_actions, attention_mask=None):
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        return self.score(output["hidden_states"][-1]).squeeze(-1)[:, :-1][:, -num_actions:]
+
+
+def samples(seed, length=11):
+    """Return tokens, an odd number of them, and a mask of padding at both ends."""
+    ids = tokens(torch.Generator().manual_seed(seed), length=length)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, -2:] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_share_sequences_compute_the_samples_of_all_of_them_and_keep_their_own():
+    rank = dist.get_rank()
+    strategy = get_strategy(arguments(sp_size=2, train_batch_size=4))
+    assert strategy.config.sp_size == strategy.sp_data_processor.sp_size == 2
+    assert strategy.accumulated_gradient == 2, "4 samples, of which each of two groups computes one at a time"
+    shared = strategy.sp_data_processor.preprocess([10 * rank, 10 * rank + 1])
+    first = rank - rank % 2
+    assert shared == [10 * first, 10 * first + 1, 10 * first + 10, 10 * first + 11]
+    assert strategy.sp_data_processor.postprocess(shared) == [10 * rank, 10 * rank + 1]
+    with pytest.raises(SequenceError, match=r"on rank 2.*cannot divide 3 samples between 2 ranks"):
+        strategy.sp_data_processor.postprocess(shared[: 3 if rank > 1 else 4])
+    loader = strategy.setup_dataloader(list(range(8)), 2, shuffle=False)
+    assert [batch.tolist() for batch in loader] == [[rank, rank + 4]], "each rank generates samples of its own"
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ActorOfSamples, CriticOfSamples])
+def test_ranks_that_share_sequences_split_them_within_the_forward(kind):
+    rank, lengths = dist.get_rank(), []
+    strategy = get_strategy(arguments(sp_size=2, train_batch_size=1, max_norm=0.0))
+    (ids, mask), weights = strategy.sp_data_processor.preprocess([samples(0)])[0], torch.linspace(1, 2, 5)
+    plain = kind()
+    model = strategy.prepare_model(kind(), is_training=True)
+    model = strategy.prepare_model(model, is_training=True)  # no second hook
+    model.model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    expected, found = (own(ids, 5, attention_mask=mask) for own in (plain, model))
+    assert lengths == [6], "half of eleven tokens, padded to twelve"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (expected * weights).mean().backward()
+    strategy.backward((found * weights).mean(), model)
+    root, inner = (own.model if kind is ActorOfSamples else own for own in (model, plain))
+    for name, gradient in full_grads(root).items():
+        if gradient is not None:
+            torch.testing.assert_close(gradient, inner.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+    with torch.no_grad(), pytest.raises(SequenceError, match="differ from those of rank 0, expected the same batch"):
+        model(samples(rank)[0], 5, attention_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, 5, attention_mask=mask), expected, rtol=1e-5, atol=1e-5)
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_sequences_compute_losses_of_their_own_texts_in_full():
+    """As the PTX loss, which LightRFT's trainers compute without ``num_actions``."""
+    strategy = get_strategy(arguments(sp_size=2, train_batch_size=1, max_norm=0.0))
+    strategy.sp_data_processor.preprocess([])
+    plain = ActorOfSamples()
+    model = strategy.prepare_model(ActorOfSamples(), is_training=True)
+    for seed in range(2):
+        ids, mask = samples(seed)
+        (plain(ids, attention_mask=mask).logits.square().mean() / 2).backward()
+    ids, mask = samples(dist.get_rank())
+    strategy.backward(model(ids, attention_mask=mask).logits.square().mean(), model)
+    for name, gradient in full_grads(model.model).items():
+        torch.testing.assert_close(gradient, plain.model.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_trainer_that_does_not_share_samples_cannot_share_sequences():
+    strategy = get_strategy(arguments(sp_size=2, train_batch_size=1))
+    model = strategy.prepare_model(Actor(), is_training=True)
+    with pytest.raises(SequenceError, match=r"has not called sp_data_processor.preprocess.* Use sp_size 1"):
+        strategy.backward(loss_of(model, 0, 0), model)
+    strategy.close()
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -360,8 +466,10 @@ def test_options_that_the_arguments_lack_have_the_values_of_lightrft():
 def test_arguments_that_cannot_be_met_are_errors():
     with pytest.raises(ConfigError, match=r"fsdp is false, which selects DeepSpeed.* Pass --fsdp"):
         get_strategy(arguments(fsdp=False))
-    with pytest.raises(ConfigError, match="sp_size is 2"):
-        get_strategy(arguments(sp_size=2))
+    with pytest.raises(MeshError, match=r"sequence_parallel_size is 3, expected a divisor of the number of ranks 2"):
+        get_strategy(arguments(sp_size=3))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, expected 1, because LightRFT's trainers draw"):
+        get_strategy(arguments(tp_size=2))
     for size in (3, 0, "2"):
         with pytest.raises(ConfigError, match=r"engine_tp_size is .* expected a divisor of the number of ranks 2"):
             get_strategy(arguments(engine_tp_size=size))

@@ -388,6 +388,7 @@ def test_only_what_the_trainer_got_counts_and_its_generators_stay_as_they_are():
         loader.close()
 
 
+@pytest.mark.full
 def test_augmentation_follows_from_seed_epoch_and_sample_wherever_it_is_fetched():
     seen = {}
     for world, workers in ((1, 0), (3, 0), (2, 2)):
@@ -573,7 +574,7 @@ def test_a_position_in_another_order_is_refused_by_name():
         ResumableLoader(Numbers(10, [4, 6]), 4).load_state_dict(pooled.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["carry", "pad", "drop", "sequential", "pool", "lanes", "mixture"])
+@pytest.mark.parametrize("kind", some(["carry", "pad", "drop", "sequential", "pool", "lanes", "mixture"], ["lanes"]))
 def test_another_batch_size_continues_at_the_same_sample(kind):  # noqa: C901
     rng = random.Random(kind)
     for trial in range(40):
@@ -768,7 +769,7 @@ def train(strategy, model, optimizer, loader, steps, *, shuffled=True):
     return losses
 
 
-@pytest.mark.parametrize("workers", some([0, 1], [1]))
+@pytest.mark.parametrize("workers", some([0, 1], [0]))
 @pytest.mark.ranks(2)
 def test_three_resumes_across_an_epochs_end_give_the_same_losses(workers, tmp_path):
     expected = train(*trainer(workers=workers), 12)
@@ -1033,9 +1034,9 @@ def test_a_data_set_is_told_which_episodes_come_and_which_are_next(lanes, ranks)
     ("lengths", "batch", "tail"),
     [
         ([6, 2, 2, 4], 4, "carry"),  # others, and soon the same again
-        ([4, 3], 4, "drop"),
+        pytest.param([4, 3], 4, "drop", marks=pytest.mark.full),
         ([2, 5, 7, 5, 5], 5, "pad"),  # what stands in for padding is of another lane
-        ([1], 5, "pad"),  # a part of padding alone
+        pytest.param([1], 5, "pad", marks=pytest.mark.full),  # a part of padding alone
     ],
 )
 def test_no_sample_is_asked_for_whose_episode_is_not_held(lengths, batch, tail):

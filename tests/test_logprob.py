@@ -203,6 +203,9 @@ def test_what_cannot_be_is_an_error_on_every_rank():
             token_log_probs(model, ids, **(wrong if dist.get_rank() else {}))
     with pytest.raises(LogProbError, match="at least two tokens"):
         token_log_probs(model, ids[0])
+    with pytest.raises(LogProbError, match=r"'temprature' is neither an option .*Did you mean 'temperature'"):
+        token_log_probs(model, ids, **({"temprature": 2.0} if dist.get_rank() else {}))
+    token_log_probs(model, ids, output_attentions=False)  # similar to attention_mask
     for name in ("labels", "logits_to_keep"):
         with pytest.raises(LogProbError, match=f"{name} is among the inputs"):
             token_log_probs(model, ids, **({name: ids} if dist.get_rank() else {}))

@@ -187,6 +187,34 @@ def test_two_backward_passes_in_a_micro_batch_are_counted_as_lightrft_counts_the
     assert rows(ours, "losses") == rows(theirs, "losses")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["text", "vision"], ids=["grpo-on-texts", "ppo-with-a-critic"])
+def test_ranks_that_share_sequences_have_the_losses_of_ranks_that_do_not(folders, kind):
+    """All samples of a rollout make one optimizer step: the same micro-batches of two samples, on one rank or both."""
+    records = {}
+    settings = {"max_samples": 8, "train_batch_size": 16, "gradient_checkpointing": True, "bf16": False}
+    for size in (1, 2):
+        folder = folders(kind)
+        critic = {**PPO, "critic_pretrain": folder / "model"} if kind == "vision" else {}
+        records[size] = run.run(folder, run.arguments(folder, **settings, **critic, sp_size=size))
+    log = (folder / "record.log").read_text()
+    assert "splits sequences over 2 ranks" in log and "computes full sequences" not in log
+    for name in ("actor", "critic") if kind == "vision" else ("actor",):
+        losses = {
+            size: [[call["losses"][0] for call in record["calls"] if call["name"] == name] for record in records[size]]
+            for size in records
+        }
+        assert losses[2][0] == losses[2][1] and len(losses[2][0]) == 16, "both ranks compute all samples"
+        per_rollout = [[rank[4 * rollout :][:4] for rank in losses[1]] for rollout in range(2)]
+        expected = [loss for ranks in per_rollout for rank in ranks for loss in rank]
+        assert any(expected[8:])
+        torch.testing.assert_close(torch.tensor(losses[2][0]), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+        steps = {
+            size: [call["steps"] for call in records[size][0]["calls"] if call["name"] == name][-1] for size in records
+        }
+        assert steps == {1: 2, 2: 2}
+
+
 # --- LightRFT's own checkpoints --------------------------------------------------------------------------------------
 
 
@@ -219,7 +247,6 @@ ELSEWHERE = {
     "get_ds_train_config": "DeepSpeed, called without --fsdp only",
     "get_ds_eval_config": "DeepSpeed, called without --fsdp only",
     "load_model": "DeepSpeed only; LightRFT's FSDP strategy lacks it, too",
-    "ring_attn_group": "sequence parallelism, which this package lacks",
 }
 """Names of a strategy that LightRFT reads and ours does not have."""
 

@@ -30,7 +30,7 @@ from fsdp2_strategy.data.prefetch import EpisodeAnnouncer
 from fsdp2_strategy.data.workers import SampleFetcher, identity, ignore_foreign_sigterm
 from fsdp2_strategy.distributed.agreement import check_equal
 from fsdp2_strategy.distributed.log import log
-from fsdp2_strategy.distributed.process_group import rank, world_size
+from fsdp2_strategy.distributed.process_group import data_rank, data_size
 from fsdp2_strategy.distributed.torch_internals import end_workers
 from fsdp2_strategy.errors import DataError, counted
 
@@ -437,7 +437,7 @@ def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
 
 
 def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
-    """Return ``dp_rank`` and ``dp_size``, by default rank and world size of the process group."""
+    """Return ``dp_rank`` and ``dp_size``, by default those of the open strategy, else of the process group."""
     if dp_rank is not None and dp_size is not None:
         return operator.index(dp_rank), operator.index(dp_size)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
@@ -447,4 +447,4 @@ def _rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
             f"{'a' if dist.is_initialized() else 'no'} process group, expected both numbers, or neither and a process "
             "group. Pass both numbers, or construct the strategy first."
         )
-    return rank(), world_size()
+    return data_rank(), data_size()

@@ -85,5 +85,15 @@ def settings_of(args: object, **settings: Any) -> StrategyConfig:
 
 
 def with_options(config: StrategyConfig) -> StrategyConfig:
-    """Return a copy of a configuration in which each of `OPTIONS` has a value."""
-    return dataclasses.replace(config, extra={**OPTIONS, **config.extra})
+    """Return a copy of a configuration in which each of `OPTIONS` has a value.
+
+    Raises:
+        ConfigError: ``tensor_parallel_size`` is above 1.
+    """
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"cannot make a strategy: tensor_parallel_size is {config.tensor_parallel_size}, expected 1, because "
+            "LightRFT's trainers draw other batches on each rank. Use FSDPV2Strategy and a loop of your own."
+        )
+    given = {**config.extra, "sp_size": config.sequence_parallel_size}
+    return dataclasses.replace(config, extra={**OPTIONS, **given})

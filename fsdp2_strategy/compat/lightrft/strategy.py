@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -26,16 +27,20 @@ from fsdp2_strategy.compat.lightrft.generation import (
     generate,
     prompts_with_media,
 )
+from fsdp2_strategy.compat.lightrft.sequences import SequenceParallelData, split_within_forward, takes_actions
 from fsdp2_strategy.compat.lightrft.settings import OPTIONS, settings_of, with_options
 from fsdp2_strategy.distributed.agreement import all_or_none
 from fsdp2_strategy.distributed.log import log
 from fsdp2_strategy.distributed.lost_ranks import collective
 from fsdp2_strategy.distributed.mesh import group_of
 from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
-from fsdp2_strategy.errors import CheckpointError, ConfigError, RolloutError
+from fsdp2_strategy.errors import CheckpointError, ConfigError, RolloutError, SequenceError
+from fsdp2_strategy.model.fsdp_state import class_name
+from fsdp2_strategy.model.wrappers import unwrap_model
+from fsdp2_strategy.rollout import WeightUpdate
+from fsdp2_strategy.sequence.prepare import sequence_group_of
 from fsdp2_strategy.strategy import FSDPV2Strategy
 
-T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=nn.Module | None)
 
 
@@ -67,20 +72,6 @@ def is_engine(model: object) -> bool:
     return hasattr(model, "wake_up")
 
 
-class SequenceParallelData:
-    """Distribute samples over sequence-parallel ranks. With ``sp_size`` 1, each rank keeps its own samples."""
-
-    sp_size = 1
-
-    def preprocess(self, data: T) -> T:
-        """Return the samples that this rank computes: its own; not collective."""
-        return data
-
-    def postprocess(self, data: T) -> T:
-        """Return the samples that this rank keeps: its own; not collective."""
-        return data
-
-
 @dataclass(frozen=True)
 class BroadcastManager:
     """Send a model's weights to the inference engine."""
@@ -106,7 +97,7 @@ class LightRFTStrategy(FSDPV2Strategy):
     Attributes:
         engine_mp_group: the ranks that share an engine: ``engine_tp_size`` successive ranks.
         engine_dp_group: the ranks with this rank's position in its engine, one of each engine.
-        sp_data_processor: what distributes samples over sequence-parallel ranks.
+        sp_data_processor: distributes samples over the ranks that share sequences.
         genlen_analyser: statistics of the lengths of generated outputs.
         broadcast_manager: sends the weights of the last model that `update_engine_weights` sent; None before.
         time_steps: ``time_steps["ema"]`` is the number of calls of `moving_average`.
@@ -116,14 +107,14 @@ class LightRFTStrategy(FSDPV2Strategy):
 
     def __init__(self, *arguments: Any, trust_checkpoints: bool = False, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.config = with_options(self.config)
         self.trust_checkpoints = trust_checkpoints
         try:
+            self.config = with_options(self.config)
             self.engine_mp_group, self.engine_dp_group = _engine_groups(self.config.extra["engine_tp_size"])
         except ConfigError:
             self.close()  # every rank raises
             raise
-        self.sp_data_processor = SequenceParallelData()
+        self.sp_data_processor = SequenceParallelData(self.sp_group if self.sp_size > 1 else None)
         self.genlen_analyser = LengthStatistics(self.engine_dp_group, self.config.extra["plot_every"])
         self.broadcast_manager: BroadcastManager | None = None
         self.time_steps: Counter[str] = Counter()
@@ -141,12 +132,41 @@ class LightRFTStrategy(FSDPV2Strategy):
         """
         if is_plain_wrapper(model):
             model.is_actor = True  # type: ignore[union-attr]
-        return super().prepare_model(model, *arguments, **keywords)
+        if model is None or self.sp_size == 1:
+            return super().prepare_model(model, *arguments, **keywords)
+        was_split = sequence_group_of(unwrap_model(model)) is not None
+        model = super().prepare_model(model, *arguments, **keywords)
+        is_split = sequence_group_of(unwrap_model(model)) is not None and takes_actions(model)
+        if is_split and not was_split:
+            split_within_forward(model, self.shard_sequence)
+        elif not is_split:
+            log("%s computes full sequences on each of the %d ranks that share them", class_name(model), self.sp_size)
+        return model
+
+    @collective
+    def backward(
+        self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer | None = None, **keywords: Any
+    ) -> None:
+        """Run the backward pass of one micro-batch; collective; see `FSDPV2Strategy.backward`.
+
+        Raises:
+            SequenceError: ranks share sequences, and the trainer does not share its samples.
+        """
+        if self.sp_size > 1 and not self.sp_data_processor.is_used:
+            raise SequenceError(
+                f"cannot compute gradients: sp_size is {self.sp_size}, and this trainer has not called "
+                "sp_data_processor.preprocess, expected the same samples on ranks that share sequences. Use sp_size 1."
+            )
+        super().backward(loss, model, optimizer, **keywords)
 
     def moving_average(self, *arguments: Any, **keywords: Any) -> None:
         """Average a model's parameters into a second model; see `FSDPV2Strategy.moving_average`."""
         super().moving_average(*arguments, **keywords)
         self.time_steps["ema"] += 1
+
+    def _part_of_data(self) -> tuple[int, int]:
+        """Return this rank and the number of ranks: each rank generates samples of its own, also if they are shared."""
+        return self.get_rank(), self.world_size
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
@@ -157,17 +177,20 @@ class LightRFTStrategy(FSDPV2Strategy):
         return EngineStatus.WAKEUP if has_engine and not self._rollout.is_asleep else EngineStatus.SLEEPED
 
     @collective
-    def update_engine_weights(self, actor: nn.Module, *, verify: bool = False) -> None:
+    def update_engine_weights(
+        self, actor: nn.Module, *, verify: bool = False, by_difference: bool | Literal["hashes"] = False
+    ) -> WeightUpdate:
         """Load a model's weights into the engine, which is awake afterwards; do nothing without an engine; collective.
 
-        Arguments and errors are those of `FSDPV2Strategy.update_engine_weights`.
+        Arguments, result and errors are those of `FSDPV2Strategy.update_engine_weights`.
         """
         if self.inference_engine_type is None:
             log("there is no inference engine: no weights are sent")
-            return
+            return WeightUpdate(None, is_full=False, sent_bytes=0, full_bytes=0, retained_bytes=0)
         self.wakeup_inference_engine()
-        super().update_engine_weights(actor, verify=verify)
+        update = super().update_engine_weights(actor, verify=verify, by_difference=by_difference)
         self.broadcast_manager = BroadcastManager(self, actor)
+        return update
 
     def engine_generate_local(
         self,

@@ -1,0 +1,76 @@
+"""Compare a batch between ranks that must be given the same one.
+
+Input: the batches of this and other ranks. Output: the facts about them that are compared, and which differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp2_strategy.distributed.process_group import control_device, group_in_use, ranks_of, world_size
+from fsdp2_strategy.errors import StepError
+
+
+def facts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return shape, dtype and checksum of each tensor, and numbers as they are; not collective."""
+    numbers = {name: value for name, value in sorted(batch.items()) if isinstance(value, int | float)}
+    tensors = {name: value for name, value in sorted(batch.items()) if _is_plain(value)}
+    sums = torch.stack([_checksum(tensor) for tensor in tensors.values()]).tolist() if tensors else []
+    of_tensors = zip(tensors.items(), sums, strict=True)
+    return {name: (tuple(t.shape), str(t.dtype), own) for (name, t), own in of_tensors} | numbers
+
+
+def check_batches_of_groups(batch: Mapping[str, Any], size: int) -> None:
+    """Raise on every rank if a batch differs within a group of ``size`` successive ranks; collective.
+
+    Raises:
+        StepError: the names, shapes, dtypes or values of tensors differ, or numbers do.
+    """
+    facts = facts_of(batch)
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(control_device())
+    digests = own.new_empty(world_size() * len(own))
+    dist.all_gather_into_tensor(digests, own, group=group_in_use())
+    groups = digests.view(-1, size, len(own))
+    if bool((groups == groups[:, :1]).all()):
+        return
+    of_ranks: list[dict[str, Any]] = [{}] * world_size()
+    dist.all_gather_object(of_ranks, facts, group=group_in_use())
+    ranks = ranks_of(group_in_use())
+    for begin in range(0, len(ranks), size):
+        first = of_ranks[begin]
+        for rank, other in zip(ranks[begin : begin + size], of_ranks[begin : begin + size], strict=True):
+            names = differing_names(first, other)
+            if names:
+                shared = ", ".join(map(str, ranks[begin : begin + size]))
+                error = StepError(
+                    f"cannot compute a batch: {', '.join(names)} of rank {rank} differ from those of rank "
+                    f"{ranks[begin]}, expected the same batch on the ranks {shared}, which share layers. Draw batches "
+                    "by strategy.dp_rank and strategy.dp_size."
+                )
+                error.is_agreed = True
+                raise error
+
+
+def differing_names(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names whose facts differ."""
+    return [name for name in {**first, **other} if first.get(name) != other.get(name)]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.is_meta
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that changes if a value or the order of the values changes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.detach().reshape(-1).view(kinds[tensor.element_size()]).to(torch.int64)
+    return (bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum()
