@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,8 +93,9 @@ def test_each_prompt_is_generated_as_if_it_were_alone(name):
 
 def test_a_sequence_ends_with_the_first_end_token_and_counts_are_kept():
     model = build("llama").eval()
-    (sequence,) = generate_tokens(model, [PROMPTS[0]], {**GREEDY, "ignore_eos": True})[0]
-    assert len(sequence) == 5
+    with patch.object(logging.getLogger("transformers.generation.utils"), "warning") as warned:
+        (sequence,) = generate_tokens(model, [PROMPTS[0]], {**GREEDY, "ignore_eos": True})[0]
+    assert len(sequence) == 5 and not warned.called
     ended = generate_tokens(model, PROMPTS[:1], {**GREEDY, "stop_token_ids": [sequence[1]]})[0][0]
     assert ended == sequence[: sequence.index(sequence[1]) + 1]
     assert [len(own) for own in generate_tokens(model, PROMPTS, {"max_new_tokens": 2, "n": 3})] == [3] * 4
@@ -127,11 +130,13 @@ def test_a_transformers_engine_takes_the_calls_of_sglang_and_vllm(tmp_path):
     ("call", "match"),
     [
         ({"input_ids": PROMPTS, "image_data": [object(), None, None, None]}, "image_data was passed"),
-        ({"input_ids": PROMPTS, "return_logprob": True}, "return_logprob was passed"),
+        ({"input_ids": PROMPTS, "return_hidden_states": True}, "return_hidden_states was passed"),
         ({"input_ids": PROMPTS, "prompt": ["text"]}, "2 of input_ids, prompt and prompts"),
         ({}, "0 of input_ids, prompt and prompts"),
         ({"prompt": ["text"]}, "has no tokenizer"),
         ({"prompts": [{"prompt": "text", "multi_modal_data": {}}]}, "has multi_modal_data"),
+        ({"input_id": PROMPTS}, "input_id was passed, .*Did you mean 'input_ids'"),
+        ({"input_ids": torch.tensor([[1, 2]])}, "the prompts are a tensor, expected lists of token ids"),
     ],
 )
 def test_a_call_that_transformers_cannot_answer_is_an_error(call, match):

@@ -417,6 +417,9 @@ def test_float16_scales_its_loss_skips_overflows_and_resumes(tmp_path):
     resumed[0].load_ckpt(resumed[1], tmp_path)
     assert resumed[0]._state_of(resumed[1]).accumulation.scale.value == 2.0**14
     assert train(*resumed, None, range(6, 10)) == expected
+    anew = prepare(seed=2)
+    anew[0].load_ckpt(anew[1], tmp_path, load_optimizer_states=False)
+    assert anew[0]._state_of(anew[1]).accumulation.scale.value == 2.0**16, "it belongs to the optimizer"
 
 
 def test_a_loss_scale_grows_and_shrinks():

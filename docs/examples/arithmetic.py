@@ -12,11 +12,10 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2_strategy import FSDPV2Strategy, token_log_probs
+from fsdp2_strategy import FSDPV2Strategy, sampled_log_probs, token_log_probs
 
 CHARACTERS = "0123456789+=\n_"
 END, PAD = CHARACTERS.index("\n"), CHARACTERS.index("_")
@@ -27,7 +26,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def seed_of(use: str, *key: int) -> int:
-    """Return the seed for one use of random numbers, a function of ``key`` only: a run's seed, a step, a rank."""
+    """Return the seed for one use of random numbers, a function of ``key``: seed of a run, step, data parallel rank."""
     uses = ("supervised", "problems", "answers")
     return int(np.random.SeedSequence((uses.index(use), *key)).generate_state(1)[0])
 
@@ -73,11 +72,23 @@ def rewards_of(batch: Batch, problems: list[Problem]) -> torch.Tensor:
 
 
 def generate(engine: Any, prompts: torch.Tensor, seed: int) -> Batch:
-    """Sample one answer to each prompt at temperature 1; the same seed gives the same answers."""
+    """Sample one answer to each prompt at temperature 1; the same seed gives the same answers.
+
+    The call is vLLM's, so that the engine returns the log-probabilities of the tokens that it sampled.
+    """
     torch.manual_seed(seed)
-    mask = (prompts != PAD).long()
-    sequences = engine.generate(prompts, attention_mask=mask, max_new_tokens=ANSWER, do_sample=True, top_k=0)
-    return batch_of(pad(sequences, (0, PROMPT + ANSWER - sequences.shape[1]), value=PAD))
+    token_ids = [[token for token in prompt if token != PAD] for prompt in prompts.tolist()]
+    params = {"temperature": 1.0, "max_tokens": ANSWER, "logprobs": 0}
+    outputs = engine.generate(prompts=token_ids, sampling_params=params)
+    return batch_of_answers(prompts, [output.outputs[0].token_ids for output in outputs], outputs)
+
+
+def batch_of_answers(prompts: torch.Tensor, answers: list[list[int]], outputs: list[Any]) -> Batch:
+    """Return the batch of prompts and sampled answers, with the log-probabilities in an engine's outputs."""
+    padded = torch.tensor([answer + [PAD] * (ANSWER - len(answer)) for answer in answers], device=prompts.device)
+    batch = batch_of(torch.cat([prompts, padded], dim=1))
+    batch["engine_log_probs"] = sampled_log_probs(outputs, ANSWER).to(prompts.device)
+    return batch
 
 
 def log_probs_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -123,7 +134,7 @@ def train_on_answers(
     """Train a model on answers of which the share ``accuracy`` is right; collective."""
     for step in range(steps):
         batch = draw_answered_problems(strategy, step, accuracy)
-        tokens = strategy.all_reduce(int(batch["answer_mask"].sum()), "sum")
+        tokens = strategy.all_reduce(int(batch["answer_mask"].sum()), "sum") // strategy.tp_size
         for part in split(batch, strategy.config.micro_train_batch_size):
             loss = -log_probs_of(model, part)[part["answer_mask"]].sum()
             strategy.backward(loss, model, optimizer, num_items_in_batch=tokens)
@@ -133,7 +144,7 @@ def train_on_answers(
 def draw_answered_problems(strategy: FSDPV2Strategy, step: int, accuracy: float) -> Batch:
     """Return this rank's problems of one optimizer step, with answers of which the share ``accuracy`` is right."""
     count = strategy.config.micro_train_batch_size * strategy.accumulated_gradient
-    random = torch.Generator().manual_seed(seed_of("supervised", strategy.config.seed, step, strategy.get_rank()))
+    random = torch.Generator().manual_seed(seed_of("supervised", strategy.config.seed, step, strategy.dp_rank))
     problems = draw_problems(count, random)
     errors = torch.tensor([-10, -1, 1, 10])[torch.randint(4, (count,), generator=random)]
     errors[torch.rand(count, generator=random) < accuracy] = 0

@@ -4,16 +4,21 @@
 
 It trains twice under torchrun, with two ranks each. The first run stops early. The second takes all steps; in the
 middle, all its processes are killed with SIGKILL, and it is started again. The program fails unless reward, loss, KL,
-gradient norm and tokens are bitwise equal in each step that both runs took. It plots the figure of docs/rlhf.md. To run
-only the trainer:
+gradient norm, tokens and the difference between trainer and engine are bitwise equal in each step that both runs took.
+It plots the figure of docs/rlhf.md. The engine's log-probabilities of the sampled tokens are compared with the
+trainer's in each step, and weigh the tokens in the loss. To run only the trainer:
 
     torchrun --standalone --nproc-per-node 2 docs/examples/grpo.py --train --run-dir runs/grpo/own
 
-The problems and the sampled answers of a step are a function of (seed, step, rank). The task is in arithmetic.py.
+The problems and the sampled answers of a step are a function of (seed, step, data parallel rank). The task is in
+arithmetic.py. With `--sequence-parallel-size 2`, two ranks share each sequence: they draw the same problems and
+answers, and each computes a part of the tokens.
 """
 
 import argparse
+import functools
 import json
+import operator
 import os
 import shutil
 import signal
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import arithmetic as task
 import torch
@@ -28,10 +34,10 @@ from arithmetic import Batch, log_probs_of, split
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp2_strategy import FSDPV2Strategy
+from fsdp2_strategy import FSDPV2Strategy, ImportanceInputs, importance_inputs
 
 EXAMPLES = Path(__file__).parent
-COMPARED = ("reward", "loss", "kl", "grad_norm", "tokens")
+COMPARED = ("reward", "loss", "kl", "grad_norm", "tokens", "engine_difference")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -44,21 +50,11 @@ def train(args: argparse.Namespace) -> int:
         policy = args.policy or args.run_dir / "policy"
         task.warm_start(strategy, policy, args.warm_start_steps)
 
-        with strategy.init_model_context(meta_init=True):
-            actor = AutoModelForCausalLM.from_pretrained(policy)
-            reference = AutoModelForCausalLM.from_pretrained(policy)
-        updates = args.rollout_batch_size * args.n_samples_per_prompt // args.train_batch_size
-        (actor, optimizer, scheduler), _, _, reference = strategy.prepare_models_and_optimizers(
-            actor, None, None, reference, args, max_steps=args.steps * updates
-        )
-        resumed, state = strategy.load_ckpt(actor, args.run_dir / "ckpts", optimizer, scheduler)
-        if resumed:
-            strategy.print(f"resumed from {resumed}")
+        actor, optimizer, scheduler, reference, first = prepare(strategy, args, policy)
         strategy.setup_inference_engine(args, engine_type="transformers", actor=actor)
         strategy.offload_model(reference)
         strategy.maybe_offload_optimizer(optimizer)
 
-        first = state.get("step", 0)
         for step in range(first, args.stop_at or args.steps):
             clock = Clock()
             strategy.wakeup_inference_engine()
@@ -74,12 +70,16 @@ def train(args: argparse.Namespace) -> int:
             strategy.offload_model(reference)
             clock.lap("log_probs")
 
+            if step == first or step % 10 == 0:
+                check_agreement(strategy, actor, next(split(batch, args.micro_train_batch_size)), step)
+            clock.lap("agreement")
+
             strategy.maybe_load_optimizer(optimizer)
             metrics = update(strategy, args, actor, optimizer, scheduler, batch)
             strategy.maybe_offload_optimizer(optimizer)
             clock.lap("update")
 
-            strategy.update_engine_weights(actor, verify=step == first or step % 10 == 0)
+            sent = strategy.update_engine_weights(actor, verify=step == first or step % 10 == 0, by_difference=True)
             clock.lap("weights")
 
             preempted = strategy.preempted()
@@ -93,22 +93,56 @@ def train(args: argparse.Namespace) -> int:
                     async_save=True,
                 )
             clock.lap("save")
-            reward = strategy.all_reduce(batch["rewards"].mean().item())
+            metrics["reward"] = strategy.all_reduce(batch["rewards"].mean().item())
             if strategy.is_rank_0():
-                entry = {"step": step + 1, "reward": reward, **metrics, "seconds": clock.seconds}
+                metrics |= {"sent_bytes": sent.sent_bytes, "full_bytes": sent.full_bytes, "seconds": clock.seconds}
                 with (args.run_dir / "log.jsonl").open("a") as log:
-                    print(json.dumps(entry), file=log)
+                    print(json.dumps({"step": step + 1, **metrics}), file=log)
             if preempted:
                 return 128 + signal.SIGTERM
         strategy.save_model(actor, output_dir=args.run_dir / "export")
     return 0
 
 
+def prepare(strategy: FSDPV2Strategy, args: argparse.Namespace, policy: Path) -> tuple[Any, Any, Any, Any, int]:
+    """Return actor, optimizer, schedule and reference, from the newest checkpoint if there is one, and the first step.
+
+    Collective.
+    """
+    with strategy.init_model_context(meta_init=True):
+        actor = AutoModelForCausalLM.from_pretrained(policy)
+        reference = AutoModelForCausalLM.from_pretrained(policy)
+    updates = args.rollout_batch_size * args.n_samples_per_prompt // args.train_batch_size
+    (actor, optimizer, scheduler), _, _, reference = strategy.prepare_models_and_optimizers(
+        actor, None, None, reference, args, max_steps=args.steps * updates
+    )
+    resumed, state = strategy.load_ckpt(actor, args.run_dir / "ckpts", optimizer, scheduler)
+    if resumed:
+        strategy.print(f"resumed from {resumed}")
+    return actor, optimizer, scheduler, reference, state.get("step", 0)
+
+
+def check_agreement(strategy: FSDPV2Strategy, actor: nn.Module, batch: Batch, step: int) -> None:
+    """Compare the log-probabilities of trainer and engine, and print them; stop with the cause if they disagree."""
+    agreement = strategy.check_engine_agreement(
+        actor,
+        batch["sequences"],
+        batch["attention_mask"],
+        answer_mask=batch["answer_mask"],
+        engine_log_probs=batch["engine_log_probs"],
+        on_disagreement="raise",
+    )
+    strategy.print(f"step {step + 1}: {agreement}")
+
+
 def rollout(strategy: FSDPV2Strategy, args: argparse.Namespace, step: int) -> Batch:
-    """Draw this rank's problems of a step, sample a group of answers to each, and compute rewards and advantages."""
-    key = (args.seed, step, strategy.get_rank())
+    """Draw problems of a step, sample a group of answers to each, and compute rewards and advantages.
+
+    The result is the same on the ranks that share sequences.
+    """
+    key = (args.seed, step, strategy.dp_rank)
     random = torch.Generator().manual_seed(task.seed_of("problems", *key))
-    problems = task.draw_problems(args.rollout_batch_size // strategy.world_size, random)
+    problems = task.draw_problems(args.rollout_batch_size // strategy.dp_size, random)
     problems = [problem for problem in problems for _ in range(args.n_samples_per_prompt)]
     prompts = task.encode_prompts(problems).to(strategy.device)
     batch = task.generate(strategy.inference_engine, prompts, task.seed_of("answers", *key))
@@ -132,31 +166,42 @@ def update(
     batch: Batch,
 ) -> dict[str, float]:
     """Take the optimizer steps of one rollout; all tokens of all answers of all ranks have the same weight."""
-    sums, result = torch.zeros(3, dtype=torch.float64), None
-    for mini_batch in split(batch, args.train_batch_size // strategy.world_size):
-        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum")
+    sums, differences, result = torch.zeros(3, dtype=torch.float64), [], None
+    for mini_batch in split(batch, args.train_batch_size // strategy.dp_size):
+        tokens = strategy.all_reduce(int(mini_batch["answer_mask"].sum()), "sum") // strategy.tp_size
         for micro_batch in split(mini_batch, args.micro_train_batch_size):
-            loss, kl = grpo_loss(log_probs_of(actor, micro_batch), micro_batch, args.eps_clip, args.init_kl_coef)
+            inputs = importance_inputs(
+                log_probs_of(actor, micro_batch),
+                micro_batch["old_log_probs"],
+                micro_batch["engine_log_probs"],
+                micro_batch["answer_mask"],
+                cap=args.importance_cap,
+            )
+            loss, kl = grpo_loss(inputs, micro_batch, args.eps_clip, args.init_kl_coef)
             strategy.backward(loss, actor, optimizer, num_items_in_batch=tokens)
             result = strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
-            sums += sums.new_tensor([loss.item(), kl.item(), micro_batch["answer_mask"].sum().item()])
-    loss_sum, kl_sum, tokens = strategy.all_reduce(sums, "sum").tolist()
-    return {"loss": loss_sum / tokens, "kl": kl_sum / tokens, "grad_norm": result.grad_norm, "tokens": int(tokens)}
+            sums += sums.new_tensor([loss.item(), kl.item(), inputs.mask.sum().item()])
+            differences.append(inputs.differences)
+    # Ranks that share sequences or layers have the same sums: each counts sp_size x tp_size times.
+    loss_sum, kl_sum, tokens = (strategy.all_reduce(sums, "sum") / (strategy.sp_size * strategy.tp_size)).tolist()
+    metrics = {"loss": loss_sum / tokens, "kl": kl_sum / tokens, "grad_norm": result.grad_norm, "tokens": int(tokens)}
+    return metrics | functools.reduce(operator.add, differences).metrics()
 
 
 def grpo_loss(
-    log_probs: torch.Tensor, batch: Batch, eps_clip: float, kl_coef: float
+    inputs: ImportanceInputs, batch: Batch, eps_clip: float, kl_coef: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two sums over all tokens of the answers: the loss, and its KL to the reference without the coefficient.
 
     As in GRPO (https://arxiv.org/abs/2402.03300); the KL is the estimator k3 (http://joschu.net/blog/kl-approx.html).
+    The importance weights correct for the difference between the engine, which sampled, and the trainer.
     """
-    mask = batch["answer_mask"]  # [n, ANSWER]; from here on [tokens]
+    mask = inputs.mask  # [n, ANSWER]; from here on [tokens]
     advantages = batch["advantages"][:, None].expand_as(mask)[mask]
-    objective = clipped_objective((log_probs - batch["old_log_probs"])[mask], advantages, eps_clip)
-    log_ratio = (batch["reference_log_probs"] - log_probs)[mask]
+    objective = clipped_objective(inputs.log_ratio[mask], advantages, eps_clip)
+    log_ratio = (batch["reference_log_probs"] - inputs.new_log_probs)[mask]
     kl = log_ratio.exp() - 1 - log_ratio
-    return (kl_coef * kl - objective).sum(), kl.detach().sum()
+    return (kl_coef * kl - inputs.weights[mask] * objective).sum(), kl.detach().sum()
 
 
 def clipped_objective(log_ratio: torch.Tensor, advantages: torch.Tensor, eps_clip: float) -> torch.Tensor:
@@ -189,6 +234,7 @@ def demonstrate(args: argparse.Namespace) -> None:
     compared = kill_after + args.save_every
     options = ["--steps", str(args.steps), "--save-every", str(args.save_every), "--seed", str(args.seed)]
     options += ["--policy", str(args.run_dir / "policy")]
+    options += ["--sequence-parallel-size", str(args.sequence_parallel_size)]
 
     print(f"--- first run: uninterrupted, {compared} of {args.steps} steps ---", flush=True)
     if launch(uninterrupted, [*options, "--stop-at", str(compared)]).wait():
@@ -213,7 +259,11 @@ def demonstrate(args: argparse.Namespace) -> None:
         f"{', '.join(COMPARED)} are bitwise equal in the {compared} steps that both runs took: {after} of these steps "
         f"came after the resume, {repeated} were repeated\n"
         f"reward {mean(steps[:5], 'reward'):.2f} -> {mean(steps[-5:], 'reward'):.2f} in {args.steps} steps, KL to the "
-        f"reference {mean(steps[-5:], 'kl'):.2f}; picture: {picture}; {time.monotonic() - started:.0f} s"
+        f"reference {mean(steps[-5:], 'kl'):.2f}; mean difference of trainer and engine "
+        f"{mean(steps, 'engine_difference'):.1e} nats, largest "
+        f"{max(entry['engine_difference_largest'] for entry in steps):.1e}; sent to the engine per "
+        f"step: {mean(steps, 'sent_bytes') / mean(steps, 'full_bytes'):.0%} of all weights; picture: {picture}; "
+        f"{time.monotonic() - started:.0f} s"
     )
 
 
@@ -293,10 +343,13 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--n-samples-per-prompt", type=int, default=8)
     parser.add_argument("--train-batch-size", type=int, default=256, help="answers per optimizer step, over all ranks")
     parser.add_argument("--micro-train-batch-size", type=int, default=64)
+    parser.add_argument("--sequence-parallel-size", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, with fp32 masters")
+    parser.add_argument("--importance-cap", type=float, default=2.0, help="largest importance weight of a token")
     parser.add_argument("--actor-learning-rate", type=float, default=1e-3)
     parser.add_argument("--init-kl-coef", type=float, default=0.02)
     parser.set_defaults(adam_betas=(0.9, 0.99), lr_warmup_ratio=0.05, max_norm=1.0, eps_clip=0.2)
-    parser.set_defaults(bf16=False, enable_engine_sleep=True)
+    parser.set_defaults(enable_engine_sleep=True)
     return parser.parse_args(command_line)
 
 

@@ -11,7 +11,8 @@ FSDP2 splits a dimension into chunks of equal length; only the last chunks may b
 of a tensor, joined in rank order, are the tensor followed by padding. In a bucket with one sharded tensor, these chunks
 are adjacent in the buffer. If the tensor is split along its first dimension, and its chunks need no padding to 16
 bytes, the full tensor is therefore a view of the buffer. Otherwise, and in a bucket with several sharded tensors, each
-full tensor is copied.
+full tensor is copied. If several axes of a mesh split a tensor, each shard is copied box by box: see [Note: boxes] in
+`boxes`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy.distributed.process_group import current_device, group_in_use
+from fsdp2_strategy.model.boxes import LocalShard
 from fsdp2_strategy.model.placeholders import full_tensor_of, values_of
+from fsdp2_strategy.model.shards import ShardGroup, shard_group_of
 
 _ALIGNMENT = 16
 
@@ -36,14 +39,17 @@ _ALIGNMENT = 16
 class Route:
     """How the values of a tensor are sent to every rank."""
 
-    group: Any = None
-    """The group of the ranks that hold the shards; None if the tensor is not sharded, or if DTensor gathers it."""
-    dim: int = 0
-    """The dimension of the tensor that is split."""
+    holders: ShardGroup | None = None
+    """The ranks that hold the shards; None if the tensor is not sharded, or is gathered alone."""
     from_rank_0_of: Any = None
     """The group whose rank 0 broadcasts the values, if values may differ between ranks; otherwise None."""
     is_gathered_alone: bool = False
-    """Whether DTensor gathers the tensor, for example because it is sharded along several axes of its mesh."""
+    """Whether the tensor has a collective of its own, because tensors that are needed with it have other routes."""
+
+    @property
+    def group(self) -> Any:
+        """The group of ``holders``, or None."""
+        return None if self.holders is None else self.holders.group
 
     @cached_property
     def ranks(self) -> int:
@@ -77,14 +83,7 @@ def routes_of(tensors: Mapping[str, torch.Tensor], differing: Collection[int]) -
 def _route_of(tensor: torch.Tensor, *, differs: bool) -> Route:
     if not isinstance(tensor, DTensor):
         return Route(from_rank_0_of=(group_in_use() or dist.group.WORLD) if differs else None)
-    mesh = tensor.device_mesh
-    cut = [(axis, p) for axis, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(axis) > 1]
-    if not cut:
-        return Route()
-    [(axis, placement), *more] = cut
-    if more or type(placement) is not Shard:
-        return Route(is_gathered_alone=True)
-    return Route(group=mesh.get_group(axis), dim=placement.dim)
+    return Route(holders=shard_group_of(tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +95,23 @@ class Part:
     route: Route
 
     @cached_property
+    def shards(self) -> list[LocalShard]:
+        """The elements of the tensor that each rank of the route holds; empty if the tensor is not sharded."""
+        return self.route.holders.shards(self.tensor) if self.route.holders else []
+
+    @property
+    def _dim(self) -> int | None:
+        """The dimension that is split in chunks of equal length; None if the tensor is split in another way, or not."""
+        return self.route.holders.dim if self.route.holders else None
+
+    @cached_property
     def padded(self) -> list[int]:
-        """The shape of the longest shard, to which the shards of all ranks are padded."""
+        """The shape to which the shards of all ranks are padded: that of the longest, flattened if they have boxes."""
         shape = list(self.tensor.shape)
-        if self.route.group is not None:
-            shape[self.route.dim] = -(-shape[self.route.dim] // self.route.ranks)
+        if self._dim is not None:
+            shape[self._dim] = -(-shape[self._dim] // self.route.ranks)
+        elif self.shards:
+            shape = [max(prod(shard.shape) for shard in self.shards)]
         return shape
 
     @cached_property
@@ -114,6 +125,8 @@ class Part:
         target = self._values_in(row)
         if local.device != target.device:  # cast first: fewer bytes are copied to the device
             local = local.to(self.dtype)
+        if self.shards and self._dim is None:
+            local = local.reshape(-1)
         for dim, length in enumerate(local.shape):
             target = target.narrow(dim, 0, length) if length != target.shape[dim] else target
         target.copy_(local, non_blocking=True)
@@ -121,11 +134,15 @@ class Part:
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the part's slice of all rows: contiguous, and a view if possible."""
         chunks = self._values_in(rows)
-        if self.route.group is None:
+        if not self.shards:
             return chunks[0]
-        dim = self.route.dim
-        together = chunks.movedim(0, dim).flatten(dim, dim + 1)
-        return together.narrow(dim, 0, self.tensor.shape[dim]).contiguous()
+        if (dim := self._dim) is not None:
+            together = chunks.movedim(0, dim).flatten(dim, dim + 1)
+            return together.narrow(dim, 0, self.tensor.shape[dim]).contiguous()
+        full = chunks.new_empty(self.tensor.shape)
+        for shard, chunk in zip(self.shards, chunks, strict=True):
+            shard.copy_to(full, chunk[: prod(shard.shape)].view(shard.shape))
+        return full
 
     def _values_in(self, rows: torch.Tensor) -> torch.Tensor:
         used = rows[..., : prod(self.padded) * self.dtype.itemsize]
@@ -170,7 +187,7 @@ class Bucket:
         if route.from_rank_0_of is not None:
             self._works = [dist.broadcast(rows, group_src=0, group=route.from_rank_0_of, async_op=True)]
         elif route.group is not None:
-            self._works = _gather(rows, own, route.group)
+            self._works = gather_rows(rows, own, route.group)
 
     def wait(self) -> None:
         """Wait until all rows are gathered; on a CUDA device, only the current stream waits."""
@@ -188,8 +205,8 @@ class Bucket:
         self._rows = None
 
 
-def _gather(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
-    """Start to gather the other ranks' rows in place; return the collectives to wait for."""
+def gather_rows(rows: torch.Tensor, own: int, group: Any) -> list[dist.Work]:
+    """Start to gather the other ranks' rows in place; return the collectives to wait for; collective."""
     if rows.is_cuda:
         # torch 2.13 renames the function.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

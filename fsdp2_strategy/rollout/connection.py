@@ -44,9 +44,9 @@ _BUFFER_BYTES = 1 << 20
 _CLOSED = "the connection is closed"
 _BACKLOG = 128
 _ID_BYTES = 16
-_ACCEPTED = b"fsdp2 engine v03"
+_ACCEPTED = b"fsdp2 engine v04"
 _REQUESTS, _HEARTBEATS = b"r", b"h"
-_OPEN_TO_ALL = b"fsdp2 trainer 03"
+_OPEN_TO_ALL = b"fsdp2 trainer 04"
 """The key of every server at an address. A server for a rank has a random key, published in the default store."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -75,10 +75,11 @@ def peer_name(address: str | None, peer: int | None) -> str:
             "address 'host:port', or the rank in the default group (remote_engine_address or remote_engine_rank)."
         )
     if address is not None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not host or "/" in host or not port.isdecimal():
             raise RolloutError(
-                f"cannot reach another process: address is {address!r}, expected 'host:port'. Correct it."
+                f"cannot reach another process: address is {address!r}, expected 'host:port', such as "
+                "'0.0.0.0:29600'. Correct it."
             )
         return address
     if not dist.is_initialized() or not 0 <= peer < dist.get_world_size() or peer == dist.get_rank():  # type: ignore[operator]
@@ -201,6 +202,33 @@ def listen(address: str | None, peer: int | None) -> Listener:
     return listener
 
 
+def listen_at_free_port(host: str) -> str:
+    """Listen at a port that the operating system chooses, and return the address for `serve`; not collective.
+
+    Trainers can connect at once, and wait until `serve` is called with this address in this process.
+
+    Args:
+        host: name or address of this host, under which the trainer reaches it.
+
+    Returns:
+        "host:port".
+
+    Raises:
+        RolloutError: ``host`` is not a name or an address of this host.
+    """
+    try:
+        listening = _listen_at(host, 0)
+    except OSError as error:
+        raise RolloutError(
+            f"cannot serve at {host}: {_first_line(error)}, expected a name or an address of this host. Pass the "
+            "address under which the trainer reaches this host."
+        ) from error
+    listener = Listener(listening, _OPEN_TO_ALL)
+    address = f"[{host}]:{listener.port}" if ":" in host else f"{host}:{listener.port}"
+    _listeners[address] = listener
+    return address
+
+
 def _listen_at(host: str, port: int) -> socket.socket:
     [(family, _, _, _, found), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(found[:2], family=family, backlog=_BACKLOG)
@@ -239,32 +267,51 @@ def connect(address: str | None, peer: int | None, timeout_seconds: float) -> Co
         hosts, port, key = [_split(address)[0]], _split(address)[1], _OPEN_TO_ALL
     else:
         hosts, port, key = _published_address(peer, where, timeout_seconds)
+    while True:
+        try:
+            requests, heartbeats = _shake_hands(hosts, port, where, key, deadline)
+            return Connection(requests, heartbeats, timeout_seconds)
+        except TimeoutError as error:
+            raise RolloutError(
+                f"cannot reach an engine: {where} has not answered in {timeout_seconds:g} s, expected an answer. Check "
+                "that the process there calls serve, and is not serving another trainer."
+            ) from error
+        except OSError as error:
+            # A server that is killed may accept connections until the operating system has closed its socket.
+            if isinstance(error, ConnectionError) and time.monotonic() + _RETRY_SECONDS < deadline:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            raise RolloutError(
+                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server "
+                "of an engine. Check the address, or start the server again."
+            ) from error
+
+
+def _shake_hands(
+    hosts: Sequence[str], port: int, where: str, key: bytes, deadline: float
+) -> tuple[socket.socket, socket.socket]:
+    """Open both sockets of a session, and wait until the server accepts this trainer; see [Note: sessions].
+
+    Raises:
+        RolloutError: no server listens there.
+        OSError: the server ended the handshake, or did not answer before the deadline.
+    """
     sockets: list[socket.socket] = []
     try:
         trainer = secrets.token_bytes(_ID_BYTES)
         for purpose in (_REQUESTS, _HEARTBEATS):
             sockets.append(_connect_to(hosts, port, where, deadline))
             sockets[-1].sendall(key + trainer + purpose)
-        sockets[0].settimeout(max(deadline - time.monotonic(), 0.01))
-        if _read(sockets[0], len(_ACCEPTED)) != _ACCEPTED:
+        requests, heartbeats = sockets
+        requests.settimeout(max(deadline - time.monotonic(), 0.01))
+        if _read(requests, len(_ACCEPTED)) != _ACCEPTED:
             raise OSError("another program listens there")
-        sockets[0].sendall(_ACCEPTED)
-    except BaseException as error:
+        requests.sendall(_ACCEPTED)
+    except BaseException:
         for each in sockets:
             each.close()
-        if isinstance(error, TimeoutError):
-            raise RolloutError(
-                f"cannot reach an engine: {where} has not answered in {timeout_seconds:g} s, expected an answer. Check "
-                "that the process there calls serve, and is not serving another trainer."
-            ) from error
-        if isinstance(error, OSError):
-            raise RolloutError(
-                f"cannot reach an engine: {where} ended the handshake ({_first_line(error)}), expected a server "
-                "of an engine. Check the address, or start the server again."
-            ) from error
         raise
-    requests, heartbeats = sockets
-    return Connection(requests, heartbeats, timeout_seconds)
+    return requests, heartbeats
 
 
 def _published_address(peer: int | None, where: str, timeout_seconds: float) -> tuple[list[str], int, bytes]:

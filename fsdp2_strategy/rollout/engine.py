@@ -5,24 +5,38 @@ Input: a trainer's arguments and a model. Output: an engine that has the model's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2_strategy.distributed.agreement import all_or_none
+from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal
+from fsdp2_strategy.distributed.log import log
+from fsdp2_strategy.distributed.process_group import group_in_use, world_size
 from fsdp2_strategy.errors import RolloutError, some
 from fsdp2_strategy.model.fsdp_state import is_sharded
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.rollout.protocol import RolloutEngine, Weights
+from fsdp2_strategy.rollout.agreement import EngineAgreement, check_engine_agreement
+from fsdp2_strategy.rollout.difference import Change
+from fsdp2_strategy.rollout.protocol import RolloutEngine, check_takes_changes
+from fsdp2_strategy.rollout.retained import Retain
 from fsdp2_strategy.rollout.sglang_engine import SGLangEngine
-from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
+from fsdp2_strategy.rollout.stream import forget_changes, stream_weights, weight_checksums
 from fsdp2_strategy.rollout.trainer_arguments import option
 from fsdp2_strategy.rollout.transformers_engine import TransformersEngine
 from fsdp2_strategy.rollout.vllm_engine import VLLMEngine
 from fsdp2_strategy.sharding.shard import is_for_training
+
+_UPDATE = "update the engine's weights"
+"""The operation, for error messages."""
 
 Factory = Callable[[Any, nn.Module | None, torch.dtype | None], RolloutEngine | None]
 
@@ -46,6 +60,22 @@ ENGINES: dict[str, Factory] = {
 A function receives the trainer's arguments, the actor, and the dtype of the weights. It runs on every rank, and returns
 None on ranks without an engine.
 """
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """What an update of an engine's weights sent."""
+
+    version: str | None
+    """The version that the engine has; None for an update that was not by difference."""
+    is_full: bool
+    """Whether all weights were sent."""
+    sent_bytes: int
+    """Number of bytes that this rank passed to its engine, or would have; see `TensorDifference`."""
+    full_bytes: int
+    """Number of bytes of all weights, in the dtypes in which they are sent."""
+    retained_bytes: int
+    """Number of bytes that this rank retains to find the next changes."""
 
 
 class Rollout:
@@ -74,7 +104,7 @@ class Rollout:
                         f"{', '.join(ENGINES)}, or an engine. To add an engine by name, set "
                         f"fsdp2_strategy.rollout.ENGINES[{engine_type!r}] to a function that builds it."
                     )
-                built = ENGINES[engine_type](args, actor, self._dtype_of(actor))
+                built = _call_factory(engine_type, args, actor, self._dtype_of(actor))
             if built is not None:
                 _check_engine(built)
         self.engine, self.args, self._was_put_to_sleep = built, args, False
@@ -88,22 +118,49 @@ class Rollout:
             if callable(close := getattr(engine, "close", None)):
                 close()
 
-    def update(self, actor: nn.Module, *, verify: bool) -> None:
+    def update(self, actor: nn.Module, *, verify: bool, by_difference: bool | Literal["hashes"]) -> WeightUpdate:
         """Load the actor's weights into the engine of every rank that has one; collective."""
         if self.engine_type is None:
             raise RolloutError(
                 "cannot update weights: there is no inference engine, expected one. Call setup_inference_engine first."
             )
-        with on_ranks_of(actor), all_or_none("update the engine's weights", RolloutError):
+        with on_ranks_of(actor), all_or_none(_UPDATE, RolloutError):
+            _check_options(verify=verify, by_difference=by_difference)
             was_asleep = self._is_asleep
             self.wake_up()
             try:
-                self._send(actor, verify=verify)
+                if by_difference:
+                    return self._send_changes(actor, "hashes" if by_difference == "hashes" else "copy", verify=verify)
+                return self._send(actor, verify=verify)
             finally:
                 if was_asleep:
                     self.sleep()
 
-    def _send(self, actor: nn.Module, *, verify: bool) -> None:
+    def check_agreement(
+        self, actor: nn.Module, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> EngineAgreement:
+        """Compare an actor with the engine of every rank that has one; collective; see `check_engine_agreement`.
+
+        A sleeping engine is woken, and put to sleep again.
+        """
+        if self.engine_type is None:
+            raise RolloutError(
+                "cannot compare trainer and engine: there is no inference engine, expected one. Call "
+                "setup_inference_engine first."
+            )
+        with on_ranks_of(actor):
+            with all_or_none("wake the engine", RolloutError):
+                was_asleep = self._is_asleep
+                self.wake_up()
+            try:
+                return check_engine_agreement(
+                    actor, self.engine, sequences, attention_mask, sent_dtype=self._dtype_of(actor), **options
+                )
+            finally:
+                if was_asleep:
+                    self.sleep()
+
+    def _send(self, actor: nn.Module, *, verify: bool) -> WeightUpdate:
         sent = CountedStream(stream_weights(actor, dtype=self._dtype_of(actor)), hashed=verify)
         try:
             if self.engine is not None:
@@ -111,7 +168,70 @@ class Rollout:
         finally:
             sent.exhaust()
         if self.engine is not None:
-            sent.check_complete(self.engine)
+            sent.check_complete()
+            sent.check_held(self.engine)
+        return WeightUpdate(None, is_full=True, sent_bytes=sent.nbytes, full_bytes=sent.nbytes, retained_bytes=0)
+
+    def _send_changes(self, actor: nn.Module, retain: Retain, *, verify: bool) -> WeightUpdate:
+        """Send what has changed since the version that the engines hold; after an error, all weights; collective."""
+        try:
+            update = self._send_since(actor, self._common_version(actor), retain)
+            if not verify:
+                return update
+            try:
+                self._check_held(actor)
+            except RolloutError as error:  # raised on every rank
+                if not any_rank(not update.is_full):
+                    raise
+                log("%s Sending all weights.", error, level=logging.WARNING)
+                again = self._send_since(actor, "", retain)
+                self._check_held(actor)
+                return replace(again, sent_bytes=update.sent_bytes + again.sent_bytes)
+        except BaseException:
+            forget_changes(actor)  # an engine may have set its version, and still have other weights
+            raise
+        return update
+
+    def _common_version(self, actor: nn.Module) -> str:
+        """Return the version that all engines hold, or an empty string if they do not hold the same one; collective.
+
+        For an actor without sharded parameters, return that of this rank's engine, because each rank streams alone.
+        """
+        held: str | None = None
+        with all_or_none(_UPDATE, RolloutError):
+            if (engine := cast("Any", self.engine)) is not None:
+                check_takes_changes(engine)
+                held = engine.weights_version or ""
+        if not any(isinstance(parameter, DTensor) for parameter in unwrap_model(actor).parameters()):
+            return held or ""
+        of_ranks: list[str | None] = [None] * world_size()
+        dist.all_gather_object(of_ranks, held, group=group_in_use())
+        versions = {version for version in of_ranks if version is not None}  # None: a rank without an engine
+        return versions.pop() if len(versions) == 1 else ""
+
+    def _send_since(self, actor: nn.Module, since: str, retain: Retain) -> WeightUpdate:
+        """Send what has changed since a version; collective."""
+        with all_or_none(_UPDATE, RolloutError):
+            stream = stream_weights(actor, dtype=self._dtype_of(actor), since=since, retain=retain)
+            sent = CountedStream(stream, hashed=False)
+            try:
+                if (engine := cast("Any", self.engine)) is not None:
+                    known = "" if stream.is_full else since
+                    engine.update_changed_weights(iter(sent), since=known, version=stream.version)
+            finally:
+                sent.exhaust()
+            if engine is not None:
+                sent.check_complete()
+        return WeightUpdate(stream.version, stream.is_full, sent.nbytes, stream.full_bytes, stream.retained_bytes)
+
+    def _check_held(self, actor: nn.Module) -> None:
+        """Raise on every rank if the weights of an engine differ from the actor's; collective."""
+        expected = CountedStream(stream_weights(actor, dtype=self._dtype_of(actor)), hashed=True)
+        for _ in expected:
+            pass
+        with all_or_none("verify the engine's weights", RolloutError):
+            if self.engine is not None:
+                expected.check_held(self.engine)
 
     def _dtype_of(self, actor: nn.Module | None) -> torch.dtype | None:
         """Return the dtype in which an actor's weights are sent; None for the dtypes of the shards.
@@ -147,27 +267,59 @@ class Rollout:
         return bool(getattr(self.engine, "is_asleep", self._was_put_to_sleep))
 
 
+def _call_factory(name: str, *arguments: Any) -> RolloutEngine | None:
+    factory = ENGINES[name]
+    if callable(factory):
+        with suppress(ValueError):  # a builtin without a signature
+            try:
+                inspect.signature(factory).bind(*arguments)
+            except TypeError as error:
+                raise RolloutError(
+                    f"cannot set up an engine: ENGINES[{name!r}] cannot be called with three arguments ({error}), "
+                    "expected a function of (args, actor, dtype). Add the parameters; it may ignore them."
+                ) from None
+        return factory(*arguments)
+    raise RolloutError(
+        f"cannot set up an engine: ENGINES[{name!r}] is a {type(factory).__name__}, expected a function of (args, "
+        "actor, dtype) that returns an engine. To use an engine that exists, pass it as engine_type."
+    )
+
+
 def _check_engine(engine: object) -> None:
-    if not isinstance(engine, RolloutEngine):
+    if isinstance(engine, type) or not isinstance(engine, RolloutEngine):
+        found = f"the class {engine.__name__}" if isinstance(engine, type) else f"a {type(engine).__name__}"
         raise RolloutError(
-            f"cannot set up an engine: it is a {type(engine).__name__}, expected an object with update_weights, sleep, "
-            "wake_up and generate. See RolloutEngine."
+            f"cannot set up an engine: it is {found}, expected an object with update_weights, sleep, "
+            "wake_up and generate, or a name, as the second argument engine_type. See RolloutEngine."
+        )
+
+
+def _check_options(*, verify: bool, by_difference: object) -> None:
+    """Raise on every rank if an option is wrong, or differs between ranks; collective."""
+    # Without by_difference, each rank verifies its own engine, without collectives.
+    options = (by_difference, bool(verify) if by_difference else None)
+    check_equal(_UPDATE, options, RolloutError, "the same by_difference and verify on every rank. Pass the same ones.")
+    if by_difference not in (True, False, "hashes"):
+        raise RolloutError(
+            f"cannot {_UPDATE}: by_difference is {by_difference!r}, expected True, False or 'hashes'. Pass one of them."
         )
 
 
 class CountedStream:
     """Iterate over a stream of weights, and count the tensors that the engine takes; hash them if ``hashed``."""
 
-    def __init__(self, stream: Iterable[tuple[str, torch.Tensor]], *, hashed: bool) -> None:
+    def __init__(self, stream: Iterable[tuple[str, Change]], *, hashed: bool) -> None:
         self._stream = iter(stream)
         self._hashed = hashed
+        self.nbytes = 0
+        """Number of bytes of what was taken and left."""
         self._checksums: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
         self._taken = 0
         self._left = 0
         self._failure: Exception | None = None
 
-    def __iter__(self) -> Weights:
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
         while True:
             try:
                 name, tensor = next(self._stream)
@@ -178,8 +330,9 @@ class CountedStream:
                 raise
             if self._hashed:
                 self._dtypes[name] = _short(tensor.dtype)
-                self._checksums |= weight_checksums([(name, tensor)])
+                self._checksums |= weight_checksums([(name, cast("torch.Tensor", tensor))])
             self._taken += 1
+            self.nbytes += tensor.nbytes
             yield name, tensor
 
     def exhaust(self) -> None:
@@ -188,18 +341,22 @@ class CountedStream:
         Raises:
             Exception: the error of the stream, also if the engine caught it.
         """
-        for _ in self._stream:
+        for _, tensor in self._stream:
             self._left += 1
+            self.nbytes += tensor.nbytes
         if self._failure is not None:
             raise self._failure
 
-    def check_complete(self, engine: RolloutEngine) -> None:
-        """Raise if the engine did not take all tensors; if ``hashed``, also if its checksums are wrong."""
+    def check_complete(self) -> None:
+        """Raise if the engine did not take all tensors."""
         if self._left:
             raise RolloutError(
                 f"cannot update weights: the engine took {self._taken} tensors of {self._taken + self._left}, expected "
                 "all. Its update_weights must iterate over all weights."
             )
+
+    def check_held(self, engine: RolloutEngine) -> None:
+        """Raise if ``hashed``, and the checksums of the engine's weights differ from those of the stream."""
         if not self._hashed:
             return
         if (checksums := getattr(engine, "weight_checksums", None)) is None:

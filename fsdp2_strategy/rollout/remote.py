@@ -21,12 +21,13 @@ from typing import Any
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2_strategy import sizes
 from fsdp2_strategy.distributed.agreement import error_text
 from fsdp2_strategy.distributed.log import logger
-from fsdp2_strategy.distributed.process_group import is_rank_0
+from fsdp2_strategy.distributed.process_group import group_in_use, is_rank_0, ranks_of
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.rollout.connection import (
     Connection,
@@ -39,11 +40,14 @@ from fsdp2_strategy.rollout.connection import (
     protocol_errors,
     to_json,
 )
+from fsdp2_strategy.rollout.difference import Change, TensorDifference
 from fsdp2_strategy.rollout.engine import ENGINES, CountedStream
-from fsdp2_strategy.rollout.protocol import RolloutEngine, Weights
+from fsdp2_strategy.rollout.protocol import Changes, RolloutEngine, Weights, check_takes_changes
 
 _LEAVE_SECONDS = 1.0
-_CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate")
+_CALLS = ("weight_checksums", "weight_dtypes", "sleep", "wake_up", "generate", "log_probs", "routed_experts")
+_OPTIONAL = ("weight_dtypes", "log_probs", "routed_experts")
+"""Calls whose result is None if the engine does not have them."""
 
 
 class RemoteEngine:
@@ -51,7 +55,7 @@ class RemoteEngine:
 
     Each method calls the method of the same name on the engine in the other process, and returns its result. Tensors in
     the result are on this rank's device. Arguments and results are numbers, strings, None, tensors, and lists, tuples
-    and mappings of these; a mapping is received as a dict. If a result is a mapping, its key-value caches are left out.
+    and mappings of these; a mapping is received as a dict. The key-value caches of a result are left out.
 
     Args:
         address: ``"host:port"`` at which the other process serves; for processes without a common process group.
@@ -80,14 +84,30 @@ class RemoteEngine:
 
     def update_weights(self, weights: Weights) -> None:
         """Send all weights to the engine under their Hugging Face names; see [Note: updates]."""
+        self._send_weights({"call": "update_weights"}, weights)
+
+    def update_changed_weights(self, changes: Changes, *, since: str, version: str) -> None:
+        """Send the weights that have changed since a version, or all weights; see `RolloutEngine`."""
+        self._send_weights({"call": "update_changed_weights", "since": since, "version": version}, changes)
+
+    @property
+    def weights_version(self) -> str | None:
+        """The version of the engine's weights; None if it has none, or does not take weights by difference."""
+        version: str | None = self._ask("weights_version")
+        return version
+
+    def _send_weights(self, request: dict[str, Any], weights: Changes) -> None:
         action = "update weights"
         failure: Exception | None = None
         with self._request(action):
-            self._connection.send({"call": "update_weights"}, flush=False)
+            self._connection.send(request, flush=False)
             try:
-                for name, tensor in weights:
-                    _check_plain(name, tensor)
-                    self._connection.send({"weight": name}, [tensor], flush=False)
+                for name, given in weights:
+                    if isinstance(given, TensorDifference):
+                        self._connection.send({"weight": name, "shape": given.shape}, given.encoded, flush=False)
+                        continue
+                    _check_plain(name, given)
+                    self._connection.send({"weight": name}, [given], flush=False)
             except ConnectionLostError:
                 raise
             except Exception as error:  # noqa: BLE001  raised below, after the end message is sent
@@ -127,6 +147,20 @@ class RemoteEngine:
     def generate(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the engine's ``generate`` with the same arguments, and return its result."""
         return self._ask("generate", *args, **kwargs)
+
+    def log_probs(
+        self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
+    ) -> torch.Tensor | None:
+        """Return the engine's log-probabilities of sequences; None if it computes none; see `RolloutEngine`."""
+        log_probs: torch.Tensor | None = self._ask("log_probs", sequences, attention_mask, **inputs)
+        return log_probs
+
+    def routed_experts(
+        self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
+    ) -> torch.Tensor | None:
+        """Return the experts that the engine chooses for sequences; None if it does not report them."""
+        experts: torch.Tensor | None = self._ask("routed_experts", sequences, attention_mask, **inputs)
+        return experts
 
     def _ask(self, call: str, /, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
@@ -181,7 +215,8 @@ def serve(
 
     Args:
         engine: any `RolloutEngine`.
-        address: ``"host:port"`` to serve at; the port stays in use until this process ends.
+        address: ``"host:port"`` to serve at, or what `listen_at_free_port` returned; the port stays in use until this
+            process ends.
         peer: the rank of the default group that uses the engine; an alternative to ``address``.
         timeout_seconds: time without a heartbeat after which the trainer counts as lost. Calls, and the time between
             calls, may be longer.
@@ -213,9 +248,10 @@ def _execute(
     call = request.get("call")
     tensors: list[torch.Tensor] = []
     try:
-        if call == "update_weights":
-            _update(engine, connection)
-        result = None if call == "update_weights" else _call(engine, request, arguments)
+        is_update = call in ("update_weights", "update_changed_weights")
+        if is_update:
+            _update(engine, connection, request)
+        result = None if is_update else _call(engine, request, arguments)
         connection.send({"result": to_json(_without_cache(result), "the result", tensors)}, tensors)
     except ConnectionLostError:
         raise
@@ -229,9 +265,9 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
         call = request["call"]
         args = [from_json(value, tensors) for value in request["args"]]
         kwargs = {name: from_json(value, tensors) for name, value in request["kwargs"].items()}
-    if call == "is_asleep":
+    if call in ("is_asleep", "weights_version"):
         return getattr(engine, call, None)
-    if call == "weight_dtypes" and not hasattr(engine, call):
+    if call in _OPTIONAL and not hasattr(engine, call):
         return None
     if call not in _CALLS or not callable(method := getattr(engine, call, None)):
         raise RolloutError(
@@ -241,18 +277,24 @@ def _call(engine: Any, request: Mapping[str, Any], tensors: Sequence[torch.Tenso
     return method(*args, **kwargs)
 
 
-def _update(engine: RolloutEngine, connection: Connection) -> None:
+def _update(engine: Any, connection: Connection, request: Mapping[str, Any]) -> None:
     """Pass the received weights to the engine; also receive the weights that the engine does not take."""
     with ThreadPoolExecutor(1) as receiver:
         stream = CountedStream(_received_weights(connection, receiver), hashed=False)
         try:
-            engine.update_weights(iter(stream))
+            if request["call"] == "update_weights":
+                engine.update_weights(iter(stream))
+            else:
+                check_takes_changes(engine)
+                with protocol_errors():
+                    versions = {"since": str(request["since"]), "version": str(request["version"])}
+                engine.update_changed_weights(iter(stream), **versions)
         finally:
             stream.exhaust()
-        stream.check_complete(engine)
+        stream.check_complete()
 
 
-def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> Weights:
+def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> Changes:
     """Yield the weights of one batch, in host memory, while the next batch is received."""
     is_last, following = False, receiver.submit(_receive_batch, connection)
     while not is_last:
@@ -263,17 +305,17 @@ def _received_weights(connection: Connection, receiver: ThreadPoolExecutor) -> W
             yield batch.popleft()
 
 
-def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, torch.Tensor]], bool]:
+def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, Change]], bool]:
     """Receive at least ``LARGE_BYTES`` of weights, or up to the end message; return weights and whether they ended."""
-    batch: deque[tuple[str, torch.Tensor]] = deque()
+    batch: deque[tuple[str, Change]] = deque()
     nbytes = 0
     while nbytes < sizes.LARGE_BYTES:
         header, tensors = connection.receive()
         if "weight" in header:
             with protocol_errors():
-                [tensor] = tensors
-            batch.append((str(header["weight"]), tensor))
-            nbytes += tensor.nbytes
+                given = _received(header, tensors)
+            batch.append((str(header["weight"]), given))
+            nbytes += sum(tensor.nbytes for tensor in tensors)
         elif "end" not in header:
             raise ConnectionLostError("it sent another message in the middle of an update")
         elif header["end"] is not None:
@@ -283,8 +325,18 @@ def _receive_batch(connection: Connection) -> tuple[deque[tuple[str, torch.Tenso
     return batch, False
 
 
+def _received(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Change:
+    if "shape" in header:
+        gaps, values = tensors
+        return TensorDifference.decoded(tuple(map(int, header["shape"])), gaps, values)
+    [tensor] = tensors
+    return tensor
+
+
 def _without_cache(result: Any) -> Any:
-    """Remove the key-value cache that transformers returns together with the sequences, if any."""
+    """Remove the key-value cache that transformers returns with the sequences, also from a pair with a routing."""
+    if isinstance(result, tuple):
+        return tuple(_without_cache(value) for value in result)
     if not isinstance(result, Mapping):
         return result
     return {key: value for key, value in result.items() if not hasattr(value, "get_seq_length")}
@@ -315,13 +367,25 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _remote_engine(args: Any, _actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
+def _remote_engine(args: Any, actor: nn.Module | None, _dtype: torch.dtype | None) -> RolloutEngine | None:
     def option(name: str, default: Any = None) -> Any:
         given = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
         return default if given is None else given
 
     address, peer = option("remote_engine_address"), option("remote_engine_rank")
-    peer_name(address, peer)  # on every rank, so that all ranks raise
+    if address is None and peer is None:
+        raise RolloutError(
+            "cannot set up an engine: args has neither remote_engine_address nor remote_engine_rank, expected one of "
+            "them. Set the address 'host:port' at which the engine's process serves, or its rank in the default group."
+        )
+    # Checked on every rank, so that all ranks raise.
+    if actor is not None and peer is not None and dist.is_initialized() and peer in (own := ranks_of(group_in_use())):
+        raise RolloutError(
+            f"cannot set up an engine: remote_engine_rank is {peer}, and ranks {', '.join(map(str, own))} train the "
+            "actor, expected another rank, which calls serve. Pass process_group=trainers to the strategy, and the "
+            "rank of the engine."
+        )
+    peer_name(address, peer)
     timeout_seconds = float(option("remote_engine_timeout_seconds", 60.0))
     return RemoteEngine(address, peer=peer, timeout_seconds=timeout_seconds) if is_rank_0() else None
 

@@ -1,15 +1,18 @@
 """Generate with transformers from the sampling parameters of SGLang and vLLM.
 
-Input: prompts as token ids, and sampling parameters. Output: the generated token ids of each prompt.
+Input: prompts as token ids, and sampling parameters. Output: the generated token ids of each prompt, and their
+log-probabilities if they are requested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from fsdp2_strategy.errors import RolloutError, did_you_mean
 
@@ -29,7 +32,14 @@ _SAME = {
 }
 """Parameters that have the same meaning in transformers, and their names there."""
 
-_HANDLED = {"n", "stop_token_ids", "ignore_eos", "truncate_prompt_tokens"}
+_NO_TOKEN = 2**31 - 1
+"""A token id that no vocabulary has. transformers warns of a negative one."""
+
+_HANDLED = {"n", "stop_token_ids", "ignore_eos", "truncate_prompt_tokens", "logprobs"}
+
+LogProbs = Literal["raw", "sampled"]
+"""Which log-probabilities of generated tokens are computed: "raw" at temperature 1, as vLLM does by default; "sampled"
+at the sampling temperature, as SGLang does. Neither contains top_p, top_k, min_p and the repetition penalty."""
 
 _ABOUT_TEXT = {
     "skip_special_tokens",
@@ -45,10 +55,19 @@ _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "best_of": 1}
 
 
 @dataclass(slots=True)
+class Logprob:
+    """The log-probability of a token, with vLLM's name."""
+
+    logprob: float
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence, with vLLM's names."""
 
     token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token, its log-probability by token id; None unless the sampling parameters have ``logprobs=0``."""
 
 
 @dataclass(slots=True)
@@ -57,6 +76,15 @@ class RequestOutput:
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One generated sequence."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """The log-probability of each token; empty unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +98,8 @@ class SamplingPlan:
     """The tokens that end a sequence; empty if none does."""
     longest_prompt: int | None
     """Number of last tokens of a prompt to use; None for all."""
+    has_logprobs: bool
+    """Whether ``logprobs=0`` requests the log-probabilities of the generated tokens."""
 
 
 def plan(sampling_params: object, end_tokens: Sequence[int]) -> SamplingPlan:
@@ -94,6 +124,11 @@ def plan(sampling_params: object, end_tokens: Sequence[int]) -> SamplingPlan:
                 f"cannot generate: the sampling parameter {name} is {value!r}, expected parameters that transformers "
                 f"has, too.{did_you_mean(name, [*_SAME, *_HANDLED])} Remove it, or use another engine."
             )
+    if given.get("logprobs") not in (None, 0):
+        raise RolloutError(
+            f"cannot generate: the sampling parameter logprobs is {given['logprobs']!r}, expected 0, for the generated "
+            "tokens only. Pass 0, or use another engine."
+        )
     options["top_k"] = max(options["top_k"], 0)  # -1: all tokens
     options["do_sample"] = options["temperature"] > 0
     if not options["do_sample"]:
@@ -101,7 +136,13 @@ def plan(sampling_params: object, end_tokens: Sequence[int]) -> SamplingPlan:
     ends = [] if given.get("ignore_eos") else list(end_tokens)
     ends += given.get("stop_token_ids") or []
     count = given.get("n")
-    return SamplingPlan(options, 1 if count is None else count, tuple(ends), given.get("truncate_prompt_tokens"))
+    return SamplingPlan(
+        options,
+        1 if count is None else count,
+        tuple(ends),
+        given.get("truncate_prompt_tokens"),
+        given.get("logprobs") is not None,
+    )
 
 
 def _as_mapping(sampling_params: object) -> Mapping[str, Any]:
@@ -119,8 +160,16 @@ def _as_mapping(sampling_params: object) -> Mapping[str, Any]:
     return {name: getattr(sampling_params, name) for name in _TOKEN_LIMIT if name in public} | changed
 
 
-@torch.no_grad()
 def generate_tokens(model: Any, prompts: Sequence[Sequence[int]], sampling_params: object) -> list[list[list[int]]]:
+    """Return the token ids of the samples of `generate_samples`, for each prompt."""
+    samples = generate_samples(model, prompts, sampling_params)
+    return [[sample.token_ids for sample in of_prompt] for of_prompt in samples]
+
+
+@torch.no_grad()
+def generate_samples(
+    model: Any, prompts: Sequence[Sequence[int]], sampling_params: object, *, log_probs: LogProbs | None = None
+) -> list[list[Sample]]:
     """Generate for prompts of any lengths; not collective.
 
     Prompts of equal length are generated together, so there is no padding before a prompt, and no prompt affects
@@ -130,9 +179,11 @@ def generate_tokens(model: Any, prompts: Sequence[Sequence[int]], sampling_param
         model: a transformers model.
         prompts: token ids of each prompt.
         sampling_params: see `plan`. With several sequences for each prompt (``n``), they are samples.
+        log_probs: which log-probabilities of the generated tokens to compute; by default those of ``logprobs=0`` in
+            ``sampling_params``, if it is there.
 
     Returns:
-        For each prompt, the token ids of its sequences.
+        For each prompt, its samples.
 
     Raises:
         RolloutError: see `plan`; or a prompt is empty.
@@ -140,6 +191,7 @@ def generate_tokens(model: Any, prompts: Sequence[Sequence[int]], sampling_param
     own_ends = model.generation_config.eos_token_id
     ends = [] if own_ends is None else own_ends if isinstance(own_ends, list) else [own_ends]
     planned = plan(sampling_params, ends)
+    wanted = log_probs or ("raw" if planned.has_logprobs else None)
     shortened = [
         list(prompt)[-planned.longest_prompt :] if planned.longest_prompt else list(prompt) for prompt in prompts
     ]
@@ -148,20 +200,61 @@ def generate_tokens(model: Any, prompts: Sequence[Sequence[int]], sampling_param
     of_length: dict[int, list[int]] = {}
     for index, prompt in enumerate(shortened):
         of_length.setdefault(len(prompt), []).append(index)
-    results: list[list[list[int]]] = [[] for _ in prompts]
+    results: list[list[Sample]] = [[] for _ in prompts]
     for length, indices in of_length.items():
         repeated = [index for index in indices for _ in range(planned.sequence_count)]
         tokens = torch.tensor([shortened[index] for index in repeated], device=model.device)
-        generated = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            eos_token_id=list(planned.end_tokens) or [-1],  # -1: no token; None would mean the model's own
-            pad_token_id=planned.end_tokens[0] if planned.end_tokens else 0,
-            **planned.options,
-        )
-        for index, sequence in zip(repeated, generated[:, length:].tolist(), strict=True):
-            results[index].append(_until_end(sequence, planned.end_tokens))
+        recorder = _LogProbRecorder(planned.options["temperature"] if wanted == "sampled" else 1.0)
+        with recorder.attached_to(model) if wanted else nullcontext():
+            generated = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                eos_token_id=list(planned.end_tokens) or [_NO_TOKEN],  # None would mean the model's own
+                pad_token_id=planned.end_tokens[0] if planned.end_tokens else 0,
+                stopping_criteria=[recorder] if wanted else None,
+                **planned.options,
+            )
+        found = recorder.log_probs(len(repeated))
+        for index, sequence, values in zip(repeated, generated[:, length:].tolist(), found, strict=True):
+            own = _until_end(sequence, planned.end_tokens)
+            results[index].append(Sample(own, values[: len(own)]))
     return results
+
+
+class _LogProbRecorder:
+    """Record the log-probability of each token that ``generate`` chooses, with the logits of one step in memory.
+
+    A hook of the model's forward records the logits. The object itself is a stopping criterion, which ``generate``
+    calls with each new token; it stops nothing.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._logits: torch.Tensor | None = None
+        self._steps: list[torch.Tensor] = []
+
+    @contextmanager
+    def attached_to(self, model: nn.Module) -> Iterator[None]:
+        """Record the logits of the model's forward while the context is active."""
+        handle = model.register_forward_hook(self._record_logits)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _record_logits(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._logits = output.logits[:, -1]
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        assert self._logits is not None
+        all_log_probs = (self._logits.float() / self._temperature).log_softmax(dim=-1)
+        self._logits = None
+        self._steps.append(all_log_probs.gather(-1, input_ids[:, -1:].to(all_log_probs.device)))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def log_probs(self, batch: int) -> list[list[float]]:
+        """Return the log-probabilities of each sequence; empty lists if nothing was recorded."""
+        return torch.cat(self._steps, dim=1).tolist() if self._steps else [[] for _ in range(batch)]
 
 
 def _until_end(sequence: list[int], end_tokens: Sequence[int]) -> list[int]:

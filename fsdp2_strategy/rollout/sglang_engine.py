@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.process_group import current_device
+from fsdp2_strategy.distributed.process_group import current_device, local_rank
 from fsdp2_strategy.errors import RolloutError
 from fsdp2_strategy.rollout.protocol import Weights, check_allows_sleep, check_awake
-from fsdp2_strategy.rollout.trainer_arguments import dtype_name, local_rank, option, position_in_engine
+from fsdp2_strategy.rollout.trainer_arguments import dtype_name, option, position_in_engine
 
 _FREED_IN_SLEEP = ["kv_cache", "cuda_graph"]
 """SGLang's names of the memory that `sleep` frees. The weights stay, because an engine must keep them."""
@@ -67,6 +67,7 @@ class SGLangEngine:
                 enable_memory_saver=allows_sleep,
                 **options,
             )
+        self.dtype = dtype
         self.is_asleep = False
         self._allows_sleep = allows_sleep
         self._bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes

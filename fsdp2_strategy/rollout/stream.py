@@ -9,11 +9,12 @@ items into buckets; yield the tensors of one bucket while the next bucket is gat
 
 from __future__ import annotations
 
-import copy
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Generic, TypeVar, overload
 
 import torch
 import xxhash
@@ -21,20 +22,76 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2_strategy import sizes
-from fsdp2_strategy.distributed.agreement import all_or_none, check_equal
+from fsdp2_strategy.distributed.agreement import all_or_none, any_rank, check_equal, from_rank_0
+from fsdp2_strategy.distributed.torch_internals import local_of
 from fsdp2_strategy.errors import CheckpointError, RolloutError
 from fsdp2_strategy.hf.peft.files import AdapterFiles
 from fsdp2_strategy.hf.peft.merge import Merged, gather_full, without_adapter_modules, without_adapters
-from fsdp2_strategy.hf.regions import Computed, Region, assemble, sources_of
+from fsdp2_strategy.hf.regions import sources_of
 from fsdp2_strategy.hf.safetensors_format import memory_of
-from fsdp2_strategy.hf.save_plan import is_identity, regions_to_write, tensors_to_write
-from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.model.failed_loads import check_usable
 from fsdp2_strategy.model.fsdp_state import class_name, reshard
 from fsdp2_strategy.model.ranks import on_ranks_of
 from fsdp2_strategy.model.state import Slot, model_state
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.rollout.bucket import Bucket, Part, Route, may_start_early, routes_of
+from fsdp2_strategy.rollout.bucket import may_start_early
+from fsdp2_strategy.rollout.changes import Found, compare, decide
+from fsdp2_strategy.rollout.difference import Change
+from fsdp2_strategy.rollout.retained import Retain, Retained
+from fsdp2_strategy.rollout.stream_plan import Item, RegionBucket, cached_items, facts_of, make_items, pack
+
+T = TypeVar("T")
+
+
+class WeightStream(Iterator[tuple[str, T]], Generic[T]):
+    """The iterator that `stream_weights` returns."""
+
+    def __init__(self, pairs: Generator[tuple[str, T], None, None]) -> None:
+        self._pairs = pairs
+        self.is_full = True
+        """Whether all weights are sent."""
+        self.version: str | None = None
+        """Name of the version that the receiver has after the stream; None without ``since``."""
+        self.full_bytes = 0
+        """Number of bytes of all weights, in the dtypes in which they are sent; 0 without ``since``."""
+        self.retained_bytes = 0
+        """Number of bytes that this rank retains to find the next changes."""
+
+        self._is_started = False
+
+    def __next__(self) -> tuple[str, T]:
+        self._is_started = True
+        return next(self._pairs)
+
+    def close(self) -> None:
+        """Run the remaining collectives of the stream, also if no tensor was requested; collective."""
+        if not self._is_started:  # closing a generator that has not started runs none of its code
+            next(self, None)
+        self._pairs.close()
+
+
+@overload
+def stream_weights(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = ...,
+    bucket_bytes: int | None = ...,
+    merge_adapters: bool = ...,
+    since: None = None,
+    retain: Retain = ...,
+) -> WeightStream[torch.Tensor]: ...
+
+
+@overload
+def stream_weights(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = ...,
+    bucket_bytes: int | None = ...,
+    merge_adapters: bool = ...,
+    since: str,
+    retain: Retain = ...,
+) -> WeightStream[Change]: ...
 
 
 def stream_weights(
@@ -43,7 +100,9 @@ def stream_weights(
     dtype: torch.dtype | None = torch.bfloat16,
     bucket_bytes: int | None = None,
     merge_adapters: bool = True,
-) -> Iterator[tuple[str, torch.Tensor]]:
+    since: str | None = None,
+    retain: Retain = "copy",
+) -> WeightStream[torch.Tensor] | WeightStream[Change]:
     """Yield a model's weights as full tensors under Hugging Face names, each once; collective over the model's ranks.
 
     Every rank must iterate, even if it does not use the tensors. If a rank leaves the loop early, the iterator runs the
@@ -55,6 +114,11 @@ def stream_weights(
     read and one being gathered. A tensor whose layout in Hugging Face files differs from the model's is copied, which
     takes further memory. To read a tensor on another CUDA stream, make that stream wait for the current stream
     first, and hold the tensor until the read is complete.
+
+    With ``since``, only the weights that have changed are sent, and ranks compare their shards when this function is
+    called. Do not change the model before the stream ends: a difference has the values of the call, a full tensor may
+    have later ones, which the next stream would not compare. The first such stream, and each stream whose ``since`` is
+    not the version of the last complete one, sends all weights (``is_full``).
 
     Args:
         model: sharded or not, offloaded or not, or a wrapper. For a model without sharded parameters, the call is not
@@ -68,35 +132,125 @@ def stream_weights(
             bucket has been used.
         merge_adapters: merge the adapters of a peft model into the weights; if false, yield the base model's weights
             without them. `stream_adapter` yields an adapter alone.
+        since: the version that the receiver has, from ``version`` of the stream that it received; ``""`` if it has
+            none. None: send all weights, and retain nothing.
+        retain: what a rank retains of its shards to find the next changes: "copy", in the dtype in which they are sent,
+            or "hashes" of blocks of 128 bytes, which take a sixteenth of that; a block is then sent in full. See
+            ``retained_bytes``. Only used with ``since``.
 
     Yields:
         Name and tensor, as in the files that `save_model` writes. The buffers of a sharded model follow its parameters,
-        with rank 0's values.
+        with rank 0's values. With ``since``, a `TensorDifference` instead of a tensor if that takes fewer bytes, and
+        nothing for a tensor that has not changed.
 
     Raises:
         RolloutError: on every rank, if the model has no values, its adapters cannot be merged, or the ranks pass
             different models or arguments.
     """
     root = unwrap_model(model)
+    bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    if since is None:
+        return WeightStream(_stream_all(root, dtype, bucket_bytes, merge_adapters=merge_adapters))
+    return _stream_changes(root, dtype, bucket_bytes, since, retain, merge_adapters=merge_adapters)
+
+
+def _stream_all(
+    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield all weights, as they are when the first one is requested; collective."""
+    with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
+        _, items = _begin(root, dtype, bucket_bytes, [], merge_adapters=merge_adapters)
+    yield from _run_all(items, bucket_bytes)
+
+
+def _stream_changes(
+    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, since: str, retain: Retain, *, merge_adapters: bool
+) -> WeightStream[Change]:
+    """Return a stream of what has changed since a version; collective."""
+    with on_ranks_of(root):
+        arguments = [dtype, merge_adapters, since, retain]
+        is_collective, items = _begin(root, dtype, bucket_bytes, arguments, merge_adapters=merge_adapters)
+        if retain not in ("copy", "hashes"):  # on every rank: the arguments are equal
+            raise RolloutError(
+                f"cannot stream weights: retain is {retain!r}, expected 'copy' or 'hashes'. Pass either."
+            )
+        parts = {name: part for item in items for name, part in item.parts.items()}
+        facts = [retain, *((name, p.dtype, p.route, local_of(p.tensor).shape) for name, p in parts.items())]
+        last = model_state(root).get(_LAST)
+        is_unknown = last is None or last.facts != facts or since != last.version
+        # One rank that has lost its memory, or did not complete the last stream, makes all ranks send everything.
+        is_full = any_rank(is_unknown) if is_collective else is_unknown
+        origin = secrets.token_hex(8)
+        if is_full and is_collective:
+            origin = from_rank_0(origin)
+        with all_or_none(f"stream {class_name(root)}", RolloutError) if is_collective else nullcontext():
+            if is_full or last is None:
+                last = model_state(root).set(_LAST, _Last(facts, Retained(retain), origin))
+                for name, part in parts.items():
+                    last.retained.store(name, part)
+                compared = None
+            else:
+                last.is_complete = False
+                compared = [compare(item, last.retained) for item in items]
+        found = Found(items, []) if compared is None else decide(compared, bucket_bytes, is_collective=is_collective)
+    last.count += 1
+    stream = WeightStream(_run_changes(found, bucket_bytes, last))
+    stream.is_full, stream.version, stream.retained_bytes = is_full, last.next_version, last.retained.nbytes
+    stream.full_bytes = sum(r.numel() * r.dtype.itemsize for item in items for r in item.regions.values())
+    return stream
+
+
+@dataclass
+class _Last:
+    """What is known of the last stream of changes from a model."""
+
+    facts: object
+    retained: Retained
+    origin: str
+    """Random, so that no two runs have equal versions."""
+    count: int = 0
+    is_complete: bool = False
+
+    @property
+    def next_version(self) -> str:
+        """The version of the weights after the current stream."""
+        return f"{self.origin}-{self.count}"
+
+    @property
+    def version(self) -> str | None:
+        """The version that a receiver of the last stream has; None if that stream was not complete."""
+        return self.next_version if self.is_complete else None
+
+
+_LAST = Slot[_Last]("last stream of changes")
+
+
+def forget_changes(model: nn.Module) -> None:
+    """Release what this rank retains of the last stream of changes; the next one sends all weights; not collective."""
+    model_state(unwrap_model(model)).pop(_LAST)
+
+
+def _begin(
+    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, arguments: Sequence[object], *, merge_adapters: bool
+) -> tuple[bool, list[Item]]:
+    """Return whether the stream is collective, and its items; gather adapters that are merged; collective if so."""
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
         try:
-            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
+            merged, items = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
             merged.gather()
         except CheckpointError as error:
             raise RolloutError(str(error)) from error
-        yield from _run(buckets, is_early=is_early)
-        return
+        return False, items
     action = f"stream {class_name(root)}"
-    with on_ranks_of(root):  # not around `_run`: code of the caller runs between its steps
+    with all_or_none(action, RolloutError):
+        reshard(root)
+        merged, items = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
+    facts = [*arguments, bucket_bytes, *facts_of(items)]
+    check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Pass the same ones.")
+    if merged.adapters:
         with all_or_none(action, RolloutError):
-            reshard(root)
-            merged, buckets, is_early = _prepare(root, dtype, bucket_bytes, merge_adapters=merge_adapters)
-        facts = [bucket.facts() for bucket in buckets]
-        check_equal(action, facts, RolloutError, "the same model and arguments on every rank. Pass the same ones.")
-        if merged.adapters:
-            with all_or_none(action, RolloutError):
-                merged.gather()
-    yield from _run(buckets, is_early=is_early)
+            merged.gather()
+    return True, items
 
 
 def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,11 +275,11 @@ def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple
         try:
             files, tensors = AdapterFiles.of(root)
         except CheckpointError as error:
-            raise RolloutError(str(error)) from error
+            raise RolloutError(f"cannot stream the adapter {adapter!r}: {error}") from error
         if adapter not in files.regions:
             raise RolloutError(
                 f"cannot stream an adapter: {adapter!r} is not in {class_name(root)}, expected one of "
-                f"{', '.join(map(repr, files.regions))}."
+                f"{', '.join(map(repr, files.regions))}. Pass adapter= with one of these names."
             )
         sources = {name: tensors[sources_of(region)[0]] for name, region in files.regions[adapter].items()}
         with torch.no_grad():
@@ -135,21 +289,40 @@ def stream_adapter(model: nn.Module, adapter: str = "default") -> Iterator[tuple
 
 
 def _prepare(
-    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int | None, *, merge_adapters: bool
-) -> tuple[Merged, list[_RegionBucket], bool]:
-    bucket_bytes = sizes.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, *, merge_adapters: bool
+) -> tuple[Merged, list[Item]]:
     if bucket_bytes < 1:
         raise RolloutError(
             f"cannot stream weights: bucket_bytes is {bucket_bytes}, expected at least 1. For example, use 512 * 2**20."
         )
     check_usable(root)
     merged = without_adapters(root) if merge_adapters else Merged(without_adapter_modules(root))
-    plan = (_cached_plan if merged.model is root else _make_plan)(merged.model, dtype, bucket_bytes)
-    buckets = [copy.copy(bucket) for bucket in plan]  # the plan is cached; the buffers belong to one stream
-    return merged, buckets, may_start_early(buckets, bucket_bytes)
+    return merged, (cached_items if merged.model is root else make_items)(merged.model, dtype)
 
 
-def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _run_all(items: Sequence[Item], bucket_bytes: int) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the tensors of items in full; collective."""
+    buckets = pack(items, bucket_bytes)
+    yield from _run(buckets, is_early=may_start_early(buckets, bucket_bytes))
+
+
+def _run_changes(found: Found, bucket_bytes: int, last: _Last) -> Generator[tuple[str, Change], None, None]:
+    """Yield what was found; collective. When all of it was requested, the version of the stream is known."""
+    waiting = deque(found.buckets)
+    try:
+        while waiting:
+            yield from waiting.popleft().outputs()
+    except BaseException:  # the caller left the loop: take part in the remaining collectives
+        for bucket in waiting:
+            bucket.gather()
+        for _ in _run_all(found.full, bucket_bytes):
+            pass
+        raise
+    yield from _run_all(found.full, bucket_bytes)
+    last.is_complete = True
+
+
+def _run(buckets: Sequence[RegionBucket], *, is_early: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of one bucket while the next bucket is gathered; collective.
 
     Args:
@@ -158,7 +331,7 @@ def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[
             time, the caller may still hold a tensor of the previous bucket.
     """
     waiting = deque(buckets)
-    started: deque[_RegionBucket] = deque()
+    started: deque[RegionBucket] = deque()
 
     def start(at_most: int) -> None:
         while waiting and len(started) < at_most:
@@ -188,143 +361,16 @@ def _run(buckets: Sequence[_RegionBucket], *, is_early: bool) -> Iterator[tuple[
         start(1)
 
 
-def weight_checksums(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def weight_checksums(stream: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the xxh3 checksum of each tensor by name, to compare sent and received weights; not collective.
 
     Args:
-        stream: names and tensors of an engine, or those of `stream_weights`, which is collective.
+        stream: pairs of name and tensor of an engine, a mapping of them, or `stream_weights`, which is collective. Both
+            sides need the same dtypes: pass ``dtype`` to `stream_weights` if the engine does not hold bfloat16.
     """
-    return {name: _checksum(tensor) for name, tensor in stream}
+    pairs = stream.items() if isinstance(stream, Mapping) else stream
+    return {name: _checksum(tensor) for name, tensor in pairs}
 
 
 def _checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(memory_of(tensor.detach().cpu().reshape(-1)))
-
-
-# --- planning --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Item:
-    """Tensors of the model, and the regions that are made of these tensors only."""
-
-    sources: dict[str, torch.Tensor] = field(default_factory=dict)
-    regions: dict[str, Region] = field(default_factory=dict)
-
-    @property
-    def largest_bytes(self) -> int:
-        """Size of its largest region."""
-        return max(region.numel() * region.dtype.itemsize for region in self.regions.values())
-
-    def parts(self, routes: Mapping[str, Route]) -> dict[str, Part]:
-        """Return the tensors as parts that can share a bucket.
-
-        If all regions have one dtype and none is computed, the tensors are cast to it before they are gathered.
-        """
-        computed = any(
-            isinstance(piece.source, Computed) for region in self.regions.values() for piece in region.pieces
-        )
-        dtypes = {region.dtype for region in self.regions.values()}
-        own = {source: routes[source] for source in self.sources}
-        together = len({route.key for route in own.values()}) == 1
-        return {
-            source: Part(
-                tensor,
-                tensor.dtype if computed or len(dtypes) > 1 else next(iter(dtypes)),
-                own[source] if together else Route(is_gathered_alone=True),
-            )
-            for source, tensor in self.sources.items()
-        }
-
-
-class _RegionBucket(Bucket):
-    """A bucket, and the regions that are made of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.regions: dict[str, Region] = {}
-        self.largest_bytes = 0
-        """Size of its largest region."""
-
-    def add_item(self, parts: Mapping[str, Part], item: _Item) -> None:
-        """Add an item."""
-        for name, part in parts.items():
-            self.add(name, part)
-        self.regions |= item.regions
-        self.largest_bytes = max(self.largest_bytes, item.largest_bytes)
-
-    def outputs(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Yield each name with a function that returns its tensor."""
-        tensors = {name: part.tensor for name, part in self.parts.items()}
-        sources: dict[str, torch.Tensor] = {}  # of the last region: the next one may need the same
-        for name, region in self.regions.items():
-            needed = sources_of(region)
-            if is_identity(region, tensors) and self.parts[needed[0]].dtype == region.dtype:
-                sources.clear()
-                yield name, partial(self.full_tensor, needed[0])
-                continue
-            sources = {s: sources[s] if s in sources else self.full_tensor(s) for s in needed}
-            yield name, partial(assemble, region, sources.__getitem__)
-
-    def facts(self) -> list[object]:
-        """Return the facts that must be equal on every rank."""
-        return [self.nbytes, *((name, tuple(r.shape), r.dtype) for name, r in self.regions.items())]
-
-
-_PLAN = Slot[tuple[object, list[_RegionBucket]]]("plan of the last stream")
-"""The arguments, the ids and dtypes of the model's tensors at that time, and the buckets."""
-
-
-def _cached_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_RegionBucket]:
-    """Return the plan of a stream; the plan of the last stream is reused if only values have changed since.
-
-    A plan refers to its tensors, so no new tensor can get the id of one of them.
-    """
-    tensors = [t for m in root.modules() for of in (m._parameters, m._buffers) for t in of.values()]
-    held = [(id(t), t.dtype if t is not None else None) for t in tensors]  # casts in place keep the id
-    asked = (dtype, bucket_bytes, sizes.LARGE_BYTES, held)
-    known = model_state(root).get(_PLAN)
-    if known is None or known[0] != asked:
-        known = model_state(root).set(_PLAN, (asked, _make_plan(root, dtype, bucket_bytes)))
-    return known[1]
-
-
-def _make_plan(root: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_RegionBucket]:
-    """Put a model's tensors into buckets; names, shapes, dtypes and placements determine the result on every rank."""
-    copied = meta_skeleton(root)
-    tensors = tensors_to_write(root, copied)
-    regions = regions_to_write(copied, tensors, dtype)
-    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    buffers = {id(buffer) for buffer in root.buffers()} if is_sharded else set()
-    routes = routes_of(tensors, buffers)
-    buckets: list[_RegionBucket] = []
-    filling: dict[tuple[int, int], _RegionBucket] = {}
-    for item in _items(regions, tensors):
-        parts = item.parts(routes)
-        route = next(iter(parts.values())).route
-        nbytes = sum(part.row_bytes for part in parts.values()) * route.ranks
-        bucket = filling.get(route.key)
-        if nbytes >= sizes.LARGE_BYTES:
-            buckets.append(_RegionBucket())
-            buckets[-1].add_item(parts, item)
-            continue
-        if not bucket or bucket.nbytes + nbytes + max(bucket.largest_bytes, item.largest_bytes) > bucket_bytes * 2 // 3:
-            bucket = filling[route.key] = _RegionBucket()
-            buckets.append(bucket)
-        bucket.add_item(parts, item)
-    return sorted(buckets, key=lambda bucket: bucket.route.from_rank_0_of is not None)
-
-
-def _items(regions: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]) -> list[_Item]:
-    """Group regions that need the same tensor of the model, so that each tensor is gathered once."""
-    item_of: dict[str, _Item] = {}
-    for name, region in regions.items():
-        sources = dict.fromkeys(sources_of(region))
-        item, *others = {id(i): i for s in sources if (i := item_of.get(s))}.values() or [_Item()]
-        for other in others:
-            item.sources |= other.sources
-            item.regions |= other.regions
-        item.sources |= {source: tensors[source] for source in sources}
-        item.regions[name] = region
-        item_of |= dict.fromkeys(item.sources if others else sources, item)
-    return list({id(item): item for item in item_of.values()}.values())

@@ -5,14 +5,13 @@ Input: a namespace or mapping. Output: values of options, under the names of Lig
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2_strategy.distributed.process_group import group_in_use, ranks_of
+from fsdp2_strategy.distributed.process_group import group_in_use, local_world_size, ranks_of
 from fsdp2_strategy.errors import RolloutError
 
 _REQUIRED = object()
@@ -56,15 +55,10 @@ def position_in_engine(size: int) -> tuple[int, int]:
             f"cannot build an engine: engine_tp_size is {size}, expected a divisor of the number of ranks "
             f"{len(ranks)}. Pass another engine_tp_size."
         )
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+    on_host = local_world_size(len(ranks))
     if on_host % size:
         raise RolloutError(
             f"cannot build an engine: engine_tp_size is {size}, and there are {on_host} ranks on a host, expected "
             "engines that lie within one host. Pass an engine_tp_size that divides the number of ranks on a host."
         )
     return divmod(ranks.index(dist.get_rank()) if dist.is_initialized() else 0, size)
-
-
-def local_rank() -> int:
-    """Return this rank's number on its host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))

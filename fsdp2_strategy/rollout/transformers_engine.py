@@ -16,18 +16,21 @@ import torch
 from torch import nn
 
 from fsdp2_strategy.distributed.process_group import current_device
-from fsdp2_strategy.errors import RolloutError
+from fsdp2_strategy.errors import RolloutError, did_you_mean
 from fsdp2_strategy.hf.library_internals import dtype_plan, mark_initialized
 from fsdp2_strategy.hf.meta.init_on_meta import keep_dtypes
 from fsdp2_strategy.hf.peft.merge import without_adapters
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.transformers_models import is_transformers_model
+from fsdp2_strategy.logprob import token_log_probs
 from fsdp2_strategy.model.fsdp_state import class_name
 from fsdp2_strategy.model.wrappers import unwrap_model
-from fsdp2_strategy.rollout.protocol import Weights, check_awake
-from fsdp2_strategy.rollout.sampling import CompletionOutput, RequestOutput, generate_tokens
+from fsdp2_strategy.rollout.experts import chosen_experts
+from fsdp2_strategy.rollout.protocol import Changes, Weights, check_awake
+from fsdp2_strategy.rollout.sampling import CompletionOutput, Logprob, RequestOutput, Sample, generate_samples
 from fsdp2_strategy.rollout.stream import stream_weights, weight_checksums
 from fsdp2_strategy.rollout.weight_loader import WeightLoader
+from fsdp2_strategy.routing.replay import record_routing
 
 
 class TransformersEngine:
@@ -42,16 +45,21 @@ class TransformersEngine:
         dtype: dtype of the copy's floating-point parameters; None for the dtypes of the shards. "sent": the dtype of
             the weights that an update sends, so that the engine computes with the values of the trainer; until the
             first update bfloat16. Parameters that transformers keeps in fp32 stay in fp32.
-
         tokenizer: a tokenizer, or the folder or name of one, for prompts that are texts; None for token ids only.
 
     Raises:
-        RolloutError: transformers cannot generate with the model, or the stream of its weights lacks a parameter.
+        RolloutError: transformers cannot generate with the model, the stream of its weights lacks a parameter, or
+            ``dtype`` is something else.
     """
 
     def __init__(
         self, model: nn.Module, *, dtype: torch.dtype | Literal["sent"] | None = "sent", tokenizer: Any = None
     ) -> None:
+        if dtype is not None and dtype != "sent" and not isinstance(dtype, torch.dtype):
+            raise RolloutError(
+                f"cannot generate: dtype is {dtype!r}, expected a torch.dtype, 'sent' or None. Pass, for example, "
+                "torch.bfloat16."
+            )
         takes_sent_dtype = dtype == "sent"
         dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
         root: Any = without_adapters(unwrap_model(model)).model
@@ -78,6 +86,7 @@ class TransformersEngine:
         self._loader = WeightLoader(self.model, takes_sent_dtype=takes_sent_dtype)
         self.is_asleep = False
         self._has_weights = False
+        self.weights_version: str | None = None
         self._tokenizer = tokenizer
 
     def update_weights(self, weights: Weights) -> None:
@@ -89,9 +98,34 @@ class TransformersEngine:
             RolloutError: the engine is asleep; or a weight is missing, unknown, repeated or has another shape.
         """
         check_awake(self, "update its weights")
-        self._has_weights = False
+        self._has_weights, self.weights_version = False, None
         self._loader.load(weights)
         self._has_weights = True
+
+    def update_changed_weights(self, changes: Changes, *, since: str, version: str) -> None:
+        """Write the weights that have changed since a version in place; see `stream_weights`.
+
+        If the engine is asleep or has another version, it keeps its weights and its version. After any other error, it
+        has no version, and `generate` raises until an update succeeds.
+
+        Args:
+            changes: pairs of Hugging Face name and tensor or `TensorDifference`; all weights if ``since`` is empty.
+            since: the version that the engine must have; empty if it need not have one.
+            version: the version that it has afterwards.
+
+        Raises:
+            RolloutError: the engine is asleep, or has another version; or a weight is unknown, repeated or has another
+                shape.
+        """
+        check_awake(self, "update its weights")
+        if since and since != self.weights_version:
+            raise RolloutError(
+                f"cannot update weights: the engine has version {self.weights_version}, expected {since}, since which "
+                "changes were sent. Send all weights."
+            )
+        self._has_weights, self.weights_version = False, None
+        self._loader.load(changes, only_changed=bool(since))
+        self._has_weights, self.weights_version = True, version
 
     def weight_checksums(self) -> dict[str, str]:
         """Return the checksums of the engine's weights by Hugging Face name."""
@@ -115,25 +149,36 @@ class TransformersEngine:
         self.model.to(current_device())
         self.is_asleep = False
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, return_routing: bool = False, **kwargs: Any) -> Any:
         """Call ``model.generate`` on the copy, with the same arguments and result; or generate as another engine does.
 
         With ``sampling_params``, the arguments and results are those of another engine:
 
         - SGLang's ``generate(sampling_params=, input_ids=)`` or ``generate(sampling_params=, prompt=)``: for each
-          prompt a dict with "output_ids", a list of token ids. One prompt may be passed without a list around it.
-        - vLLM's ``generate(prompts=, sampling_params=, use_tqdm=)``: for each prompt a `RequestOutput`.
+          prompt a dict with "output_ids", a list of token ids. One prompt may be passed without a list around it. With
+          ``return_logprob=True``, "meta_info" has "output_token_logprobs", at the sampling temperature.
+        - vLLM's ``generate(prompts=, sampling_params=, use_tqdm=)``: for each prompt a `RequestOutput`; with the
+          sampling parameter ``logprobs=0``, its outputs have ``logprobs``, at temperature 1.
+
+        `sampled_log_probs` reads both kinds of log-probabilities.
+
+        With ``return_routing``, the result is a pair: the result as above, and the tensors of a `Routing`, for
+        ``Routing.from_tensors``. They are also sent by a server. Use it without ``sampling_params``.
 
         Raises:
-            RolloutError: the engine is asleep, the last update of its weights is incomplete; or an argument or a
-                sampling parameter means something that transformers lacks.
+            RolloutError: the engine is asleep, the last update of its weights is incomplete; an argument or a sampling
+                parameter means something that transformers lacks; or the routing of the model cannot be recorded.
         """
-        check_awake(self, "generate")
-        if not self._has_weights:
-            raise RolloutError(
-                "cannot generate: the engine does not have all of its weights, expected a complete update. Call "
-                "update_engine_weights first."
-            )
+        self._check_ready("generate")
+        if return_routing:
+            if "sampling_params" in kwargs:
+                raise RolloutError(
+                    "cannot return the routing: sampling_params was passed, with which prompts are generated in "
+                    "another order, expected a batch of input_ids. Call generate as that of transformers."
+                )
+            with record_routing(self.model) as routing:
+                result = self.generate(*args, **kwargs)
+            return result, routing.to_tensors()
         if "sampling_params" in kwargs:
             if args:
                 raise RolloutError(
@@ -141,8 +186,75 @@ class TransformersEngine:
                     "vLLM mean different results. Pass input_ids=, prompt= or prompts=."
                 )
             return self._generate_as_engine(**kwargs)
+        if name := next((name for name in ("prompts", "prompt") if name in kwargs), None):
+            raise RolloutError(
+                f"cannot generate: {name} was passed without sampling_params, expected both, as SGLang and vLLM take "
+                "them, or input_ids. Pass sampling_params={} for the defaults."
+            )
+        prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(prompts, list | tuple | str):
+            raise RolloutError(
+                f"cannot generate: the prompts are a {type(prompts).__name__}, expected a tensor [batch, length], "
+                "because there are no sampling_params. Pass a tensor and its attention_mask, or the prompts by name "
+                "with sampling_params."
+            )
         with torch.no_grad():
             return self.model.generate(*args, **kwargs)
+
+    def log_probs(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        """Return the log-probability of each token of sequences, given the tokens before it.
+
+        Args:
+            sequences: [batch, length], int64; padded on the right, if at all.
+            attention_mask: [batch, length].
+            temperature: the logits are divided by this number.
+            **inputs: further arguments of the model's forward, such as ``pixel_values``.
+
+        Returns:
+            [batch, length - 1], fp32, in nats; also for padding.
+
+        Raises:
+            RolloutError: the engine is asleep, its weights are incomplete, or there is padding before a token.
+        """
+        self._check_ready("compute log-probabilities")
+        if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
+            raise RolloutError(
+                "cannot compute log-probabilities: attention_mask has padding before a token, expected it on the right "
+                "only, so that positions count from the first token. Move the tokens to the left."
+            )
+        with torch.no_grad():
+            log_probs: torch.Tensor = token_log_probs(
+                self.model, sequences, attention_mask, temperature=temperature, **inputs
+            )
+        return log_probs
+
+    def routed_experts(
+        self, sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any
+    ) -> torch.Tensor | None:
+        """Return the experts that each router chooses for each token of sequences.
+
+        The arguments and errors are those of `log_probs`.
+
+        Returns:
+            Indices [layers, batch, length, k], int64, -1 for padding; None if `record_routing` refuses the model, or
+            its layers choose different numbers of experts.
+        """
+        return chosen_experts(self.model, lambda: self.log_probs(sequences, attention_mask, **inputs))
+
+    def _check_ready(self, action: str) -> None:
+        check_awake(self, action)
+        if not self._has_weights:
+            raise RolloutError(
+                f"cannot {action}: the engine does not have all of its weights, expected a complete update. Call "
+                "update_engine_weights first."
+            )
 
     @property
     def llm_engine(self) -> Any:
@@ -158,15 +270,18 @@ class TransformersEngine:
         prompt: str | list[str] | None = None,
         prompts: Any = None,
         image_data: Any = None,
+        return_logprob: bool = False,
         **unknown: Any,
     ) -> Any:
         given = [name for name, value in unknown.items() if name != "use_tqdm" and value not in (None, False)]
         if image_data is not None and any(image is not None for image in image_data):
             given.append("image_data")
         if given:
+            own = ("sampling_params", "input_ids", "prompt", "prompts", "return_logprob")
             raise RolloutError(
-                f"cannot generate: the argument {given[0]} was passed, expected token ids or texts only. Call generate "
-                "with the processor's output and without sampling_params, or use another engine."
+                f"cannot generate: the argument {given[0]} was passed, expected token ids or texts only, as one of "
+                f"{', '.join(own[1:4])}.{did_you_mean(given[0], own)} For other inputs, call generate with the "
+                "processor's output and without sampling_params, or use another engine."
             )
         passed = [value for value in (input_ids, prompt, prompts) if value is not None]
         if len(passed) != 1:
@@ -174,15 +289,27 @@ class TransformersEngine:
                 f"cannot generate: {len(passed)} of input_ids, prompt and prompts were passed, expected one. Pass one."
             )
         (values,) = passed
+        if isinstance(values, torch.Tensor):
+            raise RolloutError(
+                "cannot generate: the prompts are a tensor, expected lists of token ids without padding, because there "
+                "are sampling_params. Pass [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]."
+            )
         is_one = isinstance(values, str | dict) or bool(values and isinstance(values[0], int))
         token_ids = [self._token_ids(value) for value in ([values] if is_one else values)]
-        generated = generate_tokens(self.model, token_ids, sampling_params)
+        if return_logprob and prompts is not None:
+            raise RolloutError(
+                "cannot generate: return_logprob was passed with prompts, expected the sampling parameter logprobs, as "
+                "vLLM has it. Set logprobs=0 there."
+            )
+        generated = generate_samples(
+            self.model, token_ids, sampling_params, log_probs="sampled" if return_logprob else None
+        )
         if prompts is not None:
             return [
-                RequestOutput(ids, [CompletionOutput(tokens) for tokens in sequences])
-                for ids, sequences in zip(token_ids, generated, strict=True)
+                RequestOutput(ids, [_completion(sample) for sample in samples])
+                for ids, samples in zip(token_ids, generated, strict=True)
             ]
-        outputs = [{"output_ids": tokens} for sequences in generated for tokens in sequences]
+        outputs = [_sglang_output(sample, has_log_probs=return_logprob) for samples in generated for sample in samples]
         return outputs[0] if is_one and len(outputs) == 1 else outputs
 
     def _token_ids(self, prompt: Any) -> list[int]:
@@ -207,6 +334,20 @@ class TransformersEngine:
             self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer)
         tokens: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return tokens
+
+
+def _completion(sample: Sample) -> CompletionOutput:
+    pairs = zip(sample.token_ids, sample.log_probs, strict=False)
+    logprobs = [{token: Logprob(log_prob)} for token, log_prob in pairs] if sample.log_probs else None
+    return CompletionOutput(sample.token_ids, logprobs)
+
+
+def _sglang_output(sample: Sample, *, has_log_probs: bool) -> dict[str, Any]:
+    output: dict[str, Any] = {"output_ids": sample.token_ids}
+    if has_log_probs:
+        entries = [(log_prob, token, None) for log_prob, token in zip(sample.log_probs, sample.token_ids, strict=True)]
+        output["meta_info"] = {"output_token_logprobs": entries}
+    return output
 
 
 def _compute_buffers(model: Any) -> None:

@@ -61,6 +61,7 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher",  # the ranks are its workers
             **options,
         )
+        self.dtype = dtype
         self.is_asleep = False
         self._allows_sleep = allows_sleep
 

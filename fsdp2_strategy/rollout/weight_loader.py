@@ -7,8 +7,9 @@ parameters.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from fsdp2_strategy.errors import RolloutError, did_you_mean, some
 from fsdp2_strategy.hf.conversions import recipe_for
 from fsdp2_strategy.hf.library_internals import dtype_plan
 from fsdp2_strategy.hf.meta.init_on_meta import planned_dtypes
-from fsdp2_strategy.hf.regions import Computed, Piece, sources_of, target_of, value_of
+from fsdp2_strategy.hf.regions import Computed, Piece, Region, assemble, sources_of, target_of, value_of
 from fsdp2_strategy.hf.safetensors_format import Entry
 from fsdp2_strategy.hf.save_plan import regions_to_write, tensors_to_write
 from fsdp2_strategy.hf.skeleton import meta_skeleton
 from fsdp2_strategy.hf.weights_folder import source_of_weights
 from fsdp2_strategy.model.fsdp_state import class_name
-from fsdp2_strategy.rollout.protocol import Weights
+from fsdp2_strategy.rollout.difference import TensorDifference, put
+from fsdp2_strategy.rollout.protocol import Changes, Weights
+
+_Job = tuple[str, Piece, set[str]]
+"""A parameter, a piece of it that is computed, and the weights that this needs."""
 
 
 class WeightLoader:
@@ -37,11 +42,11 @@ class WeightLoader:
         copied: Any = meta_skeleton(model)
         self._model = model
         self._takes_sent_dtype = takes_sent_dtype
-        regions = regions_to_write(copied, tensors_to_write(model, copied))
+        self._regions = regions_to_write(copied, tensors_to_write(model, copied))
         nowhere = Path()
-        self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in regions.items()}
+        self._expected = {name: Entry(name, nowhere, 0, r.dtype, tuple(r.shape)) for name, r in self._regions.items()}
         self._direct: dict[str, list[tuple[str, Piece]]] = {name: [] for name in self._expected}
-        self._computed: list[tuple[str, Piece, set[str]]] = []
+        self._computed: list[_Job] = []
         recipe = recipe_for(source_of_weights(copied), self._expected).regions
         for own_name, region in recipe.items():
             for piece in region.pieces:
@@ -59,39 +64,36 @@ class WeightLoader:
             )
 
     @torch.no_grad()
-    def load(self, weights: Weights) -> None:
-        """Write all weights into the model; raise if a weight is missing, unknown, repeated or has another shape."""
-        # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
-        state = {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items()}
-        dtypes = _SentDtypes(self._model, state) if self._takes_sent_dtype else None
+    def load(self, weights: Weights | Changes, *, only_changed: bool = False) -> None:
+        """Write weights into the model; raise if a weight is missing, unknown, repeated or has another shape.
+
+        Args:
+            weights: all weights; or, with ``only_changed``, those that have changed, where differences may stand for
+                tensors.
+            only_changed: the model has all weights in an earlier version; weights may be missing.
+        """
+        writer = _Writer(self._model, self._direct, self._computed, self._regions)
+        if self._takes_sent_dtype and not only_changed:
+            writer.dtypes = _SentDtypes(self._model, writer.state)
         missing = dict.fromkeys(self._expected)
-        pending = list(self._computed)
-        kept: dict[str, torch.Tensor] = {}  # received inputs of pending computations
         for name, given in weights:
             self._check(name, given, missing)
             del missing[name]
-            tensor = given.contiguous()
-            for own_name, piece in self._direct[name]:
-                if dtypes:
-                    dtypes.take(own_name, tensor.dtype)
-                _write(state[own_name], piece, tensor)
-            if any(name in needed for *_, needed in pending):
-                kept[name] = tensor
-                for own_name, piece, needed in (job for job in pending if job[2] <= kept.keys()):
-                    if dtypes:
-                        dtypes.take(own_name, functools.reduce(torch.promote_types, (kept[n].dtype for n in needed)))
-                    _write(state[own_name], piece, _computed(piece, kept))
-                pending = [job for job in pending if not job[2] <= kept.keys()]
-                kept = {n: t for n, t in kept.items() if any(n in needed for *_, needed in pending)}
-        if missing:
+            if isinstance(given, TensorDifference):
+                writer.apply(name, given)
+            else:
+                writer.write(name, given.contiguous())
+        if only_changed:
+            writer.finish()
+        elif missing:
             raise RolloutError(
                 f"cannot update weights: {some(list(missing))} were not received, expected all {len(self._expected)} "
                 "weights. Stream the whole model."
             )
-        if dtypes:
-            self._model.config.dtype = dtypes.most_common()
+        if writer.dtypes:
+            self._model.config.dtype = writer.dtypes.most_common()
 
-    def _check(self, name: str, tensor: torch.Tensor, missing: Mapping[str, None]) -> None:
+    def _check(self, name: str, tensor: torch.Tensor | TensorDifference, missing: Mapping[str, None]) -> None:
         if name not in missing:
             raise RolloutError(
                 f"cannot update weights: {name} {'was received twice' if name in self._expected else 'is unknown'}, "
@@ -102,6 +104,90 @@ class WeightLoader:
                 f"cannot update weights: {name} has shape {list(tensor.shape)}, expected "
                 f"{list(self._expected[name].shape)}. Stream the model from which the engine was created."
             )
+
+
+class _Writer:
+    """Write the weights of one update into the model's parameters.
+
+    Args:
+        model: the model.
+        direct: for each weight, the parameters and pieces that are copied from it.
+        computed: parameters and pieces that are computed, and the weights that this needs.
+        regions: how each weight is made of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        direct: Mapping[str, list[tuple[str, Piece]]],
+        computed: Sequence[_Job],
+        regions: Mapping[str, Region],
+    ) -> None:
+        # Built at each update, because `sleep` and `wake_up` move the parameters to new memory.
+        self.state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        self.dtypes: _SentDtypes | None = None
+        """Casts parameters to the dtypes of the weights, in an update that has all weights."""
+        self._direct = direct
+        self._inputs = {name for *_, needed in computed for name in needed}
+        self._pending = list(computed)
+        self._regions = regions
+        self._kept: dict[str, torch.Tensor] = {}
+        """Received inputs of pending computations."""
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a weight, and compute what all inputs are known of."""
+        for own_name, piece in self._direct[name]:
+            if self.dtypes:
+                self.dtypes.take(own_name, tensor.dtype)
+            _write(self.state[own_name], piece, tensor)
+        if not self._is_needed(name):
+            return
+        self._kept[name] = tensor
+        ready = [job for job in self._pending if job[2] <= self._kept.keys()]
+        for job in ready:
+            self._compute(job)
+        self._pending = [job for job in self._pending if job not in ready]
+        self._kept = {n: t for n, t in self._kept.items() if self._is_needed(n)}
+
+    def apply(self, name: str, difference: TensorDifference) -> None:
+        """Write the changed elements of a weight."""
+        direct = self._direct[name]
+        if name in self._inputs or not all(piece.has_distinct_elements for _, piece in direct):
+            tensor = self._current(name, difference.dtype)
+            difference.apply_(tensor)
+            self.write(name, tensor)
+            return
+        for own_name, piece in direct:
+            own = self.state[own_name]
+            selected, within = piece.positions(
+                difference.positions.to(own.device), math.prod(difference.shape), own.shape
+            )
+            values = difference.values.to(own.device)
+            put(own, within, values if selected is None else values[selected])
+
+    def finish(self) -> None:
+        """Compute what depends on a weight that was received and on weights that have not changed."""
+        for job in self._pending:
+            if not job[2] & self._kept.keys():
+                continue
+            for name in job[2] - self._kept.keys():
+                held = [self.state[own_name].dtype for own_name in sources_of(self._regions[name])]
+                self._kept[name] = self._current(name, functools.reduce(torch.promote_types, held))
+            self._compute(job)
+
+    def _is_needed(self, name: str) -> bool:
+        return any(name in needed for *_, needed in self._pending)
+
+    def _compute(self, job: _Job) -> None:
+        own_name, piece, needed = job
+        if self.dtypes:
+            dtypes = (self._kept[name].dtype for name in needed)
+            self.dtypes.take(own_name, functools.reduce(torch.promote_types, dtypes))
+        _write(self.state[own_name], piece, value_of(piece.source, lambda entry: self._kept[entry.name]))
+
+    def _current(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight as the model has it now, in the layout of the files."""
+        return assemble(self._regions[name].to(dtype), lambda own_name: self.state[own_name].contiguous())
 
 
 class _SentDtypes:
@@ -146,10 +232,6 @@ class _SentDtypes:
         for parameter in self._model.parameters():
             counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
         return counts.most_common(1)[0][0]
-
-
-def _computed(piece: Piece, arrived: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return value_of(piece.source, lambda entry: arrived[entry.name])
 
 
 def _write(target: torch.Tensor, piece: Piece, value: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import json
 import types
 from pathlib import Path
 
-from fsdp2_strategy.rollout.sampling import generate_tokens
+from fsdp2_strategy.rollout.sampling import generate_samples
 from fsdp2_strategy.rollout.weight_loader import WeightLoader
 
 SIGNATURES = json.loads(Path(__file__).with_name("signatures.json").read_text())
@@ -94,10 +94,18 @@ def sglang(make_model, calls, *, fails=False):
             calls.append(("resume", tags))
 
         @checked("sglang", "Engine", "generate")
-        def generate(self, prompt=None, sampling_params=None, input_ids=None, image_data=None, **_):
+        def generate(
+            self, prompt=None, sampling_params=None, input_ids=None, image_data=None, return_logprob=False, **_
+        ):
             check_sampling("sglang", sampling_params)
-            generated = generate_tokens(self._model, input_ids, sampling_params)
-            return [{"output_ids": tokens} for sequences in generated for tokens in sequences]
+            kind = "sampled" if return_logprob else None
+            generated = generate_samples(self._model, input_ids, sampling_params, log_probs=kind)
+            outputs = []
+            for sample in (sample for samples in generated for sample in samples):
+                of_tokens = zip(sample.log_probs, sample.token_ids, strict=False)
+                meta_info = {"output_token_logprobs": [(*pair, None) for pair in of_tokens]}
+                outputs.append({"output_ids": sample.token_ids} | ({"meta_info": meta_info} if return_logprob else {}))
+            return outputs
 
         @checked("sglang", "Engine", "shutdown")
         def shutdown(self):
@@ -114,6 +122,13 @@ class SamplingParams:
     def __init__(self, **given):
         check_sampling("vllm", given)
         vars(self).update({"temperature": 1.0, "max_tokens": 16, **given})
+
+
+def vllm_completion(sample):
+    """Return a sample as vLLM does."""
+    pairs = zip(sample.token_ids, sample.log_probs, strict=False)
+    logprobs = [{token: types.SimpleNamespace(logprob=log_prob, rank=None)} for token, log_prob in pairs]
+    return types.SimpleNamespace(token_ids=sample.token_ids, logprobs=logprobs or None)
 
 
 def vllm(make_model, calls):
@@ -160,11 +175,11 @@ def vllm(make_model, calls):
         def generate(self, prompts, sampling_params=None, *_, **__):
             check_sampling("vllm", vars(sampling_params))
             ids = [prompt["prompt_token_ids"] for prompt in prompts]
-            generated = generate_tokens(self._model, ids, sampling_params)
+            generated = generate_samples(self._model, ids, sampling_params)
             output = types.SimpleNamespace
             return [
-                output(prompt_token_ids=own, outputs=[output(token_ids=tokens) for tokens in sequences])
-                for own, sequences in zip(ids, generated, strict=True)
+                output(prompt_token_ids=own, outputs=[vllm_completion(sample) for sample in samples])
+                for own, samples in zip(ids, generated, strict=True)
             ]
 
     module = types.ModuleType("vllm")
